@@ -1,0 +1,77 @@
+# make train | test: nothing but python3 (>= 3.10, with venv and headers), make and a C++ compiler is needed beforehand.
+# Variables: PYTHON (python3), VENV (.venv), ARGS (added to the command that runs), NPROC (ranks of `make train`),
+# PIP_ARGS (added to pip install, e.g. an --extra-index-url that has CPU-only wheels of torch).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+NPROC ?=
+PIP_ARGS ?=
+
+.PHONY: help install train test test-slow lint format typecheck ci clean distclean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make train      run configs/quickstart.yaml on every GPU, else on 2 CPU ranks'
+	@echo 'make test       run the test suite (test-slow: the long matrix)'
+	@echo 'make lint       ruff, lint and format check (format: apply)'
+	@echo 'make typecheck  mypy, strict'
+	@echo 'make ci         what CI runs'
+	@echo 'make clean      delete build products and caches (distclean: $(VENV) too)'
+
+install: $(INSTALLED)
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'error: $(PYTHON) was not found'; echo '  fix: install Python 3.10 or later, or pass PYTHON=/path/to/python3'; exit 2; } >&2
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: shardkit needs Python 3.10 or later, $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
+	  echo '  fix: install a later one, or pass PYTHON=/path/to/python3.10'; exit 2; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo 'error: $(PYTHON) cannot make virtual environments'; echo '  fix: apt-get install python3-venv'; exit 2; } >&2
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo 'creating $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
+	@echo 'installing into $(VENV) (once; torch is large, this takes minutes)'
+	@# A pip that builds DeepSpeed in isolation: beside a CUDA torch, its setup.py would ask for nvcc.
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf]'
+	@touch $@
+
+# run.overwrite: an earlier run in the same directory would otherwise be refused.
+train: $(INSTALLED)
+	@set -e; \
+	nproc='$(NPROC)'; [ -n "$$nproc" ] || nproc=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
+	OMP_NUM_THREADS=$$($(BIN)/python -c "from shardkit.launch.threads import default_omp_threads as t; print(t($$nproc))"); \
+	export OMP_NUM_THREADS; \
+	set -x; \
+	$(BIN)/torchrun --standalone --nproc-per-node $$nproc -m shardkit.train --config configs/quickstart.yaml run.overwrite=true $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(INSTALLED)
+	$(BIN)/mypy -p shardkit
+
+ci:
+	bash .ci/run
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,28 @@
+"""Plan, launch, train and account for sharded PyTorch jobs. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> (module, name there)
+_PUBLIC = {
+    "RunConfig": ("shardkit.config", "RunConfig"),
+    "load_config": ("shardkit.config_io", "load_config"),
+    "ShardkitError": ("shardkit.errors", "ShardkitError"),
+    "ConfigError": ("shardkit.errors", "ConfigError"),
+    "Job": ("shardkit.job", "Job"),
+    "start": ("shardkit.job", "start"),
+    "memory_table": ("shardkit.memory.table", "render_table"),
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        module, attribute = _PUBLIC[name]
+        return getattr(import_module(module), attribute)
+    raise AttributeError(f"module 'shardkit' has no attribute {name!r}")

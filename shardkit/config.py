@@ -1,0 +1,320 @@
+"""The run's configuration: frozen pydantic models, one per section of the YAML file.
+
+Every field is described where it is defined; `config_io` reads files and overrides into these models and
+`capability` refuses the combinations that cannot work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+Offload = Literal["none", "cpu", "nvme"]
+
+# d_model, n_layers, n_heads, vocab_size, max_seq_len: GPT-2 124M/355M (Radford et al. 2019, table 2) and
+# GPT-3 1.3B/6.7B/13B (Brown et al. 2020, table 2.1); 1.3b here uses 32 heads of 64.
+MODEL_PRESETS: dict[str, dict[str, int]] = {
+    "debug": dict(d_model=128, n_layers=4, n_heads=4, vocab_size=256, max_seq_len=256),
+    "124m": dict(d_model=768, n_layers=12, n_heads=12, vocab_size=50257, max_seq_len=1024),
+    "355m": dict(d_model=1024, n_layers=24, n_heads=16, vocab_size=50257, max_seq_len=1024),
+    "1.3b": dict(d_model=2048, n_layers=24, n_heads=32, vocab_size=50257, max_seq_len=2048),
+    "7b": dict(d_model=4096, n_layers=32, n_heads=32, vocab_size=50257, max_seq_len=2048),
+    "13b": dict(d_model=5120, n_layers=40, n_heads=40, vocab_size=50257, max_seq_len=2048),
+}
+
+
+def conflict(cause: str, fix: str) -> PydanticCustomError:
+    """Values that are each valid but not together; `config_io` shows both lines, plain pydantic only the cause."""
+    return PydanticCustomError("conflict", "{cause}", {"cause": cause, "fix": fix})
+
+
+class Section(BaseModel):
+    """A section of the config: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class TaskConfig(Section):
+    name: Literal["causal_lm"] = "causal_lm"
+    """Built-in task; ignored when `factory` is set."""
+    factory: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Your own task as `package.module:Class`; see docs/tasks.md."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for the factory."""
+
+    @model_validator(mode="after")
+    def _args_need_factory(self) -> TaskConfig:
+        if self.args and self.factory is None:
+            raise conflict(
+                "task.args is set, but there is no task.factory to pass it to",
+                "set task.factory=package.module:Class, or remove task.args",
+            )
+        return self
+
+
+class ModelConfig(Section):
+    preset: Literal["debug", "124m", "355m", "1.3b", "7b", "13b"] | None = None
+    """Sizes by name; keys set beside it win over the preset's."""
+    vocab_size: int = Field(256, ge=2)
+    """Entries of the token embedding; at least the largest token of the data plus one."""
+    max_seq_len: int = Field(256, ge=1)
+    """Rows of the position embedding; `train.seq_len` may not exceed it."""
+    d_model: int = Field(128, ge=1)
+    """Width of the residual stream."""
+    n_layers: int = Field(4, ge=1)
+    """Number of transformer blocks."""
+    n_heads: int = Field(4, ge=1)
+    """Attention heads; must divide `d_model`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout after embeddings, attention and MLP, and inside attention."""
+    tie_weights: bool = False
+    """Share the token embedding with the output head."""
+    loss_chunk_size: int = Field(1024, ge=0)
+    """Tokens per chunk of the cross-entropy, so that [tokens, vocab] fp32 logits never exist whole; 0 = no chunking."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        preset = data.get("preset") if isinstance(data, dict) else None
+        sizes = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
+        return {**sizes, **data} if sizes else data
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelConfig:
+        if self.d_model % self.n_heads:
+            nearest = max(1, round(self.d_model / self.n_heads)) * self.n_heads
+            raise conflict(
+                f"model.n_heads={self.n_heads} does not divide model.d_model={self.d_model}",
+                f"set model.d_model={nearest}, or another number of heads",
+            )
+        return self
+
+
+class DataConfig(Section):
+    path: str | None = None
+    """A text file, directory or glob, or a `.bin` of tokens; unset = the source of Python's standard library."""
+    val_path: str | None = None
+    """Validation data; unset = a fixed share of `path`."""
+    val_fraction: float = Field(0.05, gt=0, lt=1)
+    """Share of files (text) or of the tail (`.bin`) held out when `val_path` is unset."""
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Token type of a `.bin` file (little endian)."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept; unset = $XDG_CACHE_HOME/shardkit or ~/.cache/shardkit."""
+    workers: int = Field(0, ge=0)
+    """Loader processes per rank; 0 loads in the training process (a memory-mapped corpus needs none)."""
+    prefetch: int = Field(2, ge=1)
+    """Micro-batches each worker keeps ready."""
+    shuffle: bool = True
+    """A new order in each epoch, from (train.seed, epoch), the same for every world size."""
+    drop_last: bool = False
+    """Skip the epoch's last, smaller global batch instead of training on it."""
+
+
+class TrainConfig(Section):
+    max_steps: int = Field(100, ge=1)
+    """Optimizer steps."""
+    micro_batch_size: int = Field(8, ge=1)
+    """Samples per rank in one forward/backward."""
+    seq_len: int = Field(256, ge=1)
+    """Tokens per sample of the built-in tasks."""
+    grad_accum_steps: int | None = Field(None, ge=1)
+    """Micro-batches per optimizer step; default 1, or what `global_batch_size` asks for."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step over all ranks; accumulation is derived from it."""
+    max_norm: float | None = Field(1.0, gt=0)
+    """Clip the global gradient norm to this; null = no clipping."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seeds weights, data order and dropout."""
+    deterministic: bool = False
+    """Deterministic kernels and reduction layouts: the same run twice gives the same bits."""
+    eval_every: int | None = Field(None, ge=1)
+    """Steps between evaluations; unset = at the end only."""
+    eval_batches: int = Field(50, ge=0)
+    """Most micro-batches per rank in one evaluation; 0 = no evaluation."""
+
+
+class OptimConfig(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw (Loshchilov & Hutter 2019) or sgd with optional momentum."""
+    lr: float = Field(3e-4, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay (adamw), L2 penalty (sgd); see `decay_norm_bias_embed` for what it spares."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's term that keeps the division finite."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """SGD only."""
+    decay_norm_bias_embed: bool = False
+    """Apply weight decay to norms, biases and embeddings too (off: two parameter groups)."""
+    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
+    """Kernel of the optimizer; auto = fused where torch has it for the device."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after warm-up, over the remaining steps."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from lr/warmup_steps to lr."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """The schedule ends at this share of lr."""
+
+    @model_validator(mode="after")
+    def _own_keys_only(self) -> OptimConfig:
+        if self.name != "sgd" and "momentum" in self.model_fields_set and self.momentum:
+            raise conflict(
+                f"optim.momentum={self.momentum} is a key of sgd, but optim.name={self.name}",
+                "set optim.name=sgd, or remove optim.momentum",
+            )
+        if self.name != "adamw":
+            for key in ("betas", "eps"):
+                if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                    raise conflict(
+                        f"optim.{key}={getattr(self, key)} is a key of adamw, but optim.name={self.name}",
+                        f"set optim.name=adamw, or remove optim.{key}",
+                    )
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise conflict(f"optim.betas={self.betas}: {beta} is outside [0, 1)", "the usual pair is [0.9, 0.95]")
+        return self
+
+
+class ParallelConfig(Section):
+    strategy: StrategyName = "ddp"
+    """How the model is spread over ranks; see the capability table in README.md."""
+    dp_replicate: int | None = Field(None, ge=1)
+    """Replica groups (hsdp); dp_replicate × dp_shard = world size."""
+    dp_shard: int | None = Field(None, ge=1)
+    """Ranks that share one copy of the state (hsdp); default: the ranks of one node."""
+    no_sync: bool | None = None
+    """Reduce gradients only on a step's last micro-batch; default on for ddp, off for fsdp/hsdp (it would keep
+    unsharded gradients), refused for zero2/zero3."""
+    reshard_after_forward: bool = True
+    """fsdp/hsdp: free a block's gathered parameters after forward (ZeRO-3) or keep them until backward (ZeRO-2)."""
+    bucket_mb: float | None = Field(None, gt=0)
+    """ddp and zero: size in MiB of the gradient buckets that are reduced while backward goes on; default 25 for ddp,
+    500 (or the whole model, if smaller) for zero."""
+    offload_optimizer: Offload = "none"
+    """Where optimizer states live between steps."""
+    offload_param: Offload = "none"
+    """Where parameter shards live between uses."""
+    nvme_path: str | None = None
+    """Directory on a local disk for nvme offload."""
+    ds_config: dict[str, Any] = {}
+    """Raw DeepSpeed keys, passed through; one that shardkit sets itself is an error."""
+
+    @model_validator(mode="after")
+    def _nvme(self) -> ParallelConfig:
+        nvme = "nvme" in (self.offload_optimizer, self.offload_param)
+        if nvme and not self.nvme_path:
+            raise conflict(
+                "nvme offload needs parallel.nvme_path", "set parallel.nvme_path to a directory on a local disk"
+            )
+        if self.nvme_path and not nvme:
+            raise conflict(
+                f"parallel.nvme_path={self.nvme_path!r} is set, but neither offload_optimizer nor offload_param is nvme",
+                "set one of them to nvme, or remove parallel.nvme_path",
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Compute type of forward and backward; master weights stay fp32."""
+
+
+class ActivationConfig(Section):
+    policy: Literal["none", "full"] = "none"
+    """Activation checkpointing: recompute every block's activations in backward (full) or keep them (none)."""
+
+
+class CompileConfig(Section):
+    enabled: bool = False
+    """torch.compile each block in place."""
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """torch.compile's mode."""
+
+
+class MemoryConfig(Section):
+    interval: int = Field(10, ge=1)
+    """Steps between gathers of every rank's memory on rank 0 (the first and last step are always gathered)."""
+
+
+class LoggingConfig(Section):
+    every: int = Field(10, ge=1)
+    """Steps between progress lines where there is no terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside `metrics.jsonl`."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is shown."""
+
+
+class RunSection(Section):
+    dir: str = Field("runs/default", min_length=1)
+    """Where everything a run writes goes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = cuda when torch sees a GPU."""
+    overwrite: bool = False
+    """Delete what an earlier run left in `dir`."""
+    init_timeout_s: float = Field(1800, gt=0)
+    """Longest wait for ranks to join and for the first step (compilation, op builds)."""
+    step_timeout_s: float = Field(600, gt=0)
+    """Longest wait of a collective after the first step."""
+
+
+class RunConfig(Section):
+    """The whole configuration; see docs/reference.md for the keys that are kept stable."""
+
+    task: TaskConfig = TaskConfig()
+    """What is trained."""
+    model: ModelConfig = ModelConfig()
+    """The reference transformer."""
+    data: DataConfig = DataConfig()
+    """What it reads."""
+    train: TrainConfig = TrainConfig()
+    """Steps, batches, clipping, evaluation."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and learning-rate schedule."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How state is spread over ranks and host memory."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Compute types."""
+    activation: ActivationConfig = ActivationConfig()
+    """Activation checkpointing."""
+    compile: CompileConfig = CompileConfig()
+    """torch.compile."""
+    memory: MemoryConfig = MemoryConfig()
+    """The memory ledger."""
+    logging: LoggingConfig = LoggingConfig()
+    """What is shown and recorded."""
+    run: RunSection = RunSection()
+    """Where and on what it runs."""
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> RunConfig:
+        if self.task.factory is None and self.train.seq_len > self.model.max_seq_len:
+            raise conflict(
+                f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}",
+                f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
+            )
+        if self.step_batches_conflict:
+            raise conflict(
+                self.step_batches_conflict, "remove train.grad_accum_steps: it is derived from train.global_batch_size"
+            )
+        return self
+
+    @property
+    def step_batches_conflict(self) -> str:
+        """Why `train.global_batch_size` cannot be met at any world size; empty when it can."""
+        train = self.train
+        if train.global_batch_size is None:
+            return ""
+        per_rank = train.micro_batch_size * (train.grad_accum_steps or 1)
+        if train.global_batch_size % per_rank:
+            return (
+                f"train.global_batch_size={train.global_batch_size} is not a multiple of "
+                f"micro_batch_size × grad_accum_steps = {per_rank}"
+            )
+        return ""

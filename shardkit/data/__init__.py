@@ -1,0 +1,1 @@
+"""Corpora, token files and the order in which samples are drawn."""

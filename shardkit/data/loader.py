@@ -1,0 +1,152 @@
+"""Optimizer steps of ready micro-batches, loaded in this process or by workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from .sampler import BatchPlan, State, spread
+
+Batch = Any
+Collate = Callable[[list[Any]], Batch]
+
+
+class MapDataset(Protocol):
+    """`len()` and integer indexing."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step of one rank.
+
+    Attributes:
+        micro_batches: (batch, is_filler) pairs, as many on every rank; a filler keeps ranks in step where there are no
+            samples left: it goes through forward and backward with weight 0 and its targets are not counted.
+        state_after: where to continue once the step is done.
+    """
+
+    micro_batches: list[tuple[Batch, bool]]
+    state_after: State
+
+
+class StepLoader:
+    """Iterates over optimizer steps from `state` on, epoch after epoch, `n_steps` of them or without end.
+
+    With `workers` > 0 that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across epochs.
+    With 0 samples are loaded when asked for. What is drawn does not depend on it.
+
+    Args:
+        collate: makes a micro-batch of a list of samples; `default_collate` when None.
+        pin_memory: copy batches to page-locked memory, for asynchronous copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        plan: BatchPlan,
+        collate: Collate | None = None,
+        *,
+        state: State | None = None,
+        n_steps: int | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._state = state or State()
+        self._steps_left = n_steps
+        self._batches: Iterator[Batch] | None = iter(
+            _data_loader(
+                dataset, _MicroBatches(plan, self._state, n_steps), collate, plan, workers, prefetch, pin_memory
+            )
+        )
+
+    def __iter__(self) -> StepLoader:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._batches is None:
+            raise RuntimeError("StepLoader is closed")
+        if self._steps_left == 0:
+            raise StopIteration
+        parts, after = self._plan.micro_batches(self._state)
+        step = StepBatch([(next(self._batches), not part) for part in parts], after)
+        self._state = after
+        if self._steps_left is not None:
+            self._steps_left -= 1
+        return step
+
+    def close(self) -> None:
+        """End the workers. May be called twice."""
+        # Dropping the last reference to DataLoader's iterator is its public way to join the worker processes.
+        self._batches = None
+
+
+class _MicroBatches:
+    """The plan's micro-batches in order, the first sample standing in where one is empty."""
+
+    def __init__(self, plan: BatchPlan, state: State, n_steps: int | None) -> None:
+        self.plan = plan
+        self.state = state
+        self.n_steps = n_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        state, done = self.state, 0
+        while done != self.n_steps:
+            parts, state = self.plan.micro_batches(state)
+            yield from (part or [0] for part in parts)
+            done += 1
+
+
+def _data_loader(
+    dataset: MapDataset,
+    batches: _MicroBatches,
+    collate: Collate | None,
+    plan: BatchPlan,
+    workers: int,
+    prefetch: int,
+    pin_memory: bool,
+) -> DataLoader[Any]:
+    # DataLoader draws its workers' seed from the global generator unless given one: dropout would then depend on workers.
+    generator = torch.Generator().manual_seed(plan.order.seed * plan.world + plan.rank)
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_sampler=batches,
+        collate_fn=collate or default_collate,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin_memory,
+        generator=generator,
+    )
+
+
+def eval_batches(
+    dataset: MapDataset,
+    micro_batch: int,
+    rank: int,
+    world: int,
+    limit: int | None = None,
+    collate: Collate | None = None,
+) -> Iterator[tuple[Batch, bool]]:
+    """This rank's evaluation micro-batches as (batch, is_filler): as many on every rank, at most `limit` each.
+
+    Where `limit` does not allow the whole dataset, samples at even distances stand for it.
+    """
+    together = collate or default_collate
+    n = len(dataset)
+    steps = -(-n // (micro_batch * world))
+    if limit is not None:
+        steps = min(steps, limit)
+    n_used = min(n, steps * micro_batch * world)
+    for step in range(steps):
+        part = range(n_used)[spread(n_used, steps * world, step * world + rank)]
+        indices: Sequence[int] = [position * n // n_used for position in part]
+        yield together([dataset[i] for i in indices or [0]]), not indices

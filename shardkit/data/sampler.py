@@ -1,0 +1,146 @@
+"""The order in which samples are drawn: a function of (seed, epoch, position) alone, never of how many ranks share it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 8
+_WORD = np.uint64
+
+
+class EpochOrder:
+    """A permutation of range(n) for each epoch, in O(1) memory for any n.
+
+    Shuffled, position i holds E(i) for a keyed Feistel network E over the smallest even number of bits that covers n, applied
+    again until the value falls below n (cycle walking: Black and Rogaway 2002, section 3; fewer than 4 rounds on average).
+    The keys come from (seed, epoch), so that the order can be read from any position without drawing what stands before it.
+    """
+
+    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
+        if n < 1:
+            raise ValueError(f"n={n} must be positive")
+        self.n = n
+        self.seed = seed
+        self.shuffle = shuffle
+        self._half_bits = max(1, -(-(n - 1).bit_length() // 2))
+
+    def index(self, epoch: int, i: int) -> int:
+        """The sample at position i of the epoch."""
+        return int(self.indices(epoch, i, i + 1)[0])
+
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The samples at positions [start, stop) of the epoch."""
+        if not 0 <= start <= stop <= self.n:
+            raise IndexError(f"positions [{start}, {stop}) of {self.n}")
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        keys = self._keys(epoch)
+        values = self._encrypt(np.arange(start, stop, dtype=_WORD), keys)
+        while (outside := values >= self.n).any():
+            values[outside] = self._encrypt(values[outside], keys)
+        return values.astype(np.int64)
+
+    def _keys(self, epoch: int) -> npt.NDArray[np.uint64]:
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        return np.frombuffer(digest, dtype="<u8").astype(_WORD)
+
+    def _encrypt(self, values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        bits = _WORD(self._half_bits)
+        mask = _WORD((1 << self._half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        result: npt.NDArray[np.uint64] = (left << bits) | right
+        return result
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> _WORD(30))) * _WORD(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _WORD(27))) * _WORD(0x94D049BB133111EB)
+    return x ^ (x >> _WORD(31))
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands in its data; it means the same at any world size, micro-batch size and accumulation."""
+
+    epoch: int = 0
+    next_sample: int = 0
+
+
+class BatchPlan:
+    """Which samples this rank takes in each micro-batch of each optimizer step.
+
+    A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are laid
+    evenly over the accum × world micro-batches, so that every rank runs `accum` of them; in an epoch's smaller last batch some
+    are smaller and some may be empty.
+
+    Raises:
+        ValueError: `global_batch` is not micro_batch × accum × world.
+    """
+
+    def __init__(
+        self,
+        n_samples: int,
+        global_batch: int,
+        micro_batch: int,
+        accum: int,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+    ) -> None:
+        if global_batch != micro_batch * accum * world:
+            raise ValueError(
+                f"global_batch={global_batch} is not {micro_batch} × {accum} × {world} (micro × accum × world)"
+            )
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} of world={world}")
+        if drop_last and n_samples < global_batch:
+            raise ValueError(f"drop_last leaves no step: {n_samples} samples, global batch {global_batch}")
+        self.n_samples = n_samples
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.accum = accum
+        self.rank = rank
+        self.world = world
+        self.drop_last = drop_last
+        self.order = EpochOrder(n_samples, seed, shuffle)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        if self.drop_last:
+            return self.n_samples // self.global_batch
+        return -(-self.n_samples // self.global_batch)
+
+    def state_at(self, step: int) -> State:
+        """Where a run that has only ever had this plan stands after `step` optimizer steps."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return State(epoch, within * self.global_batch)
+
+    def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
+        """Sample indices of this rank's `accum` micro-batches in the step that begins at `state`, and the state after."""
+        state = self._normalised(state)
+        size = min(self.global_batch, self.n_samples - state.next_sample)
+        samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()
+        mine = [spread(size, self.accum * self.world, a * self.world + self.rank) for a in range(self.accum)]
+        after = self._normalised(State(state.epoch, state.next_sample + size))
+        return [samples[part] for part in mine], after
+
+    def _normalised(self, state: State) -> State:
+        """`state`, or the next epoch's start when this epoch has no batch left."""
+        left = self.n_samples - state.next_sample
+        if left <= 0 or (self.drop_last and left < self.global_batch):
+            return State(state.epoch + 1, 0)
+        return state
+
+
+def spread(n: int, parts: int, part: int) -> slice:
+    """The range of n samples that falls to one of `parts` even parts (sizes differ by at most one)."""
+    return slice(part * n // parts, (part + 1) * n // parts)

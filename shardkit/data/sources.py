@@ -1,0 +1,129 @@
+"""Which text files a corpus is made of, and which of them validate."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError
+
+_SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
+_WILDCARDS = frozenset("*?[")
+_SNIFFED_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of a corpus; `name` is its path relative to the corpus' root, with forward slashes."""
+
+    path: str
+    name: str
+    size: int
+    mtime_ns: int
+
+
+def find_text_files(path: str | None) -> list[TextFile]:
+    """Candidate files of a text corpus, sorted by relative path: a file, a directory's files, or a glob's.
+
+    None stands for the source of Python's standard library. Hidden files and `.bin` files are left out; whether a file
+    really is text is decided by `is_text` when it is read.
+
+    Raises:
+        DataError: the path does not exist, cannot be read, or holds no file.
+    """
+    if path is None:
+        root = sysconfig.get_path("stdlib")
+        files = [file for file in _walk(root) if file.name.endswith(".py")]
+        if not files:
+            raise DataError(
+                f"this Python has no source files of its library in {root}", "set data.path to text of your own"
+            )
+        return files
+    expanded = os.path.expanduser(path)
+    if os.path.isfile(expanded):
+        files = [_stat(expanded, os.path.basename(expanded))]
+        if not files[0].size:
+            raise DataError(f"data path {path} is an empty file", "set data.path to text that is not empty")
+    elif os.path.isdir(expanded):
+        files = _walk(expanded)
+    elif _WILDCARDS & set(expanded):
+        files = _glob(expanded)
+    else:
+        raise DataError(
+            f"data path {path} does not exist", "set data.path to a text file, a directory, a glob or a .bin file"
+        )
+    if not files:
+        raise DataError(
+            f"data path {path} holds no text files",
+            "set data.path to a text file, a directory or a glob of text; token files are given one by one, as a .bin",
+        )
+    return files
+
+
+def is_text(file: TextFile) -> bool:
+    """Whether the first 8 KiB hold no zero byte (git's rule for telling text from binary)."""
+    try:
+        with open(file.path, "rb") as stream:
+            return b"\0" not in stream.read(_SNIFFED_BYTES)
+    except OSError as error:
+        raise unreadable(file.path, error) from error
+
+
+def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
+    """Training and validation files: a file validates when the hash of its name falls in the first `val_fraction`.
+
+    A file stays in its part when others come or go. Of two files or more neither part is left empty: the file with the
+    smallest hash validates and the one with the largest trains.
+    """
+    places = {file.name: _hash_fraction(file.name) for file in files}
+    ordered = sorted(files, key=lambda file: (places[file.name], file.name))
+    n_val = sum(places[file.name] < val_fraction for file in files)
+    if len(files) > 1:
+        n_val = min(max(n_val, 1), len(files) - 1)
+    val_names = {file.name for file in ordered[:n_val]}
+    return [f for f in files if f.name not in val_names], [f for f in files if f.name in val_names]
+
+
+def unreadable(path: str, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions")
+
+
+def _hash_fraction(name: str) -> float:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _stat(path: str, name: str) -> TextFile:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return TextFile(path, name.replace(os.sep, "/"), status.st_size, status.st_mtime_ns)
+
+
+def _sorted_files(paths: Iterable[str], root: str) -> list[TextFile]:
+    files = [_stat(path, os.path.relpath(path, root)) for path in paths if os.path.isfile(path)]
+    return sorted((file for file in files if file.size and not file.name.endswith(".bin")), key=lambda file: file.name)
+
+
+def _walk(root: str) -> list[TextFile]:
+    def fail(error: OSError) -> None:
+        raise unreadable(str(error.filename), error) from error
+
+    paths: list[str] = []
+    for directory, subdirectories, names in os.walk(root, onerror=fail):
+        subdirectories[:] = [s for s in subdirectories if not s.startswith(".") and s not in _SKIPPED_DIRECTORIES]
+        paths += [os.path.join(directory, name) for name in names if not name.startswith(".")]
+    return _sorted_files(paths, root)
+
+
+def _glob(pattern: str) -> list[TextFile]:
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if _WILDCARDS & set(part))
+    root = os.path.join(*parts[:fixed]) if fixed else os.curdir
+    return _sorted_files(glob.glob(pattern, recursive=True), root)

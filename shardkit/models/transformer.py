@@ -1,0 +1,178 @@
+"""Reference decoder-only transformer: GPT-2's architecture (Radford et al. 2019, section 2.3), bias-free output head.
+
+Parameters are left uninitialised by construction and filled one by one through `init_parameter`, so that a model is
+built at once on the meta device or under ZeRO-3, and its weights are the same whatever the strategy and world size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..config import ModelConfig
+from ..errors import ConfigError
+from .cross_entropy import chunked_cross_entropy
+
+INIT_STD = 0.02
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose weights stay as allocated until `init_parameter` fills them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose weights stay as allocated until `init_parameter` fills them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` whose weights stay as allocated until `init_parameter` fills them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [batch, seq, d_model] to the same."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.dropout = config.dropout
+        self.qkv = Linear(config.d_model, 3 * config.d_model)
+        self.proj = Linear(config.d_model, config.d_model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, width = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, self.n_heads, width // self.n_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        out: torch.Tensor = self.proj(heads.transpose(1, 2).reshape(batch, seq, width))
+        return out
+
+
+class MLP(nn.Module):
+    """Two linears around a GELU, hidden width 4 × d_model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fc = Linear(config.d_model, 4 * config.d_model)
+        self.proj = Linear(4 * config.d_model, config.d_model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.proj(F.gelu(self.fc(x)))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm block; the unit that is sharded, checkpointed and compiled."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(config.d_model)
+        self.attn = Attention(config)
+        self.norm2 = LayerNorm(config.d_model)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        out: torch.Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return out
+
+
+class Head(Linear):
+    """Output projection; with targets it computes the loss itself, so that its weight is gathered where it is used."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.d_model, config.vocab_size, bias=False)
+        self.loss_chunk_size = config.loss_chunk_size
+
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, ignore_index: int = -100
+    ) -> torch.Tensor:
+        if targets is None:
+            return F.linear(hidden, self.weight)
+        if self.loss_chunk_size:
+            return chunked_cross_entropy(hidden, self.weight, targets, self.loss_chunk_size, ignore_index)
+        logits = F.linear(hidden, self.weight).flatten(0, -2).float()
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index, reduction="sum")
+
+
+class Transformer(nn.Module):
+    """Token and learned position embeddings, `n_layers` blocks, final norm, output head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_emb = Embedding(config.vocab_size, config.d_model)
+        self.pos_emb = Embedding(config.max_seq_len, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = LayerNorm(config.d_model)
+        self.head = Head(config)
+        if config.tie_weights:
+            self.head.weight = self.tok_emb.weight
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """Logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
+
+        Args:
+            tokens: [batch, seq] integers below `vocab_size`.
+            targets: [batch, seq]; positions equal to `ignore_index` are not counted.
+
+        Raises:
+            ConfigError: the sequence is longer than `max_seq_len`.
+        """
+        seq = tokens.shape[1]
+        if seq > self.config.max_seq_len:
+            raise ConfigError(
+                f"a sequence of {seq} tokens, but model.max_seq_len={self.config.max_seq_len}",
+                "raise model.max_seq_len or shorten the sequences",
+            )
+        positions = torch.arange(seq, device=tokens.device)
+        x = self.dropout(self.tok_emb(tokens) + self.pos_emb(positions))
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.norm(x), targets, ignore_index)
+        return out
+
+
+# Every parameter of Transformer by its full name: what a new layer must be added to before it can be initialised.
+_RESIDUAL = re.compile(r"blocks\.\d+\.(attn|mlp)\.proj\.weight")
+_NORMAL = re.compile(r"(tok_emb|pos_emb|head|blocks\.\d+\.(attn\.qkv|mlp\.fc))\.weight")
+_ONES = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
+
+
+def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill one whole parameter in place as GPT-2 does (section 2.3): a function of the generator's state alone.
+
+    Normal of std 0.02 for linears and embeddings, divided by sqrt(2 × n_layers) for the two projections that write to the
+    residual stream; zero biases; norm weights one.
+
+    Raises:
+        KeyError: `fqn` is not a parameter of `Transformer`.
+    """
+    with torch.no_grad():
+        if _RESIDUAL.fullmatch(fqn):
+            full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
+        elif _NORMAL.fullmatch(fqn):
+            full.normal_(0.0, INIT_STD, generator=generator)
+        elif _ONES.fullmatch(fqn):
+            full.fill_(1.0)
+        elif fqn.endswith(".bias"):
+            full.zero_()
+        else:
+            raise KeyError(f"{fqn} is not a parameter of Transformer")

@@ -1,0 +1,113 @@
+"""The run directory: who may write there, and what is known about the run before its first step."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config_io import LoadedConfig
+from .dist import World
+from .errors import ConfigError, ShardkitError
+
+MARKER = "config.yaml"
+FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl", "env.json")
+FOLDERS = ("tensorboard", "logs", "checkpoints", ".rendezvous")
+
+
+def prepare(loaded: LoadedConfig, world: World) -> Path:
+    """Claim `run.dir` for this run; collective, so that every rank stops when rank 0 may not write.
+
+    Raises:
+        ConfigError: the directory holds a run already, or cannot be written.
+    """
+    path = Path(loaded.config.run.dir)
+    problem: ShardkitError | None = None
+    if world.is_main:
+        try:
+            _claim(path, loaded)
+        except ShardkitError as error:
+            problem = error
+    for found in world.gather(problem):
+        if isinstance(found, ShardkitError):
+            raise found
+    return path
+
+
+def _claim(path: Path, loaded: LoadedConfig) -> None:
+    try:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
+        if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
+            if not loaded.config.run.overwrite:
+                raise ConfigError(
+                    f"run.dir={path} already holds a run",
+                    "set run.dir to a new directory, or run.overwrite=true to delete the old run",
+                )
+            _clear(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in ("logs", "checkpoints"):
+            (path / folder).mkdir(exist_ok=True)
+        (path / "config.yaml").write_text(loaded.render())
+        (path / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write") from error
+
+
+def _clear(path: Path) -> None:
+    """Delete what a run wrote there, and nothing else."""
+    for name in FILES:
+        (path / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(path / name, ignore_errors=False) if (path / name).exists() else None
+
+
+def files_in(path: Path) -> list[Path]:
+    """Every file of the run, sorted."""
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware, command line and commit: what another person needs to repeat the run."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in ("shardkit", "torch", "deepspeed", "accelerate", "numpy", "pydantic")},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": _cpus(),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _cpus() -> int:
+    import os
+
+    return os.cpu_count() or 1
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*args: str) -> str | None:
+    """Output of a git command in the working directory; `None` where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,29 @@
+"""Ways to spread a model over ranks: one file per engine, no inheritance between them."""
+
+from __future__ import annotations
+
+from ..config import RunConfig
+from ..dist import World
+from .base import OptimizerFactory, Shard, StateKind, Strategy
+
+__all__ = ["OptimizerFactory", "Shard", "StateKind", "Strategy", "make_strategy"]
+
+
+def make_strategy(config: RunConfig, world: World) -> Strategy:
+    """The engine of `parallel.strategy`, not yet set up; only its own module is imported."""
+    name = config.parallel.strategy
+    if name == "single":
+        from .single import Single
+
+        return Single(config, world)
+    if name == "ddp":
+        from .ddp import DDP
+
+        return DDP(config, world)
+    if name in ("fsdp", "hsdp"):
+        from .fsdp import FSDP
+
+        return FSDP(config, world)
+    from .zero import ZeRO
+
+    return ZeRO(config, world)

@@ -1,0 +1,152 @@
+"""FSDP2: each block's parameters sharded by rows, gathered for its forward and backward; hsdp replicates the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..capability import mesh_shape
+from ..config import RunConfig
+from ..dist import World
+from ..precision import compute_dtype
+from ..weights import Weights
+from .base import OptimizerFactory, Shard, StateKind
+
+
+class FSDP:
+    """Both `fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.name = config.parallel.strategy
+        self._config = config
+        self._world = world
+        self._no_sync = config.parallel.no_sync is True
+        self._offload = config.parallel.offload_param == "cpu"
+
+    def construction(self) -> AbstractContextManager[object] | None:
+        return None
+
+    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+        on_meta = any(p.is_meta for p in model.parameters())
+        options: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "mp_policy": self._mixed_precision(),
+            "offload_policy": self._offload_policy(),
+        }
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=self._config.parallel.reshard_after_forward, **options)
+        # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
+        fully_shard(model, reshard_after_forward=False, **options)
+        assert isinstance(model, FSDPModule)
+        if on_meta:
+            self._materialise(model, weights)
+        self._wrapped = model
+        self.model = model
+        self.optimizer = make_optimizer(model)
+
+    def _mesh(self) -> DeviceMesh:
+        device_type = self._world.device.type
+        if self.name == "hsdp":
+            shape = mesh_shape(self._config, self._world.size, self._world.env.local_world_size)
+            return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        dtype = compute_dtype(self._config.precision)
+        if dtype == torch.float32:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self._offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
+
+    def _materialise(self, model: nn.Module, weights: Weights) -> None:
+        """Allocate the shards of a model built on meta and fill each with its rows of the drawn parameter."""
+        model.to_empty(device="cpu" if self._offload else self._world.device)
+        for fqn, param in model.named_parameters():
+            assert isinstance(param, DTensor)
+            local = param.detach().to_local()
+            start = _first_row(param)
+            local.copy_(weights.draw(fqn, param.shape)[start : start + local.shape[0]])
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        if self._no_sync:
+            self._wrapped.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, max_norm: float | None) -> torch.Tensor:
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(params, max_norm)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
+        for param in self.model.parameters():
+            yield "params", _local(param)
+            if param.grad is not None:
+                yield "grads", _local(param.grad)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield from _unsharded_grads(module)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer", _local(value)
+
+    def shards(self) -> Iterator[Shard]:
+        for fqn, param in self.model.named_parameters():
+            assert isinstance(param, DTensor)
+            replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0
+            start = _first_row(param) * (param.numel() // param.shape[0])
+            named = [(f"model.{fqn}", param.detach())]
+            named += [
+                (f"optim.{fqn}.{key}", value)
+                for key, value in self.optimizer.state.get(param, {}).items()
+                if isinstance(value, DTensor) and value.shape == param.shape
+            ]
+            for name, value in named:
+                local = value.to_local().view(-1)  # type: ignore[attr-defined]
+                yield Shard(name, tuple(param.shape), start if local.numel() else 0, local, replica)
+
+    def teardown(self) -> None:
+        pass
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_row(param: DTensor) -> int:
+    """First row of dim 0 that this rank holds: FSDP2 gives each rank ceil(rows / ranks) rows, the last ones fewer or none."""
+    mesh = param.device_mesh
+    dim = mesh.ndim - 1
+    rows = -(-param.shape[0] // mesh.size(dim))
+    return int(min(mesh.get_local_rank(dim) * rows, param.shape[0]))
+
+
+def _unsharded_grads(module: FSDPModule) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    for param in group.fsdp_params if group is not None else ():
+        grad = getattr(param, "unsharded_accumulated_grad", None)
+        if grad is not None:
+            yield "grads", grad

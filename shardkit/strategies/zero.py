@@ -1,0 +1,180 @@
+"""ZeRO-1/2/3 through DeepSpeed's engine, with optimizer and parameter offload. The only module that imports deepspeed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import RunConfig
+from ..config_io import resolve_batch
+from ..dist import World
+from ..errors import BuildError, ConfigError
+from ..weights import Weights
+from .base import OptimizerFactory, Shard, StateKind
+from .zero_config import STAGES, build_ds_config
+from .zero_state import zero12_shards, zero12_state, zero3_shards, zero3_state
+
+
+class ZeRO:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.name = config.parallel.strategy
+        self.stage = STAGES[self.name]
+        self._config = config
+        self._world = world
+        self._linear = nn.functional.linear
+        self._accum = resolve_batch(config, world.size)
+        self._fqns: dict[int, str] = {}
+        _deepspeed(world)
+
+    def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:
+        on_cuda = self._world.device.type == "cuda"
+        return build_ds_config(self._config, self._world.size, self._accum, on_cuda, model_numel)
+
+    def construction(self) -> AbstractContextManager[object] | None:
+        if self.stage < 3:
+            return None
+        # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
+        return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
+
+    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+        deepspeed = _deepspeed(self._world)
+        named = list(model.named_parameters())
+        self._fqns = {id(param): fqn for fqn, param in named}
+        if any(hasattr(param, "ds_tensor") for _, param in named):
+            for fqn, param in named:
+                self._fill_partition(param, weights.draw(fqn, param.ds_shape))  # type: ignore[attr-defined]
+        else:
+            weights.materialise(model, self._world.device)
+            named = list(model.named_parameters())
+            self._fqns = {id(param): fqn for fqn, param in named}
+        numel = sum(getattr(param, "ds_numel", param.numel()) for _, param in named)
+        optimizer = make_optimizer(model)
+        if self._config.parallel.offload_optimizer != "none":
+            optimizer = self._on_cpu(optimizer)
+        self._engine, self._zero, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self._ds_config(numel), dist_init_required=False
+        )
+        self.model = self._engine
+        self.optimizer = self._zero.optimizer
+
+    def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
+        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind its end is padding."""
+        part = param.ds_tensor  # type: ignore[attr-defined]
+        start = self._world.rank * part.ds_numel
+        mine = full.view(-1)[start : start + part.ds_numel]
+        part.data.zero_()
+        part.data[: mine.numel()].copy_(mine)
+
+    def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same AdamW as DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
+        if type(optimizer) is not torch.optim.AdamW:
+            return optimizer
+        build_cpu_adam(self._world)
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        settings = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in optimizer.param_groups]
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, max_norm: float | None) -> torch.Tensor:
+        self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
+        self._engine.step()
+        return torch.as_tensor(self._engine.get_global_grad_norm())
+
+    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
+        if self.stage == 3:
+            return zero3_state(self._engine.module, self._zero)
+        return zero12_state(self._zero)
+
+    def shards(self) -> Iterator[Shard]:
+        if self.stage == 3:
+            return zero3_shards(self._zero, self._fqns, self._world.rank)
+        return zero12_shards(self._zero, self._fqns, self._world.rank, self._world.size)
+
+    def teardown(self) -> None:
+        """Drop the engine's hooks and buffers, so that another can be made in this process."""
+        nn.functional.linear = self._linear  # ZeRO-3 replaces it process-wide
+        if hasattr(self, "_engine"):
+            self._engine.destroy()
+
+
+def _deepspeed(world: World) -> Any:
+    """deepspeed, imported for this device and told to use the process group that exists."""
+    if world.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # deepspeed looks for these when it sets up its own communication layer.
+    os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank))
+    os.environ.setdefault("RANK", str(world.rank))
+    os.environ.setdefault("WORLD_SIZE", str(world.size))
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"parallel.strategy is a ZeRO stage, but deepspeed does not import: {error}",
+            "pip install deepspeed, or set parallel.strategy=fsdp (the same sharding without it)",
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    # Its shared-memory collectives work under its own launcher only; elsewhere compiling them is minutes for nothing.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    return deepspeed
+
+
+def build_cpu_adam(world: World) -> None:
+    """Compile DeepSpeedCPUAdam once per machine before its ranks load it.
+
+    Raises:
+        BuildError: on every rank, with the compiler's first error.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    problem = ""
+    if world.env.local_rank == 0:
+        if not _is_built(CPUAdamBuilder):
+            print("building DeepSpeedCPUAdam (once per machine, 1-3 minutes) ...", file=sys.stderr, flush=True)
+        try:
+            CPUAdamBuilder().load(verbose=False)
+        except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is not there
+            problem = first_compiler_error(str(error))
+    problems = [str(p) for p in world.gather(problem) if p]
+    if problems:
+        raise BuildError(
+            f"DeepSpeedCPUAdam does not compile: {problems[0]}",
+            "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or set parallel.offload_optimizer=none",
+        )
+
+
+def _is_built(builder: Any) -> bool:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    name = builder.NAME
+    folder = _get_build_directory(name, verbose=False)
+    return os.path.exists(os.path.join(folder, f"{name}.so"))
+
+
+def first_compiler_error(text: str) -> str:
+    """The first line of a build log that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "error:" in line.lower() or "not found" in line.lower()]
+    return (telling or lines or ["no message"])[0][:300]

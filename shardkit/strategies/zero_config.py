@@ -1,0 +1,127 @@
+"""shardkit's keys as a DeepSpeed config: the one place where they are mapped; raw keys pass through, conflicts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import ConfigError
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+DEFAULT_BUCKET_MB = 500.0
+
+# DeepSpeed key -> the shardkit key that decides it. Raw values may repeat it, never contradict it.
+_OWNED = {
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "train_batch_size": "train.global_batch_size",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "gradient_clipping": "train.max_norm",
+    "optimizer": "optim.name",
+    "scheduler": "optim.schedule",
+    "bf16.enabled": "precision.mode",
+    "fp16.enabled": "precision.mode",
+    "amp": "precision.mode",
+    "torch_autocast": "precision.mode",
+    "activation_checkpointing": "activation.policy",
+    "compile": "compile.enabled",
+    "zero_optimization.stage": "parallel.strategy",
+    "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "parallel.nvme_path",
+    "zero_optimization.offload_param.device": "parallel.offload_param",
+    "zero_optimization.offload_param.nvme_path": "parallel.nvme_path",
+    "zero_optimization.cpu_offload": "parallel.offload_optimizer",
+    "managed_gradient_accumulation": "train.grad_accum_steps",
+}
+
+
+def build_ds_config(config: RunConfig, world_size: int, accum: int, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
+    """The engine's config dict.
+
+    Args:
+        accum: micro-batches per optimizer step.
+        model_numel: parameters of the whole model, caps the bucket; `None` while it is not built yet.
+
+    Raises:
+        ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
+    """
+    raw = config.parallel.ds_config
+    ours = _owned_values(config, world_size, accum, on_cuda)
+    _refuse_conflicts(raw, ours)
+    return _merge(_merge(_defaults(config, on_cuda, model_numel), raw), ours)
+
+
+def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
+    train, parallel = config.train, config.parallel
+    zero: dict[str, Any] = {"stage": STAGES[parallel.strategy]}
+    for key in ("offload_optimizer", "offload_param"):
+        device = getattr(parallel, key)
+        if device != "none":
+            zero[key] = {"device": device}
+            if device == "nvme":
+                zero[key]["nvme_path"] = parallel.nvme_path
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "train_batch_size": train.micro_batch_size * accum * world_size,
+        "gradient_accumulation_steps": accum,
+        "gradient_clipping": train.max_norm or 0.0,
+        "bf16": {"enabled": config.precision.mode == "bf16"},
+        "fp16": {"enabled": config.precision.mode == "fp16"},
+        "zero_optimization": zero,
+    }
+
+
+def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
+    """What a raw key may replace."""
+    parallel = config.parallel
+    bytes_per_element = 4 if config.precision.mode in ("fp32", "tf32") else 2
+    bucket = int((parallel.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / bytes_per_element)
+    if model_numel is not None:
+        bucket = min(bucket, model_numel)
+    bucket += bucket % 2  # DeepSpeed wants an even number of elements
+    zero: dict[str, Any] = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+        "overlap_comm": on_cuda,
+    }
+    if parallel.strategy == "zero3":
+        zero["stage3_prefetch_bucket_size"] = bucket // 10
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(parallel, key) != "none":
+            zero[key] = {"pin_memory": on_cuda}
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,  # the trainer does the printing
+    }
+
+
+def _refuse_conflicts(raw: dict[str, Any], ours: dict[str, Any]) -> None:
+    ours_flat = dict(_leaves(ours))
+    for path, value in _leaves(raw):
+        owner = next((key for owned, key in _OWNED.items() if path == owned or path.startswith(owned + ".")), None)
+        if owner is None or (path in ours_flat and ours_flat[path] == value):
+            continue
+        found = f"shardkit sets it to {ours_flat[path]!r}" if path in ours_flat else "shardkit decides it"
+        raise ConfigError(
+            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {found}",
+            f"remove the raw key and set {owner}",
+        )
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merge(out[key], value) if both else value
+    return out

@@ -1,0 +1,85 @@
+"""Where DeepSpeed keeps its state: flat partitions (ZeRO-1/2) and per-parameter partitions (ZeRO-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import Shard, StateKind
+
+
+def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """Flat model parameters (whole), this rank's fp32 master partition, its gradients and its optimizer state."""
+    for flat in zero.bit16_groups_flat:
+        yield "params", flat
+    yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
+    for held in (zero.averaged_gradients, zero.all_grad_tensors):
+        for grads in held.values():
+            for grad in grads or ():
+                yield "grads", grad
+    for group in zero.bit16_groups:
+        for param in group:
+            for grad in (param.grad, getattr(param, "grad_accum", None)):
+                if grad is not None:
+                    yield "grads", grad
+    for grad in getattr(zero, "accumulated_grads_in_cpu", {}).values():
+        yield "grads", grad
+
+
+def zero3_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """This rank's partitions; parameters that are gathered right now (persistent ones always are) count as well."""
+    for param in module.parameters():
+        yield "params", param.ds_tensor
+        if param.numel() and param.ds_status.name == "AVAILABLE":
+            yield "params", param.data
+    yield from _masters_and_states(zero, zero.fp32_partitioned_groups_flat)
+    if zero.grad_partitions_flat_buffer is not None:
+        yield "grads", zero.grad_partitions_flat_buffer
+
+
+def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    for master in masters:
+        yield "master_params", master
+        if master.grad is not None:
+            yield "grads", master.grad
+        for value in zero.optimizer.state.get(master, {}).values():
+            if isinstance(value, torch.Tensor):
+                yield "optimizer", value
+
+
+def zero12_shards(zero: Any, fqns: dict[int, str], rank: int, world_size: int) -> Iterator[Shard]:
+    """Each group is one flat buffer cut into world_size equal partitions; a parameter's part of ours is one range."""
+    for group, master in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        size = master.numel()
+        mine = rank * size
+        offset = 0
+        for param in group:
+            first, last = max(offset, mine), min(offset + param.numel(), mine + size)
+            if first < last:
+                yield from _fragment(zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first)
+            offset += param.numel()
+
+
+def zero3_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
+    """Each parameter is cut into equal padded partitions; a sub-group's master holds its parameters' partitions in order."""
+    for group, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+        offset = 0
+        for param in group:
+            part = int(param.partition_numel())
+            start = rank * part
+            length = max(0, min(part, int(param.ds_numel) - start))
+            if length:
+                yield from _fragment(zero, fqns[id(param)], tuple(param.ds_shape), start, master, offset, length)
+            offset += part
+
+
+def _fragment(
+    zero: Any, fqn: str, shape: tuple[int, ...], start: int, master: torch.Tensor, at: int, length: int
+) -> Iterator[Shard]:
+    yield Shard(f"model.{fqn}", shape, start, master.detach().narrow(0, at, length))
+    for key, value in zero.optimizer.state.get(master, {}).items():
+        if isinstance(value, torch.Tensor) and value.numel() == master.numel():
+            yield Shard(f"optim.{fqn}.{key}", shape, start, value.narrow(0, at, length))

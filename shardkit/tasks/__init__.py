@@ -1,0 +1,1 @@
+"""What is trained: built-in tasks and the protocol a user task follows."""

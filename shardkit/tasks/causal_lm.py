@@ -1,0 +1,70 @@
+"""Next-token prediction with the reference transformer on a corpus."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..config import RunConfig
+from ..data.corpus import Corpus, open_corpus
+from ..data.windows import IGNORE_INDEX, Windows
+from ..errors import ConfigError
+from ..models.flops import transformer_flops_per_token
+from ..models.transformer import Block, Transformer, init_parameter
+
+
+class CausalLM:
+    """The built-in task `causal_lm`: windows of `train.seq_len` tokens, cross-entropy of each next token.
+
+    Data is opened on first use, so that a task can be made for its model alone.
+
+    Raises (from `dataset` and `describe`):
+        ConfigError: the data holds a token that `model.vocab_size` does not cover.
+        DataError: see `open_corpus` and `Windows`.
+    """
+
+    block_classes: tuple[type[nn.Module], ...] = (Block,)
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        corpus = open_corpus(self.config.data)
+        if corpus.max_token >= self.config.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={self.config.model.vocab_size}, but {corpus.source} holds the token {corpus.max_token}",
+                f"set model.vocab_size to at least {corpus.max_token + 1}, or check data.bin_dtype",
+            )
+        return corpus
+
+    def build_model(self) -> Transformer:
+        return Transformer(self.config.model)
+
+    def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        init_parameter(self.config.model, fqn, full, generator)
+
+    def dataset(self, split: Literal["train", "val"]) -> Windows:
+        """Windows of a split; the training split must fill at least one, the validation split holds 2 tokens or more."""
+        seq_len = self.config.train.seq_len
+        if split == "train":
+            return Windows(self.corpus.train_span, seq_len, f"the training split of {self.corpus.source}")
+        return Windows(self.corpus.val_span, seq_len, f"the validation split of {self.corpus.source}", min_tokens=2)
+
+    def n_targets(self, batch: dict[str, torch.Tensor]) -> int:
+        return int((batch["targets"] != IGNORE_INDEX).sum())
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        # The loss is computed inside the wrapped model's forward: hooks of the engine would miss a head called from here.
+        total: torch.Tensor = model(batch["tokens"], batch["targets"], IGNORE_INDEX)
+        return total
+
+    def flops_per_token(self) -> float:
+        return transformer_flops_per_token(self.config.model, self.config.train.seq_len)
+
+    def describe(self) -> dict[str, float]:
+        """The baseline a model must beat: validation cross-entropy of the training unigrams, nats per token."""
+        return {"unigram_cross_entropy": self.corpus.unigram_cross_entropy()}

@@ -1,0 +1,115 @@
+"""The task a config asks for: a built-in one, or the user's own through `task.factory`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import ConfigError, ShardkitError
+from .base import Task
+from .causal_lm import CausalLM
+
+BUILT_IN: dict[str, Callable[[RunConfig], Task]] = {"causal_lm": CausalLM}
+_REQUIRED = ("build_model", "dataset", "n_targets", "loss")
+
+
+def load_task(config: RunConfig) -> Task:
+    """Make the task: `BUILT_IN[task.name](config)`, or `Factory(config, **task.args)` where `task.factory` is set.
+
+    The current directory is searched for the factory's module first, as `python -m` does.
+
+    Raises:
+        ConfigError: the factory does not import, does not take `task.args`, raises, or makes something that is no Task.
+    """
+    spec = config.task.factory
+    if spec is None:
+        return BUILT_IN[config.task.name](config)
+    module_name, _, attribute = spec.partition(":")
+    factory = _attribute(spec, _import(spec, module_name), attribute)
+    _check_arguments(spec, factory, config)
+    try:
+        task = factory(config, **config.task.args)
+    except ShardkitError:
+        raise
+    except Exception as error:
+        raise _raised(spec, "making the task failed", error) from error
+    missing = [name for name in _REQUIRED if not callable(getattr(task, name, None))]
+    if missing:
+        raise ConfigError(
+            f"task.factory={spec} made a {type(task).__name__} without {', '.join(missing)}",
+            "add the missing methods; docs/tasks.md shows a whole task",
+        )
+    checked: Task = task
+    return checked
+
+
+def _import(spec: str, module_name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"task.factory={spec}: there is no module {error.name}",
+                f"check the name, or put the directory that holds it on PYTHONPATH (searched first: {here})",
+            ) from error
+        raise _raised(spec, f"importing {module_name} failed", error) from error
+    except (Exception, SystemExit) as error:
+        raise _raised(spec, f"importing {module_name} failed", error) from error
+
+
+def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if found is not None and callable(found):
+        return found
+    callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    close = get_close_matches(name, callables, n=3, cutoff=0.5)
+    own = [key for key in callables if getattr(vars(module)[key], "__module__", None) == module.__name__]
+    fix = f"did you mean {' or '.join(close)}?" if close else f"it has: {', '.join(own) or 'no classes or functions'}"
+    what = f"has no {name}" if found is None else f"has {name}, but it cannot be called"
+    raise ConfigError(f"task.factory={spec}: module {module.__name__} ({_location(module)}) {what}", fix)
+
+
+def _check_arguments(spec: str, factory: Callable[..., Any], config: RunConfig) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: the call itself will tell
+    try:
+        signature.bind(config, **config.task.args)
+    except TypeError as error:
+        given = ", ".join(config.task.args) or "nothing"
+        raise ConfigError(
+            f"task.factory={spec} cannot be called with the config and task.args ({given}): {error}",
+            f"it is called as {signature.replace(return_annotation=signature.empty)}, config first; change task.args",
+        ) from error
+
+
+def _raised(spec: str, what: str, error: BaseException) -> ConfigError:
+    """Names the line of the user's code that raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+        own = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
+    message = " ".join(str(error).split())
+    return ConfigError(
+        f"task.factory={spec}: {what} at {place}: {type(error).__name__}{': ' + message if message else ''}",
+        "correct that line; `python -c 'import " + spec.partition(":")[0] + "'` shows the whole traceback",
+    )
+
+
+def _location(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "a namespace package"

@@ -1,0 +1,237 @@
+"""The loop: batch → forward → backward → clip → step → account; rank 0 writes and shows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import rundir
+from .accumulate import StepOutput, to_device, train_step
+from .config_io import resolve_batch
+from .data.loader import StepBatch, StepLoader, eval_batches
+from .data.sampler import BatchPlan
+from .errors import DataError, TrainingError
+from .job import Job, not_finite
+from .memory.table import render_table, write_jsonl
+from .metrics import MetricsWriter
+from .models.flops import gpu_peak_flops
+from .optim import lr_at
+from .precision import compute_dtype
+from .progress import Progress
+from .tasks.load import load_task
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        steps: optimizer steps done.
+        loss: mean loss of the last step.
+        val_loss: mean validation loss at the end; `None` without validation data.
+    """
+
+    steps: int
+    loss: float
+    val_loss: float | None
+
+
+class Trainer:
+    """Trains `task` of the config under the job's strategy and writes the run directory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = job.config
+        self.world = job.world
+        self.accum = resolve_batch(self.config, job.world.size)
+        self.step = 0
+        self.tokens_total = 0
+        with job.ledger.phase("init"):
+            self.task = load_task(self.config)
+            data = self.task.dataset("train")
+            if data is None or len(data) == 0:
+                raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
+            self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
+            self.loader = self._make_loader(data)
+        self.run_dir: Path = rundir.prepare(job.loaded, job.world)
+        job.wrap(
+            self.task.build_model,
+            block_classes=getattr(self.task, "block_classes", ()),
+            init_parameter=getattr(self.task, "init_parameter", None),
+        )
+
+    def _make_loader(self, data: object) -> StepLoader:
+        train = self.config.train
+        plan = BatchPlan(
+            n_samples=len(data),  # type: ignore[arg-type]
+            micro_batch=train.micro_batch_size,
+            accum=self.accum,
+            rank=self.world.rank,
+            world=self.world.size,
+            seed=train.seed,
+            shuffle=self.config.data.shuffle,
+            drop_last=self.config.data.drop_last,
+        )
+        return StepLoader(data, plan, self.task, self.config.data, self.world.device)  # type: ignore[arg-type]
+
+    def fit(self) -> Outcome:
+        """Train to `train.max_steps`.
+
+        Raises:
+            TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
+        """
+        outcome = Outcome(0, math.nan, None)
+        writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard) if self.world.is_main else None
+        progress = self._progress() if self.world.is_main else None
+        try:
+            for record in self.steps():
+                if writer is not None and progress is not None:
+                    writer.write(record)
+                    progress.update(record, self.world.size, *self.job.ledger.worst_peak())
+                outcome = Outcome(self.step, record["loss"], record.get("val_loss"))
+        finally:
+            self.loader.close()
+            if progress is not None:
+                progress.close()
+            if writer is not None:
+                writer.close()
+        if self.world.is_main:
+            self._report(outcome)
+        return outcome
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
+        batch, wait = self._next_batch()
+        targets = self.world.sum([self._count(batch)])[0]
+        began = time.perf_counter()
+        while self.step < self.config.train.max_steps:
+            self.step += 1
+            first = self.step == 1
+            before = self._fingerprint() if first else []
+            lr = self._set_lr()
+            self.job.ledger.begin_step(self.step, due=self._gather_due())
+            out = self._train_step(batch, targets)
+            next_wait = 0.0
+            if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
+                batch, next_wait = self._next_batch()
+            loss, next_targets = self._agree(out, batch, targets)
+            step_time = time.perf_counter() - began
+            self.job.ledger.end_step(self.step, step_time, wait)
+            self.tokens_total += int(targets)
+            record = {
+                "step": self.step, "loss": loss, "grad_norm": out.grad_norm.item(), "lr": lr, "tokens": int(targets),
+                "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
+                "tokens_per_s": targets / step_time,
+            }  # fmt: skip
+            if first:
+                self._check_moved(before, lr)
+                self.world.shorten_timeout(self.config.run.step_timeout_s)
+            if self._gather_due():
+                self._gather_memory()
+            if self._eval_due():
+                record["val_loss"] = self.evaluate()
+            began = time.perf_counter()
+            yield record
+            targets, wait = next_targets, next_wait
+
+    def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
+        return train_step(
+            self.job.strategy, self.job.ledger, batch.micro_batches, self.task.loss, targets, self.world.size,
+            self.world.device, self.config.train.max_norm,
+        )  # fmt: skip
+
+    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
+        """The one reduction per step: this step's loss and finiteness, the next step's target count."""
+        local = out.loss_sum.item()
+        finite = math.isfinite(local)
+        total, bad, next_targets = self.world.sum([local if finite else 0.0, float(not finite), self._count(next_batch)])
+        if bad:
+            raise not_finite(self.world, self.step, local)
+        return total / max(targets, 1.0), next_targets
+
+    def _next_batch(self) -> tuple[StepBatch, float]:
+        began = time.perf_counter()
+        batch = next(self.loader)
+        return batch, time.perf_counter() - began
+
+    def _count(self, batch: StepBatch) -> float:
+        return float(sum(self.task.n_targets(m.batch) for m in batch.micro_batches if not m.is_filler))
+
+    def _set_lr(self) -> float:
+        lr = lr_at(self.config.optim, self.step, self.config.train.max_steps)
+        for group in self.job.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _gather_due(self) -> bool:
+        return self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
+
+    def _gather_memory(self) -> None:
+        rows = self.job.ledger.gather(self.step)
+        if rows is not None:
+            write_jsonl(self.run_dir / "memory.jsonl", self.step, rows)
+
+    def _eval_due(self) -> bool:
+        if self.val_data is None:
+            return False
+        every = self.config.train.eval_every
+        return self.step == self.config.train.max_steps or (every is not None and self.step % every == 0)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over at most `train.eval_batches` micro-batches per rank of the validation split; collective."""
+        assert self.val_data is not None
+        model = self.job.model
+        model.eval()
+        loss_sum, count = torch.zeros((), device=self.world.device), 0.0
+        train = self.config.train
+        for micro in eval_batches(
+            self.val_data, self.task, train.micro_batch_size, self.world.rank, self.world.size, train.eval_batches
+        ):
+            loss = self.task.loss(model, to_device(micro.batch, self.world.device)).float()
+            if not micro.is_filler:
+                loss_sum += loss
+                count += self.task.n_targets(micro.batch)
+        model.train()
+        total, n = self.world.sum([float(loss_sum), count])
+        return total / max(n, 1.0)
+
+    def _fingerprint(self) -> list[torch.Tensor]:
+        """The first elements of each local weight shard, to see that the first step changes them."""
+        return [s.local[:256].float().clone() for s in self.job.strategy.shards() if s.name.startswith("model.")]
+
+    def _check_moved(self, before: list[torch.Tensor], lr: float) -> None:
+        moved = sum(float(not torch.equal(a, b)) for a, b in zip(before, self._fingerprint(), strict=True))
+        if lr > 0 and self.world.sum([moved])[0] == 0:
+            raise TrainingError(
+                "no parameter changed in the first step, on any rank",
+                "check that the loss depends on the model's parameters and that they require gradients",
+            )
+
+    def _progress(self) -> Progress:
+        flops = getattr(self.task, "flops_per_token", None)
+        peak = None
+        if self.world.device.type == "cuda":
+            peak = gpu_peak_flops(torch.cuda.get_device_name(self.world.device), self._peak_kind())
+        train = self.config.train
+        return Progress(train.max_steps, self.step, self.config.logging.every, flops() if flops else None, peak)
+
+    def _peak_kind(self) -> str:
+        return self.config.precision.mode if compute_dtype(self.config.precision) == torch.float32 else "bf16"
+
+    def _report(self, outcome: Outcome) -> None:
+        print(render_table(self.job.ledger.last_rows))
+        if outcome.val_loss is not None:
+            print(f"validation loss: {outcome.val_loss:.4f}")
+            describe = getattr(self.task, "describe", dict)
+            for name, value in describe().items():
+                gain = f"  (validation loss is {100 * (1 - outcome.val_loss / value):.1f} % below)" if "cross_entropy" in name else ""
+                print(f"{name.replace('_', ' ')}: {value:.4f}{gain}")
+        print("files written:")
+        for path in rundir.files_in(self.run_dir):
+            print(f"  {path} ({path.stat().st_size:,} bytes)")

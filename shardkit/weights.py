@@ -1,0 +1,73 @@
+"""How parameters come to life: the same values whatever the strategy and the world size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from .errors import ConfigError
+
+Init = Callable[[str, torch.Tensor, torch.Generator], None]
+
+
+
+
+class Weights:
+    """Initial values of a model's parameters.
+
+    With `init_parameter` the model is built on the meta device and each parameter is drawn whole on CPU from its own
+    generator, seeded by (seed, name): a rank may then keep any slice of it and no rank holds the whole model.
+    Without it every rank builds the real model under the same seed.
+    """
+
+    def __init__(self, seed: int, init_parameter: Init | None = None) -> None:
+        self.seed = seed
+        self.init_parameter = init_parameter
+
+    def build(self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None) -> nn.Module:
+        """The model, on meta if its values can be drawn later; `construction` is an engine's own build context.
+
+        Raises:
+            ConfigError: a model built on meta has buffers, whose values would be lost.
+        """
+        if self.init_parameter is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                return make_model()
+        with construction or torch.device("meta"):
+            model = make_model()
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ConfigError(
+                    f"the task has init_parameter, so {type(model).__name__} is built on meta, but it has a buffer: {name}",
+                    "drop init_parameter (each rank then builds the whole model), or compute the buffer in forward",
+                )
+        return model
+
+    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
+        """The whole parameter in fp32 on CPU."""
+        assert self.init_parameter is not None
+        digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        full = torch.empty(shape, dtype=torch.float32)
+        with torch.no_grad():
+            self.init_parameter(fqn, full, generator)
+        return full
+
+    def materialise(self, model: nn.Module, device: torch.device) -> None:
+        """Put a whole, unsharded model on `device`; meta parameters are drawn, tied ones stay tied."""
+        real: dict[int, nn.Parameter] = {}
+        for fqn, param in model.named_parameters():
+            if param.is_meta:
+                value = self.draw(fqn, param.shape).to(device=device, dtype=param.dtype)
+                real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in real:
+                    module._parameters[name] = real[id(param)]
+        model.to(device)
+

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardkit.config import DataConfig
+from shardkit.data.corpus import Corpus, open_corpus
+from shardkit.data.sources import find_text_files, split_files
+from shardkit.data.windows import IGNORE_INDEX, Windows
+from shardkit.errors import DataError
+
+
+def data(tmp_path: Path, path: Path | str | None, **settings: object) -> DataConfig:
+    text = None if path is None else str(path)
+    return DataConfig.model_validate({"path": text, "cache_dir": str(tmp_path / "cache"), **settings})
+
+
+def write_tree(root: Path, n: int = 40) -> Path:
+    for i in range(n):
+        file = root / f"d{i % 3}" / f"f{i}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(f"document {i}\n".encode() * (i + 1))
+    return root
+
+
+def write_tokens(path: Path, tokens: list[int], dtype: str = "<u2") -> Path:
+    np.array(tokens, dtype=dtype).tofile(path)
+    return path
+
+
+def test_standard_library_is_the_default(tmp_path: Path) -> None:
+    corpus = open_corpus(data(tmp_path, None))
+    assert corpus.n_train_files > 100
+    assert 0.005 < len(corpus.val) / len(corpus.train) < 0.2
+    assert corpus.max_token < 256
+    assert 2.5 < corpus.unigram_cross_entropy() < 4.0
+    assert "standard library" in corpus.describe()
+    names = [file.name for file in find_text_files(None)]
+    assert names == sorted(names) and "json/decoder.py" in names
+    assert not any("site-packages" in name or "__pycache__" in name for name in names)
+
+
+def test_documents_are_bytes_each_followed_by_a_zero(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text")
+    corpus = open_corpus(data(tmp_path, root, val_fraction=0.2))
+    files = find_text_files(str(root))
+    train, val = split_files(files, 0.2)
+    assert 0 < len(val) < len(train)
+    for tokens, part in ((corpus.train, train), (corpus.val, val)):
+        assert bytes(tokens.astype(np.uint8)) == b"".join(Path(f.path).read_bytes() + b"\0" for f in part)
+    assert len(corpus.train) == corpus.train_counts.sum()
+
+
+def test_split_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    files = find_text_files(str(write_tree(tmp_path / "text")))
+    val = {f.name for f in split_files(files, 0.3)[1]}
+    fewer = {f.name for f in split_files(files[::2], 0.3)[1]}
+    assert fewer == val & {f.name for f in files[::2]}
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_part_of_a_split_is_empty(tmp_path: Path, fraction: float) -> None:
+    files = find_text_files(str(write_tree(tmp_path / "text", 2)))
+    assert [len(part) for part in split_files(files, fraction)] == [1, 1]
+
+
+def test_single_file_is_split_by_its_tail(tmp_path: Path) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text("ab" * 50)
+    corpus = open_corpus(data(tmp_path, file, val_fraction=0.1))
+    assert bytes(corpus.train.astype(np.uint8)) == b"ab" * 45 + b"\0"
+    assert bytes(corpus.val.astype(np.uint8)) == b"ab" * 5 + b"\0"
+
+
+def test_glob_and_validation_path(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text")
+    corpus = open_corpus(data(tmp_path, root / "d[01]" / "*.txt", val_path=str(root / "d2")))
+    assert (corpus.n_train_files, corpus.n_val_files) == (27, 13)
+    recursive = open_corpus(data(tmp_path, f"{root}/**/*.txt"))
+    assert recursive.n_train_files + recursive.n_val_files == 40
+
+
+def test_binary_hidden_and_empty_files_are_left_out(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text", 4)
+    (root / "image.png").write_bytes(b"\x89PNG\0\0")
+    (root / ".hidden").write_text("x")
+    (root / "empty.txt").write_text("")
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("x")
+    corpus = open_corpus(data(tmp_path, root))
+    assert corpus.n_train_files + corpus.n_val_files == 4
+    assert corpus.n_skipped_files == 1 and "1 binary files skipped" in corpus.describe()
+
+
+def test_second_opening_reads_the_cache_and_a_change_builds_anew(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text")
+    first = open_corpus(data(tmp_path, root))
+    stamp = os.stat(first.train_span.path).st_mtime_ns
+    again = open_corpus(data(tmp_path, root))
+    assert again.train_span == first.train_span and os.stat(again.train_span.path).st_mtime_ns == stamp
+    (root / "d0" / "f0.txt").write_text("changed, and of another size")
+    assert open_corpus(data(tmp_path, root)).train_span.path != first.train_span.path
+    assert open_corpus(data(tmp_path, root, val_fraction=0.5)).train_span.path != first.train_span.path
+
+
+def test_damaged_cache_is_built_again(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text")
+    first = open_corpus(data(tmp_path, root))
+    expected = first.train.copy()
+    with open(first.train_span.path, "r+b") as stream:
+        stream.truncate(10)
+    assert np.array_equal(open_corpus(data(tmp_path, root)).train, expected)
+    (Path(first.train_span.path).parent / "meta.json").write_text("{")
+    assert np.array_equal(open_corpus(data(tmp_path, root)).train, expected)
+
+
+def _open(config: DataConfig) -> tuple[int, str]:
+    corpus = open_corpus(config)
+    return int(corpus.train.sum()), corpus.train_span.path
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_may_race_for_the_same_entry(tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = data(tmp_path, write_tree(tmp_path / "text"))
+    if not locks:  # as on a network file system
+
+        def no_locks(*_: object) -> None:
+            raise OSError("no locks here")
+
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    with get_context("fork").Pool(4) as pool:
+        results = pool.map(_open, [config] * 8, chunksize=1)
+    assert len(set(results)) == 1
+    left = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
+    assert len(left) == 1 and left[0].startswith("text-")
+
+
+def test_bin_is_split_by_its_tail_or_by_a_second_file(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "t.bin", list(range(100)))
+    corpus = open_corpus(data(tmp_path, path, val_fraction=0.25))
+    assert corpus.train.tolist() == list(range(75)) and corpus.val.tolist() == list(range(75, 100))
+    assert corpus.max_token == 99 and corpus.train_span.path == str(path)
+    other = write_tokens(tmp_path / "v.bin", [7, 500])
+    both = open_corpus(data(tmp_path, path, val_path=str(other)))
+    assert len(both.train) == 100 and both.val.tolist() == [7, 500] and both.max_token == 500
+
+
+def test_bin_of_uint32(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "t.bin", [1, 100_000, 3, 4], "<u4")
+    corpus = open_corpus(data(tmp_path, path, bin_dtype="uint32"))
+    assert corpus.max_token == 100_000 and corpus.train.tolist() == [1, 100_000, 3]
+
+
+def test_unigram_cross_entropy_by_hand(tmp_path: Path) -> None:
+    train, val = write_tokens(tmp_path / "t.bin", [5, 5, 5, 9]), write_tokens(tmp_path / "v.bin", [5, 7])
+    corpus = open_corpus(data(tmp_path, train, val_path=str(val)))
+    # Tokens seen: 5, 7, 9; p(5) = 4/7, p(7) = 1/7.
+    assert corpus.unigram_cross_entropy() == pytest.approx(-(math.log(4 / 7) + math.log(1 / 7)) / 2)
+
+
+def make_cause(tmp_path: Path, case: str) -> DataConfig:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text")
+    match case:
+        case "missing":
+            return data(tmp_path, tmp_path / "nowhere")
+        case "missing_bin":
+            return data(tmp_path, tmp_path / "nowhere.bin")
+        case "no_match":
+            return data(tmp_path, tmp_path / "*.nothing")
+        case "empty_directory":
+            (tmp_path / "empty").mkdir()
+            return data(tmp_path, tmp_path / "empty")
+        case "empty_file":
+            (tmp_path / "empty.txt").touch()
+            return data(tmp_path, tmp_path / "empty.txt")
+        case "empty_bin":
+            (tmp_path / "t.bin").touch()
+            return data(tmp_path, tmp_path / "t.bin")
+        case "binary":
+            (tmp_path / "b.dat").write_bytes(b"\0\1\2")
+            return data(tmp_path, tmp_path / "b.dat")
+        case "odd_bin":
+            (tmp_path / "t.bin").write_bytes(b"abc")
+            return data(tmp_path, tmp_path / "t.bin")
+        case "wrong_width":
+            write_tokens(tmp_path / "t.bin", [300, 300, 300, 300])
+            return data(tmp_path, tmp_path / "t.bin", bin_dtype="uint32")
+        case "mixed":
+            return data(tmp_path, tmp_path / "text", val_path=str(write_tokens(tmp_path / "v.bin", [1, 2])))
+        case "mixed_bin":
+            return data(tmp_path, write_tokens(tmp_path / "t.bin", [1, 2]), val_path=str(tmp_path / "text"))
+        case "cache":
+            (tmp_path / "cache").write_text("a file where a directory should be")
+            return data(tmp_path, tmp_path / "text")
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "fix"),
+    [
+        ("missing", "nowhere does not exist", "data.path"),
+        ("missing_bin", r"nowhere\.bin does not exist", "data.path"),
+        ("no_match", "holds no text files", "data.path"),
+        ("empty_directory", "holds no text files", "data.path"),
+        ("empty_file", "empty file", "data.path"),
+        ("empty_bin", "is empty", "data.path"),
+        ("binary", "binary files only", "text"),
+        ("odd_bin", "3 bytes, not a multiple of the 2", "data.bin_dtype"),
+        ("wrong_width", "token 19661100", "data.bin_dtype"),
+        ("mixed", r"v\.bin is a token file", "both"),
+        ("mixed_bin", "text is text", "both"),
+        ("cache", "cache directory .* cannot be used", "data.cache_dir"),
+    ],
+)
+def test_bad_data_gets_one_line_of_cause_and_one_of_fix(tmp_path: Path, case: str, cause: str, fix: str) -> None:
+    with pytest.raises(DataError, match=cause) as caught:
+        open_corpus(make_cause(tmp_path, case))
+    assert fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
+
+
+def test_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        open_corpus(make_cause(tmp_path, "binary"))
+    assert [p for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop")
+def test_cache_directory_without_permission(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(DataError, match="Permission denied"):
+        open_corpus(data(tmp_path, None))
+
+
+def test_meta_says_what_is_in_the_files(tmp_path: Path) -> None:
+    corpus = open_corpus(data(tmp_path, write_tree(tmp_path / "text")))
+    meta = json.loads((Path(corpus.train_span.path).parent / "meta.json").read_text())
+    assert meta["train"]["tokens"] == len(corpus.train) and meta["val"]["n_files"] == corpus.n_val_files
+
+
+def corpus_of(tmp_path: Path, n: int) -> Corpus:
+    other = write_tokens(tmp_path / "v.bin", [1, 2])
+    return open_corpus(data(tmp_path, write_tokens(tmp_path / "t.bin", list(range(n))), val_path=str(other)))
+
+
+@pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 25])
+def test_windows_predict_every_token_but_the_first_once(tmp_path: Path, n: int) -> None:
+    windows = Windows(corpus_of(tmp_path, n).train_span, 8, "the data")
+    targets = np.concatenate([windows[i]["targets"].numpy() for i in range(len(windows))])
+    assert targets[targets != IGNORE_INDEX].tolist() == list(range(1, n))
+    assert len(windows) == -(-(n - 1) // 8)
+    for i in range(len(windows)):
+        sample = windows[i]
+        counted = sample["targets"] != IGNORE_INDEX
+        assert sample["tokens"].shape == sample["targets"].shape == (8,)
+        assert (sample["tokens"][counted] + 1 == sample["targets"][counted]).all()
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+def test_data_shorter_than_a_sequence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"8 tokens, fewer than the 9 that train.seq_len=8"):
+        Windows(corpus_of(tmp_path, 8).train_span, 8, "the data")
+
+
+def test_windows_travel_to_workers_without_their_data(tmp_path: Path) -> None:
+    windows = Windows(corpus_of(tmp_path, 5000).train_span, 8, "the data")
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000
+    assert pickle.loads(sent)[3]["tokens"].tolist() == windows[3]["tokens"].tolist()

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+from shardkit.data.loader import StepLoader, eval_batches
+from shardkit.data.sampler import BatchPlan, State
+
+
+class Squares:
+    """Sample i is i²."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index**2)
+
+
+class Broken(Squares):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise RuntimeError(f"sample {index} is broken")
+
+
+def plan(n: int = 10, rank: int = 0, world: int = 2) -> BatchPlan:
+    return BatchPlan(n, 4 * world, 2, 2, rank, world, seed=3, shuffle=True, drop_last=False)
+
+
+def drain(loader: StepLoader) -> list[tuple[list[tuple[list[int], bool]], State]]:
+    steps = [([(b.tolist(), f) for b, f in step.micro_batches], step.state_after) for step in loader]
+    loader.close()
+    return steps
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_follow_the_plan_whoever_loads_them(workers: int) -> None:
+    for rank in range(2):
+        expected, state = [], State()
+        for _ in range(5):
+            parts, state = plan(rank=rank).micro_batches(state)
+            expected.append(([([i**2 for i in part or [0]], not part) for part in parts], state))
+        assert drain(StepLoader(Squares(10), plan(rank=rank), n_steps=5, workers=workers)) == expected
+
+
+def test_some_ranks_get_fillers_at_the_end_of_an_epoch() -> None:
+    parts = [drain(StepLoader(Squares(10), plan(rank=rank), n_steps=2))[1][0] for rank in range(2)]
+    flags = [is_filler for rank in parts for _, is_filler in rank]
+    assert sorted(flags) == [False, False, True, True]
+    assert all(batch == [0] for rank in parts for batch, is_filler in rank if is_filler)
+
+
+def test_goes_on_from_a_state() -> None:
+    whole = drain(StepLoader(Squares(10), plan(), n_steps=5))
+    assert drain(StepLoader(Squares(10), plan(), state=whole[1][1], n_steps=3)) == whole[2:]
+
+
+def test_runs_on_without_a_number_of_steps() -> None:
+    loader = StepLoader(Squares(10), plan())
+    assert [next(loader).state_after.epoch for _ in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_close_ends_the_workers_and_further_use_is_refused() -> None:
+    before = set(multiprocessing.active_children())
+    loader = StepLoader(Squares(100), plan(100), workers=2)
+    next(loader)
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == 2
+    loader.close()
+    loader.close()
+    assert not started & set(multiprocessing.active_children())
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_global_random_state_is_left_alone(workers: int) -> None:
+    before = torch.get_rng_state()
+    drain(StepLoader(Squares(10), plan(), n_steps=2, workers=workers))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_dataset_reaches_the_caller(workers: int) -> None:
+    loader = StepLoader(Broken(10), plan(), workers=workers)
+    with pytest.raises(RuntimeError, match="is broken"):
+        next(loader)
+    loader.close()
+
+
+def test_own_collate() -> None:
+    loader = StepLoader(Squares(10), plan(), collate=len)
+    assert [batch for batch, _ in next(loader).micro_batches] == [2, 2]
+
+
+@pytest.mark.parametrize(("n", "world", "limit"), [(10, 3, None), (7, 1, None), (1, 4, None), (100, 2, 3), (100, 2, 0)])
+def test_evaluation_takes_each_sample_at_most_once_and_ranks_in_step(n: int, world: int, limit: int | None) -> None:
+    ranks = [list(eval_batches(Squares(n), 2, rank, world, limit)) for rank in range(world)]
+    assert len({len(rank) for rank in ranks}) == 1
+    taken = sorted(s for rank in ranks for batch, is_filler in rank if not is_filler for s in batch.tolist())
+    if limit is None:
+        assert taken == [i**2 for i in range(n)]
+    else:
+        assert all(len(rank) == limit for rank in ranks)
+        assert len(taken) == len(set(taken)) == limit * 2 * world
+
+
+def test_limited_evaluation_covers_the_whole_dataset() -> None:
+    taken = [s**0.5 for batch, _ in eval_batches(Squares(100), 5, 0, 1, limit=2) for s in batch.tolist()]
+    assert taken == pytest.approx(list(range(0, 100, 10)))

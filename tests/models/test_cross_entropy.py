@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardkit.models.cross_entropy import chunked_cross_entropy
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PeakBytes(TorchDispatchMode):
+    """Peak of the bytes in storages that operations make while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._users: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor, inputs)
+        return out
+
+    def _track(self, tensor: torch.Tensor, inputs: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in inputs and not self._users[key]:
+            return  # a view of something that was there before
+        if not self._users[key]:
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._users[key] += 1
+        weakref.finalize(tensor, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            self.live -= size
+
+
+def make(n: int = 37, d: int = 16, vocab: int = 50, dtype: torch.dtype = torch.float32) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, d, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, d, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(vocab, (n,), generator=generator)
+    targets[::5] = -100
+    return hidden, weight, targets
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(hidden, weight).flatten(0, -2).float()
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+def loss_and_grads(function: Callable[..., torch.Tensor], inputs: Inputs, *args: Any) -> list[torch.Tensor]:
+    hidden, weight, targets = inputs
+    loss = function(hidden, weight, targets, *args)
+    return [loss.detach(), *torch.autograd.grad(loss * 0.37, (hidden, weight))]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 37, 1000])
+def test_equals_whole_cross_entropy_in_value_and_gradients(chunk_size: int) -> None:
+    inputs = make()
+    for ours, theirs in zip(
+        loss_and_grads(chunked_cross_entropy, inputs, chunk_size), loss_and_grads(plain, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_equals_whole_cross_entropy_in_double_precision() -> None:
+    inputs = make(37, 16, 50, torch.float64)
+
+    def exact(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+
+    for ours, theirs in zip(
+        loss_and_grads(chunked_cross_entropy, inputs, 5), loss_and_grads(exact, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_batched_shape_and_other_ignore_index() -> None:
+    hidden, weight, targets = make(36)
+    targets = targets.where(targets != -100, 3)
+    shaped = chunked_cross_entropy(hidden.view(4, 9, -1), weight, targets.view(4, 9), 5, ignore_index=3)
+    expected = F.cross_entropy(hidden @ weight.t(), targets, ignore_index=3, reduction="sum")
+    torch.testing.assert_close(shaped, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_targets_ignored_gives_zero_and_zero_gradients() -> None:
+    hidden, weight, targets = make()
+    loss, grad_hidden, grad_weight = loss_and_grads(
+        chunked_cross_entropy, (hidden, weight, torch.full_like(targets, -100)), 8
+    )
+    assert loss == 0 and not grad_hidden.any() and not grad_weight.any()
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, weight, targets = make()
+    inputs = (hidden * 1e4).detach().requires_grad_(), weight, targets
+    ours, theirs = loss_and_grads(chunked_cross_entropy, inputs, 8), loss_and_grads(plain, inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_bf16_is_as_accurate_as_whole_bf16(autocast: bool) -> None:
+    hidden, weight, targets = make(64, 32, 100)
+    exact = loss_and_grads(plain, (hidden, weight, targets))
+    if not autocast:
+        hidden, weight = (t.detach().bfloat16().requires_grad_() for t in (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = loss_and_grads(chunked_cross_entropy, (hidden, weight, targets), 8)
+        whole = loss_and_grads(plain, (hidden, weight, targets))
+    assert ours[0].dtype == torch.float32
+    assert [t.dtype for t in ours[1:]] == [hidden.dtype, weight.dtype]
+    for a, b, e in zip(ours, whole, exact, strict=True):
+        assert (a.float() - e).norm() <= 1.2 * (b.float() - e).norm() + 1e-6
+
+
+def test_frozen_weight_or_hidden_gets_no_gradient() -> None:
+    hidden, weight, targets = make()
+    chunked_cross_entropy(hidden, weight.detach(), targets, 8).backward()
+    assert hidden.grad is not None and weight.grad is None
+    chunked_cross_entropy(hidden.detach(), weight, targets, 8).backward()
+    assert weight.grad is not None
+
+
+def test_second_backward_is_refused_not_wrong() -> None:
+    hidden, weight, targets = make()
+    loss = chunked_cross_entropy(hidden, weight, targets, 8)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_wrong_shapes_and_chunk_size_are_refused() -> None:
+    hidden, weight, targets = make()
+    with pytest.raises(ValueError, match="leading sizes"):
+        chunked_cross_entropy(hidden, weight, targets[:-1], 8)
+    with pytest.raises(ValueError, match="chunk_size=0"):
+        chunked_cross_entropy(hidden, weight, targets, 0)
+
+
+def test_memory_stays_far_below_the_whole_logits() -> None:
+    n, d, vocab, chunk = 4096, 16, 2000, 128
+    inputs = make(n, d, vocab)
+    logits_bytes = n * vocab * 4
+
+    def peak(function: Callable[..., torch.Tensor], *args: Any) -> int:
+        with PeakBytes() as memory:
+            loss_and_grads(function, inputs, *args)
+        return memory.peak
+
+    assert peak(plain) >= 2 * logits_bytes  # the meter sees what it must see
+    gradients = (n * d + vocab * d) * 4
+    assert peak(chunked_cross_entropy, chunk) < 2 * chunk * vocab * 4 + 3 * gradients < logits_bytes / 8
+
+
+def test_without_grad_mode_no_gradient_is_formed() -> None:
+    inputs = make(4096, 16, 2000)
+    with PeakBytes() as memory, torch.no_grad():
+        chunked_cross_entropy(*inputs, 128)
+    assert memory.peak < 1.2 * 128 * 2000 * 4

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardkit.config import ModelConfig
+from shardkit.errors import ConfigError
+from shardkit.models.transformer import Transformer, init_parameter
+
+SMALL = {"d_model": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 61, "max_seq_len": 24}
+
+
+def make(**sizes: object) -> Transformer:
+    model = Transformer(ModelConfig.model_validate({**SMALL, **sizes}))
+    for i, (fqn, parameter) in enumerate(model.named_parameters()):
+        init_parameter(model.config, fqn, parameter.data, torch.Generator().manual_seed(i))
+    return model
+
+
+def tokens(batch: int = 2, seq: int = 24) -> torch.Tensor:
+    return torch.randint(61, (batch, seq), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize(("tied", "billions"), [(False, 1.417), (True, 1.314)])
+def test_parameter_count_of_1_3b(tied: bool, billions: float) -> None:
+    config = ModelConfig.model_validate({"preset": "1.3b", "max_seq_len": 1024, "tie_weights": tied})
+    with torch.device("meta"):
+        model = Transformer(config)
+    count = sum(p.numel() for p in model.parameters())
+    d, n_layers, vocab = 2048, 24, 50257
+    assert count == n_layers * (12 * d * d + 13 * d) + 2 * d + 1024 * d + vocab * d * (1 if tied else 2)
+    assert round(count / 1e9, 3) == billions
+
+
+def test_builds_on_meta_and_has_no_buffers() -> None:
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.model_validate({"preset": "13b"}))
+    assert all(p.is_meta for p in model.parameters())
+    assert not list(model.buffers())
+
+
+def test_construction_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    Transformer(ModelConfig.model_validate(SMALL))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_logits_shape_and_causality() -> None:
+    model, x = make(), tokens()
+    logits = model(x)
+    assert logits.shape == (2, 24, 61)
+    changed = x.clone()
+    changed[:, 13] = (changed[:, 13] + 1) % 61
+    other = model(changed)
+    torch.testing.assert_close(other[:, :13], logits[:, :13])
+    assert not torch.allclose(other[:, 13:], logits[:, 13:])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [0, 5, 1024])
+def test_loss_is_the_sum_of_cross_entropies_in_value_and_gradient(tied: bool, chunk: int) -> None:
+    model, x = make(tie_weights=tied, loss_chunk_size=chunk), tokens()
+    targets = x.roll(-1, dims=1)
+    targets[:, -3:] = -100
+    loss = model(x, targets)
+    loss.backward()
+    grads = {fqn: p.grad.clone() for fqn, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = F.cross_entropy(model(x).flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[fqn], parameter.grad, rtol=1e-4, atol=1e-5, msg=fqn)
+
+
+def test_tied_head_is_the_embedding() -> None:
+    model = make(tie_weights=True)
+    assert model.head.weight is model.tok_emb.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+def test_initial_weights_follow_gpt2() -> None:
+    model = make(d_model=256, n_layers=2, vocab_size=500)
+    for fqn, parameter in model.named_parameters():
+        if fqn.endswith(".bias"):
+            assert not parameter.any(), fqn
+        elif "norm" in fqn:
+            assert (parameter == 1).all(), fqn
+        else:
+            std = 0.02 / math.sqrt(4) if fqn.endswith("proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), fqn
+    assert model(tokens()).std() < 1
+
+
+def test_initial_weights_depend_on_the_generator_only() -> None:
+    config = ModelConfig.model_validate(SMALL)
+    first, second = torch.empty(96, 32), torch.empty(96, 32)
+    init_parameter(config, "blocks.0.attn.qkv.weight", first, torch.Generator().manual_seed(3))
+    torch.manual_seed(99)
+    init_parameter(config, "blocks.0.attn.qkv.weight", second, torch.Generator().manual_seed(3))
+    assert torch.equal(first, second)
+
+
+def test_a_parameter_that_has_no_rule_is_refused() -> None:
+    with pytest.raises(KeyError, match="rotary"):
+        init_parameter(ModelConfig(), "blocks.0.rotary.weight", torch.empty(2), torch.Generator())
+
+
+def test_too_long_a_sequence_is_refused_with_both_lengths() -> None:
+    with pytest.raises(ConfigError, match=r"25 tokens.*max_seq_len=24"):
+        make()(tokens(seq=25))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, x = make(dropout=0.5), tokens()
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))

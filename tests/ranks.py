@@ -1,0 +1,225 @@
+"""Run a function on several gloo ranks: `run_ranks(2, "tests.memory.test_ledger:body", x=1)` -> one result per rank.
+
+Imports no torch: a rank sets its environment (OMP_NUM_THREADS above all) before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+LEAKS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_")
+"""Prefixes of variables that would tell a rank that it runs under another launcher."""
+
+
+class RankError(AssertionError):
+    """A rank failed or did not end in time; `rank` is the first that failed, `__cause__` its exception if it pickles."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def run_ranks(
+    world: int,
+    target: str,
+    *,
+    timeout: float = 180,
+    env: dict[str, str] | None = None,
+    init_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `module:function(**kwargs)` on `world` fresh processes that form a gloo group; results in rank order.
+
+    Args:
+        world: number of ranks; all on this host, so LOCAL_RANK = RANK.
+        target: `package.module:function`, importable from the repository root.
+        timeout: seconds for everything, process start included.
+        env: variables to set in every rank before torch is imported.
+        init_group: False leaves `init_process_group` to the function; `RANKS_STORE` names a file to make a FileStore of.
+        kwargs: passed to the function; must pickle.
+
+    Raises:
+        RankError: with the first failing rank's traceback, or where each unfinished rank stood at the timeout.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = (world, target, timeout, env or {}, init_group, kwargs, folder)
+        ranks: list[BaseProcess] = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
+        started: list[BaseProcess] = []
+        try:
+            for process in ranks:
+                process.start()
+                started.append(process)
+            _wait(started, time.monotonic() + timeout)
+            exits = [process.exitcode for process in started]  # None: still running, and killed below
+        finally:
+            for process in started:
+                _end(process)
+        return _collect(Path(folder), exits, timeout)
+
+
+def _wait(ranks: list[BaseProcess], deadline: float) -> None:
+    """Return when all ranks ended well, when one failed, or at the deadline."""
+    with contextlib.ExitStack() as opened:
+        pending = {_exit_handle(process, opened): process for process in ranks}
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for handle in connection.wait(list(pending), timeout=left):
+                assert isinstance(handle, int)
+                process = pending.pop(handle)
+                process.join()
+                if process.exitcode:
+                    return
+
+
+def _exit_handle(process: BaseProcess, opened: contextlib.ExitStack) -> int:
+    """A descriptor that is readable once the rank has ended.
+
+    `Process.sentinel` is a pipe that forked grandchildren (data-loader workers) hold open too; a pidfd is not.
+    """
+    try:
+        handle = os.pidfd_open(process.pid)  # type: ignore[arg-type]
+    except (AttributeError, OSError):  # not Linux, or a kernel without it
+        return process.sentinel
+    opened.callback(os.close, handle)
+    return handle
+
+
+def _end(process: BaseProcess) -> None:
+    """Kill the rank's process group (data-loader workers too), whether or not the rank still runs, and reap it."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _collect(folder: Path, exits: list[int | None], timeout: float) -> list[Any]:
+    """Results in rank order; `exits` are the exit codes before stragglers were killed."""
+    world = len(exits)
+    for rank, code in enumerate(exits):  # a crash comes before the failures it causes in the other ranks
+        if code is not None and not any((folder / f"{rank}.{kind}").exists() for kind in ("result", "failed")):
+            raise RankError(rank, f"rank {rank} of {world} died without a result, exit code {code}")
+    failures = [pickle.loads(path.read_bytes()) for path in folder.glob("*.failed")]
+    if failures:
+        _, rank, text, pickled = min(failures, key=lambda item: float(item[0]))
+        raise RankError(rank, f"rank {rank} of {world} failed:\n{text}") from _unpickled(pickled)
+    running = [rank for rank, code in enumerate(exits) if code is None]
+    if running:
+        stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stack').read_text()}" for rank in running)
+        raise RankError(running[0], f"ranks {running} of {world} did not end within {timeout} s\n{stacks}")
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
+
+
+def _unpickled(data: bytes | None) -> BaseException | None:
+    if data is None:
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # noqa: BLE001 - a class may pickle and not unpickle; its traceback is in the text anyway
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _main(
+    rank: int,
+    world: int,
+    target: str,
+    timeout: float,
+    env: dict[str, str],
+    init_group: bool,
+    kwargs: dict[str, Any],
+    folder: str,
+) -> None:
+    os.setsid()
+    _die_with_parent()
+    with open(f"{folder}/{rank}.stack", "w") as stack:
+        faulthandler.dump_traceback_later(timeout * 0.9, file=stack)  # what a hung rank was doing
+        try:
+            result = _call(rank, world, target, timeout, env, init_group, kwargs, folder)
+            _write(f"{folder}/{rank}.result", pickle.dumps(result))
+        except BaseException as error:  # noqa: BLE001 - goes to the parent, whatever it is
+            try:
+                pickled = pickle.dumps(error)
+            except Exception:  # noqa: BLE001 - the text says enough
+                pickled = None
+            _write(
+                f"{folder}/{rank}.failed",
+                pickle.dumps((time.monotonic(), rank, traceback.format_exc(), pickled)),
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # no teardown that could wait for the other ranks
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _call(
+    rank: int,
+    world: int,
+    target: str,
+    timeout: float,
+    env: dict[str, str],
+    init_group: bool,
+    kwargs: dict[str, Any],
+    folder: str,
+) -> Any:
+    for name in [name for name in os.environ if name.startswith(LEAKS)]:
+        del os.environ[name]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        OMP_NUM_THREADS="1",
+        RANKS_STORE=f"{folder}/store",
+        **env,
+    )
+    if str(REPO) not in sys.path:
+        sys.path.insert(0, str(REPO))
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if init_group:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+        )
+    module, _, function = target.partition(":")
+    result = getattr(importlib.import_module(module), function)(**kwargs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(f"{path}.part", "wb") as file:
+        file.write(data)
+    os.replace(f"{path}.part", path)
+
+
+def _die_with_parent() -> None:
+    """A killed test run takes its ranks with it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,0 +1,136 @@
+"""A small ragged training job that every strategy runs on the same data, and what it reports back."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardkit.config import ModelConfig
+from shardkit.job import Job, start
+from shardkit.models.transformer import Block, Transformer, init_parameter
+
+GLOBAL_BATCH, ACCUM, STEPS, SEQ = 24, 2, 8, 24
+MODEL = ModelConfig(vocab_size=48, max_seq_len=SEQ, d_model=32, n_layers=2, n_heads=2, loss_chunk_size=64)
+
+# ZeRO-3 keeps small parameters whole by default; these make it shard everything even in a tiny model.
+PARTITION_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}}
+
+OPTIMIZERS = {
+    "adamw_clipped": {"optim.name": "adamw", "optim.lr": 3e-3, "train.max_norm": 0.5},
+    "sgd_unclipped": {"optim.name": "sgd", "optim.lr": 0.2, "optim.weight_decay": 0.0, "train.max_norm": None},
+}
+
+
+def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's global batch: tokens and targets [GLOBAL_BATCH, SEQ], each row cut to its own length."""
+    g = torch.Generator().manual_seed(1000 + step)
+    start_at = torch.randint(0, 6, (GLOBAL_BATCH, 1), generator=g)
+    tokens = (start_at + torch.arange(SEQ + 1) * 5) % 48
+    lengths = torch.randint(2, SEQ + 1, (GLOBAL_BATCH,), generator=g)
+    targets = tokens[:, 1:].clone()
+    targets[torch.arange(SEQ)[None, :] >= lengths[:, None]] = -100
+    return tokens[:, :-1].contiguous(), targets
+
+
+def micro_batches(step: int, rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's share: the rows split evenly over micro-batches, then over ranks."""
+    tokens, targets = samples(step)
+    out = []
+    for chunk_t, chunk_y in zip(tokens.chunk(ACCUM), targets.chunk(ACCUM), strict=True):
+        out.append((chunk_t.chunk(world)[rank], chunk_y.chunk(world)[rank]))
+    return out
+
+
+def loss_fn(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return model(batch[0], batch[1])
+
+
+def n_targets(batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+    return int((batch[1] != -100).sum())
+
+
+def overrides(case: str, world: int, optimizer: str, **extra: Any) -> dict[str, Any]:
+    """Settings of a case: a strategy, with `+optimizer` and `+param` for what is offloaded to the CPU."""
+    strategy, *offloaded = case.split("+")
+    out: dict[str, Any] = {f"parallel.offload_{what}": "cpu" for what in offloaded}
+    out |= {
+        "parallel.strategy": strategy,
+        "run.device": "cpu",
+        "train.grad_accum_steps": ACCUM,
+        "train.micro_batch_size": GLOBAL_BATCH // ACCUM // world,
+        **OPTIMIZERS[optimizer],
+    }
+    if strategy == "zero3":
+        out["parallel.ds_config"] = PARTITION_ALL
+    if strategy == "hsdp":
+        out |= {"parallel.dp_replicate": 2, "parallel.dp_shard": world // 2}
+    return out | extra
+
+
+def wrap(job: Job, model: ModelConfig = MODEL) -> None:
+    job.wrap(lambda: Transformer(model), init_parameter=partial(init_parameter, model), block_classes=(Block,))
+
+
+def train(settings: dict[str, Any], rank: int, world: int, steps: int = STEPS) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    with start(None, settings) as job:
+        wrap(job)
+        curve = []
+        for step in range(steps):
+            result = job.step(micro_batches(step, rank, world), loss_fn, n_targets)
+            curve.append((result.loss, result.grad_norm))
+    gc.collect()
+    return curve
+
+
+def curves(names: list[str], optimizer: str) -> dict[str, list[tuple[float, float]]]:
+    """Train each case in turn, in the process group this rank already has."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {name: train(overrides(name, world, optimizer), rank, world) for name in names}
+
+
+# Sizes that do not divide evenly, so that padding shows.
+UNEVEN = ModelConfig(vocab_size=50, max_seq_len=SEQ, d_model=36, n_layers=2, n_heads=2, loss_chunk_size=64)
+
+
+def state_bytes(names: list[str], optimizer: str = "adamw_clipped") -> dict[str, dict[str, int]]:
+    """Bytes of each kind of state on this rank after a step's last backward, before its update (optimizer states exist)."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {name: _measure(overrides(name, world, optimizer), rank, world) for name in names}
+
+
+def _measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, int]:
+    with start(None, settings) as job:
+        wrap(job, UNEVEN)
+        counted: dict[str, int] = {}
+        take_step = job.strategy.step
+
+        def step(max_norm: float | None) -> torch.Tensor:
+            counted.clear()
+            counted.update(count_storages(job.strategy.state_tensors()))
+            return take_step(max_norm)
+
+        job.strategy.step = step  # type: ignore[method-assign]
+        for index in range(2):
+            job.step(micro_batches(index, rank, world), loss_fn, n_targets)
+    gc.collect()
+    return counted
+
+
+def count_storages(state: Any) -> dict[str, int]:
+    """Bytes per kind, each storage once; counted here independently of the ledger."""
+    seen: set[int] = set()
+    out: dict[str, int] = {}
+    for kind, tensor in state:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            out[kind] = out.get(kind, 0) + storage.nbytes()
+    return out

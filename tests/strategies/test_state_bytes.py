@@ -1,0 +1,98 @@
+"""Sharded state takes what theory says, to the byte (Rajbhandari et al. 2020, section 3; FSDP2 shards rows).
+
+fp32 everywhere: 4 bytes an element; AdamW keeps two moments; torch adds a 4-byte step count per tensor it updates.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardkit.config import OptimConfig
+from shardkit.models.transformer import Transformer
+from shardkit.optim import parameter_groups
+from tests.ranks import run_ranks
+from tests.strategies import cases
+
+STEP_COUNT = 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    with torch.device("meta"):
+        return Transformer(cases.UNEVEN)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, int]]]:
+    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"] + (["hsdp"] if request.param == 4 else [])
+    return run_ranks(request.param, "tests.strategies.cases:state_bytes", names=names)
+
+
+pytestmark = [pytest.mark.dist, pytest.mark.deepspeed]
+
+
+def test_ddp_keeps_everything_whole(model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+    numel = sum(p.numel() for p in model.parameters())
+    tensors = len(list(model.parameters()))
+    for rank in measured:
+        assert rank["ddp"] == {"params": 4 * numel, "grads": 4 * numel, "optimizer": 8 * numel + STEP_COUNT * tensors}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+    if name == "hsdp" and len(measured) < 4:
+        pytest.skip("hsdp with two replicas needs 4 ranks")
+    shard_ranks = len(measured) if name == "fsdp" else len(measured) // 2
+    # Parameters and reduced gradients are padded to ceil(rows / ranks) rows; moments hold the rows alone.
+    padded = sum(-(-p.shape[0] // shard_ranks) * (p.numel() // p.shape[0]) for p in model.parameters())
+    for index, rank in enumerate(measured):
+        own = sum(rows(p, index % shard_ranks, shard_ranks) * (p.numel() // p.shape[0]) for p in model.parameters())
+        assert rank[name]["params"] == 4 * padded
+        assert rank[name]["grads"] == 4 * padded
+        assert rank[name]["optimizer"] == 8 * own + STEP_COUNT * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero12_keeps_a_flat_partition(name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+    world = len(measured)
+    for index, rank in enumerate(measured):
+        whole = partition = grads = groups = 0
+        for group in parameter_groups(OptimConfig(), model):
+            numel = sum(p.numel() for p in group["params"])
+            padded = -(-numel // (2 * world)) * 2 * world  # DeepSpeed pads each group to a multiple of 2 × world
+            whole, partition, groups = whole + padded, partition + padded // world, groups + 1
+            grads += zero12_grad_elements(group["params"], padded // world, index)
+        assert rank[name] == {
+            "params": 4 * whole,
+            "master_params": 4 * partition,
+            "grads": 4 * grads,
+            "optimizer": 8 * partition + STEP_COUNT * groups,
+        }
+
+
+def zero12_grad_elements(params: list[torch.Tensor], size: int, index: int) -> int:
+    """A partition's gradients: each parameter that reaches into it (one cut by its edge is kept whole), and padding."""
+    first, last, at, total = index * size, (index + 1) * size, 0, 0
+    for param in params:
+        if at < last and at + param.numel() > first:
+            total += param.numel()
+        at += param.numel()
+    return total + max(0, last - max(at, first))
+
+
+def test_zero3_keeps_a_part_of_each_parameter(model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+    part = sum(-(-p.numel() // len(measured)) for p in model.parameters())  # each parameter padded to world equal parts
+    for rank in measured:
+        assert rank["zero3"] == {
+            "params": 4 * part,
+            "master_params": 4 * part,
+            "grads": 4 * part,
+            "optimizer": 8 * part + STEP_COUNT * 2,
+        }
+
+
+def rows(param: torch.Tensor, rank: int, ranks: int) -> int:
+    """Rows of dim 0 on a rank: ceil(rows / ranks) each, the last ones fewer or none."""
+    each = -(-param.shape[0] // ranks)
+    return max(0, min(each, param.shape[0] - rank * each))
