@@ -37,7 +37,8 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@# A pip that builds DeepSpeed in isolation: beside a CUDA torch, its setup.py would ask for nvcc.
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf]'
+	@# setuptools warns about every editable install.
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf]'
 	@touch $@
 
 # run.overwrite: an earlier run in the same directory would otherwise be refused.

@@ -11,18 +11,8 @@ import torch
 from .memory.ledger import MemoryLedger
 from .strategies import Strategy
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward's worth of samples.
-
-    Attributes:
-        batch: what the loss function takes, on any device.
-        is_filler: a stand-in on a rank that has run out of samples; its loss is multiplied by 0.
-    """
-
-    batch: Any
-    is_filler: bool = False
+MicroBatch = tuple[Any, bool]
+"""What the loss function takes, and whether it is a filler: a stand-in of weight 0 on a rank without samples."""
 
 
 class HostValue:
@@ -34,7 +24,7 @@ class HostValue:
         if value.device.type == "cuda":
             self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
             self._host.copy_(value.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def item(self) -> float:
@@ -74,11 +64,11 @@ def train_step(
     """
     scale = world_size / max(n_targets, 1.0)
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for index, micro in enumerate(micro_batches):
+    for index, (batch, is_filler) in enumerate(micro_batches):
         with strategy.accumulate(is_last=index == len(micro_batches) - 1):
             with ledger.phase("forward"):
-                loss = loss_fn(strategy.model, to_device(micro.batch, device)).float()
-                weight = 0.0 if micro.is_filler else 1.0
+                loss = loss_fn(strategy.model, to_device(batch, device)).float()
+                weight = 0.0 if is_filler else 1.0
                 total += loss.detach() * weight
                 if index == len(micro_batches) - 1:
                     loss_sum = HostValue(total)

@@ -32,4 +32,4 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module], config
         )
     for block in blocks:
         forward: Any = block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, forward, use_reentrant=False)

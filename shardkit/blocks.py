@@ -20,7 +20,11 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         members = list(module)
-        if len({type(m) for m in members}) == 1 and any(True for _ in members[0].parameters()) and len(members) > len(best):
+        if (
+            len({type(m) for m in members}) == 1
+            and any(True for _ in members[0].parameters())
+            and len(members) > len(best)
+        ):
             best = members
     return best
 

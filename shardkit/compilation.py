@@ -22,6 +22,8 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
     if not config.enabled:
         return
     if device.type == "cpu" and sys.platform != "win32" and not (shutil.which("g++") or shutil.which("clang++")):
-        raise ConfigError("compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++")
+        raise ConfigError(
+            "compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++"
+        )
     for module in blocks or [model]:
         module.compile(mode=None if config.mode == "default" else config.mode)

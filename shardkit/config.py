@@ -20,7 +20,7 @@ MODEL_PRESETS: dict[str, dict[str, int]] = {
     "debug": dict(d_model=128, n_layers=4, n_heads=4, vocab_size=256, max_seq_len=256),
     "124m": dict(d_model=768, n_layers=12, n_heads=12, vocab_size=50257, max_seq_len=1024),
     "355m": dict(d_model=1024, n_layers=24, n_heads=16, vocab_size=50257, max_seq_len=1024),
-    "1.3b": dict(d_model=2048, n_layers=24, n_heads=32, vocab_size=50257, max_seq_len=2048),
+    "1.3b": dict(d_model=2048, n_layers=24, n_heads=32, vocab_size=50257, max_seq_len=1024),
     "7b": dict(d_model=4096, n_layers=32, n_heads=32, vocab_size=50257, max_seq_len=2048),
     "13b": dict(d_model=5120, n_layers=40, n_heads=40, vocab_size=50257, max_seq_len=2048),
 }
@@ -177,7 +177,9 @@ class OptimConfig(Section):
                     )
         for beta in self.betas:
             if not 0 <= beta < 1:
-                raise conflict(f"optim.betas={self.betas}: {beta} is outside [0, 1)", "the usual pair is [0.9, 0.95]")
+                raise conflict(
+                    f"optim.betas={list(self.betas)}: {beta} is outside [0, 1)", "the usual pair is [0.9, 0.95]"
+                )
         return self
 
 
@@ -214,8 +216,8 @@ class ParallelConfig(Section):
             )
         if self.nvme_path and not nvme:
             raise conflict(
-                f"parallel.nvme_path={self.nvme_path!r} is set, but neither offload_optimizer nor offload_param is nvme",
-                "set one of them to nvme, or remove parallel.nvme_path",
+                f"parallel.nvme_path={self.nvme_path!r} is set, but nothing is offloaded to nvme",
+                "set offload_optimizer or offload_param to nvme, or remove parallel.nvme_path",
             )
         return self
 
@@ -299,22 +301,13 @@ class RunConfig(Section):
                 f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}",
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
-        if self.step_batches_conflict:
+        train = self.train
+        unit = train.micro_batch_size * (train.grad_accum_steps or 1)
+        if train.global_batch_size is not None and train.global_batch_size % unit:
+            product = "micro_batch_size" if train.grad_accum_steps is None else "micro_batch_size × grad_accum_steps"
+            near = train.global_batch_size // unit * unit
             raise conflict(
-                self.step_batches_conflict, "remove train.grad_accum_steps: it is derived from train.global_batch_size"
+                f"train.global_batch_size={train.global_batch_size} is not a multiple of {product} = {unit}",
+                f"set train.global_batch_size={f'{near} or {near + unit}' if near else unit}",
             )
         return self
-
-    @property
-    def step_batches_conflict(self) -> str:
-        """Why `train.global_batch_size` cannot be met at any world size; empty when it can."""
-        train = self.train
-        if train.global_batch_size is None:
-            return ""
-        per_rank = train.micro_batch_size * (train.grad_accum_steps or 1)
-        if train.global_batch_size % per_rank:
-            return (
-                f"train.global_batch_size={train.global_batch_size} is not a multiple of "
-                f"micro_batch_size × grad_accum_steps = {per_rank}"
-            )
-        return ""

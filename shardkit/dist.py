@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from .config import RunConfig
 from .errors import ConfigError, LaunchError
@@ -171,19 +173,19 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
         ) from error
 
 
-def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> dist.Store:
+def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     if env.world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     if env.master_addr is not None and env.master_port is not None:
         # Under torchrun the agent holds the store and every rank, 0 included, is its client.
         serve = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
+        store = TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
         # Restarted workers must not read the previous round's keys.
-        return dist.PrefixStore(f"shardkit/{env.restart_count}", store)
+        return PrefixStore(f"shardkit/{env.restart_count}", store)
     return _published_store(config, env, timeout)
 
 
-def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> dist.Store:
+def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     """Ranks without an address (plain srun): rank 0 binds a free port and publishes it through the run directory."""
     import socket
     import time
@@ -197,7 +199,7 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> dis
             socket.getaddrinfo(host, None)
         except OSError:
             host = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-        tcp = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        tcp = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         draft.write_text(f"{host} {tcp.port}")
@@ -212,12 +214,14 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> dis
             )
         time.sleep(0.1)
     host, port = path.read_text().split()
-    return dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
 
 
 def _leave(failed: bool) -> None:
     if not dist.is_initialized():
         return
+    # Wrapped models are reference cycles that hold gloo's threads: outliving the group they abort the process.
+    gc.collect()
     if failed and dist.get_backend() == "nccl":
         # A peer may be stuck in a collective: destroying would wait for it, aborting does not.
         dist.distributed_c10d._abort_process_group()

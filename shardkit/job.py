@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import capability
-from .accumulate import MicroBatch, train_step
+from .accumulate import train_step
 from .config import RunConfig
 from .config_io import LoadedConfig, load_config, resolve_batch
 from .dist import World, choose_device, process_groups, rank_env
@@ -83,7 +83,9 @@ class Job:
             init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
         """
         if isinstance(model, nn.Module) and init_parameter is not None:
-            raise ConfigError("init_parameter was given with a model that is already built", "pass a function that builds it")
+            raise ConfigError(
+                "init_parameter was given with a model that is already built", "pass a function that builds it"
+            )
         build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
         factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped))
         with self.ledger.phase("wrap"):
@@ -116,7 +118,7 @@ class Job:
             )
         self.step_index += 1
         self.ledger.begin_step(self.step_index)
-        micro = [MicroBatch(batch) for batch in batches]
+        micro = [(batch, False) for batch in batches]
         count = world.sum([float(sum(n_targets(batch) for batch in batches))])[0]
         out = train_step(
             self.strategy, self.ledger, micro, loss_fn, count, world.size, world.device, config.train.max_norm
@@ -165,7 +167,9 @@ def start(
     set_matmul_precision(loaded.config.precision)
     _seed(loaded.config, env.rank)
     with process_groups(loaded.config, env) as world:
-        ledger = MemoryLedger(world.device, world.ledger, world.rank, world.size, env.local_rank)
+        ledger = MemoryLedger(
+            world.device, world.ledger, world.rank, world.size, env.local_rank, interval=loaded.config.memory.interval
+        )
         strategy = make_strategy(loaded.config, world)
         try:
             yield Job(loaded, world, ledger, strategy)

@@ -11,8 +11,8 @@ from typing import IO, Any
 class MetricsWriter:
     """Appends one JSON object per optimizer step; TensorBoard gets the same numbers.
 
-    A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets in
-    this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, and val_loss after an
+    A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
+    in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, and val_loss after an
     evaluation. A norm that is not finite is written as null.
     """
 
@@ -29,7 +29,7 @@ class MetricsWriter:
             if self._board is None:  # its import takes most of a second: after the first step, not before
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(self._tensorboard_dir))  # type: ignore[no-untyped-call]
+                self._board = SummaryWriter(str(self._tensorboard_dir))
             for key, value in record.items():
                 if key != "step":
                     self._board.add_scalar(f"train/{key}", value, int(record["step"]))

@@ -21,7 +21,9 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimiz
     """
     groups = parameter_groups(config, model)
     if not groups:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameter", "set requires_grad on what is to be trained")
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter", "set requires_grad on what is to be trained"
+        )
     kernel = _kernel(config, groups[0]["params"][0])
     if config.name == "adamw":
         return torch.optim.AdamW(
@@ -30,19 +32,21 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimiz
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, **kernel)
 
 
-def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, bool | None]:
+def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     """The optimizer's `fused` and `foreach` arguments; `None` leaves the choice to torch."""
     # torch registers no sharding rule for the fused SGD kernel on DTensors.
     has_fused = config.name == "adamw" or not isinstance(param, DTensor)
     if config.implementation == "auto":
         return {"fused": True if has_fused else None, "foreach": None}
     if config.implementation == "fused" and not has_fused:
-        raise ConfigError("optim.implementation=fused, but torch has no fused sgd for FSDP2's shards", "set optim.implementation=auto")
+        raise ConfigError(
+            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards", "set optim.implementation=auto"
+        )
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """One group with weight decay and one without (norms, biases, embeddings), each in model order, empty ones left out."""
+    """A group with weight decay and one without (norms, biases, embeddings), in model order; empty ones left out."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
@@ -58,7 +62,9 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
     if decayed:
         groups.append({"params": decayed, "weight_decay": config.weight_decay})
     if plain:
-        groups.append({"params": plain, "weight_decay": 0.0 if not config.decay_norm_bias_embed else config.weight_decay})
+        groups.append(
+            {"params": plain, "weight_decay": 0.0 if not config.decay_norm_bias_embed else config.weight_decay}
+        )
     return groups
 
 

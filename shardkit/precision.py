@@ -34,4 +34,4 @@ def autocast_forward(model: nn.Module, device: torch.device, dtype: torch.dtype)
         with torch.autocast(device.type, dtype=dtype):
             return forward(*args, **kwargs)
 
-    model.forward = under_autocast  # type: ignore[method-assign]
+    model.forward = under_autocast

@@ -13,7 +13,9 @@ from .memory.units import gib
 class Progress:
     """Loss, tokens/s, MFU where the GPU's peak is known, memory and time left."""
 
-    def __init__(self, total: int, first: int, every: int, flops_per_token: float | None, peak_flops: float | None) -> None:
+    def __init__(
+        self, total: int, first: int, every: int, flops_per_token: float | None, peak_flops: float | None
+    ) -> None:
         self._total, self._every = total, every
         self._mfu_per_token = flops_per_token / peak_flops if flops_per_token and peak_flops else None
         self._began, self._first = time.perf_counter(), first
@@ -24,7 +26,10 @@ class Progress:
             from rich.progress import Progress as RichProgress
 
             self._bar = RichProgress(
-                MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn("{task.description}"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
                 console=Console(stderr=True),
             )
             self._bar.start()

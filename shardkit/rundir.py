@@ -59,7 +59,9 @@ def _claim(path: Path, loaded: LoadedConfig) -> None:
         (path / "config.yaml").write_text(loaded.render())
         (path / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write") from error
+        raise ConfigError(
+            f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write"
+        ) from error
 
 
 def _clear(path: Path) -> None:
@@ -82,7 +84,9 @@ def environment() -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in ("shardkit", "torch", "deepspeed", "accelerate", "numpy", "pydantic")},
+        "packages": {
+            name: _version(name) for name in ("shardkit", "torch", "deepspeed", "accelerate", "numpy", "pydantic")
+        },
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": _cpus(),

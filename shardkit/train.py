@@ -15,7 +15,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="shardkit.train", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="wins over the file")
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; defaults for everything without it")
-    parser.add_argument("--print-config", action="store_true", help="show the resolved config and where values came from")
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the resolved config and where values came from"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of user errors")
     # The deepspeed launcher appends --local_rank=N; the rank is read from the environment.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

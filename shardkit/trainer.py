@@ -21,8 +21,8 @@ from .memory.table import render_table, write_jsonl
 from .metrics import MetricsWriter
 from .models.flops import gpu_peak_flops
 from .optim import lr_at
-from .precision import compute_dtype
 from .progress import Progress
+from .tasks.base import Dataset
 from .tasks.load import load_task
 
 
@@ -65,19 +65,33 @@ class Trainer:
             init_parameter=getattr(self.task, "init_parameter", None),
         )
 
-    def _make_loader(self, data: object) -> StepLoader:
-        train = self.config.train
-        plan = BatchPlan(
-            n_samples=len(data),  # type: ignore[arg-type]
-            micro_batch=train.micro_batch_size,
-            accum=self.accum,
-            rank=self.world.rank,
-            world=self.world.size,
-            seed=train.seed,
-            shuffle=self.config.data.shuffle,
-            drop_last=self.config.data.drop_last,
+    def _make_loader(self, samples: Dataset) -> StepLoader:
+        train, data = self.config.train, self.config.data
+        try:
+            plan = BatchPlan(
+                n_samples=len(samples),
+                global_batch=train.micro_batch_size * self.accum * self.world.size,
+                micro_batch=train.micro_batch_size,
+                accum=self.accum,
+                rank=self.world.rank,
+                world=self.world.size,
+                seed=train.seed,
+                shuffle=data.shuffle,
+                drop_last=data.drop_last,
+            )
+        except ValueError as error:
+            raise DataError(
+                f"the training split cannot fill a step: {error}", "use more data, or smaller batches"
+            ) from error
+        return StepLoader(
+            samples,
+            plan,
+            getattr(self.task, "collate", None),
+            n_steps=train.max_steps,
+            workers=data.workers,
+            prefetch=data.prefetch,
+            pin_memory=self.world.device.type == "cuda",
         )
-        return StepLoader(data, plan, self.task, self.config.data, self.world.device)  # type: ignore[arg-type]
 
     def fit(self) -> Outcome:
         """Train to `train.max_steps`.
@@ -86,6 +100,14 @@ class Trainer:
             TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
         """
         outcome = Outcome(0, math.nan, None)
+        for record in self.recorded_steps():
+            outcome = Outcome(self.step, record["loss"], record.get("val_loss"))
+        if self.world.is_main:
+            self._report(outcome)
+        return outcome
+
+    def recorded_steps(self) -> Iterator[dict[str, float]]:
+        """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
         writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard) if self.world.is_main else None
         progress = self._progress() if self.world.is_main else None
         try:
@@ -93,16 +115,13 @@ class Trainer:
                 if writer is not None and progress is not None:
                     writer.write(record)
                     progress.update(record, self.world.size, *self.job.ledger.worst_peak())
-                outcome = Outcome(self.step, record["loss"], record.get("val_loss"))
+                yield record
         finally:
             self.loader.close()
             if progress is not None:
                 progress.close()
             if writer is not None:
                 writer.close()
-        if self.world.is_main:
-            self._report(outcome)
-        return outcome
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
@@ -149,7 +168,9 @@ class Trainer:
         """The one reduction per step: this step's loss and finiteness, the next step's target count."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, next_targets = self.world.sum([local if finite else 0.0, float(not finite), self._count(next_batch)])
+        total, bad, next_targets = self.world.sum(
+            [local if finite else 0.0, float(not finite), self._count(next_batch)]
+        )
         if bad:
             raise not_finite(self.world, self.step, local)
         return total / max(targets, 1.0), next_targets
@@ -160,7 +181,7 @@ class Trainer:
         return batch, time.perf_counter() - began
 
     def _count(self, batch: StepBatch) -> float:
-        return float(sum(self.task.n_targets(m.batch) for m in batch.micro_batches if not m.is_filler))
+        return float(sum(self.task.n_targets(micro) for micro, is_filler in batch.micro_batches if not is_filler))
 
     def _set_lr(self) -> float:
         lr = lr_at(self.config.optim, self.step, self.config.train.max_steps)
@@ -169,7 +190,9 @@ class Trainer:
         return lr
 
     def _gather_due(self) -> bool:
-        return self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
+        return (
+            self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
+        )
 
     def _gather_memory(self) -> None:
         rows = self.job.ledger.gather(self.step)
@@ -190,13 +213,15 @@ class Trainer:
         model.eval()
         loss_sum, count = torch.zeros((), device=self.world.device), 0.0
         train = self.config.train
-        for micro in eval_batches(
-            self.val_data, self.task, train.micro_batch_size, self.world.rank, self.world.size, train.eval_batches
-        ):
-            loss = self.task.loss(model, to_device(micro.batch, self.world.device)).float()
-            if not micro.is_filler:
+        batches = eval_batches(
+            self.val_data, train.micro_batch_size, self.world.rank, self.world.size, train.eval_batches,
+            getattr(self.task, "collate", None),
+        )  # fmt: skip
+        for batch, is_filler in batches:
+            loss = self.task.loss(model, to_device(batch, self.world.device)).float()
+            if not is_filler:
                 loss_sum += loss
-                count += self.task.n_targets(micro.batch)
+                count += self.task.n_targets(batch)
         model.train()
         total, n = self.world.sum([float(loss_sum), count])
         return total / max(n, 1.0)
@@ -217,12 +242,9 @@ class Trainer:
         flops = getattr(self.task, "flops_per_token", None)
         peak = None
         if self.world.device.type == "cuda":
-            peak = gpu_peak_flops(torch.cuda.get_device_name(self.world.device), self._peak_kind())
+            peak = gpu_peak_flops(torch.cuda.get_device_name(self.world.device), self.config.precision.mode)
         train = self.config.train
         return Progress(train.max_steps, self.step, self.config.logging.every, flops() if flops else None, peak)
-
-    def _peak_kind(self) -> str:
-        return self.config.precision.mode if compute_dtype(self.config.precision) == torch.float32 else "bf16"
 
     def _report(self, outcome: Outcome) -> None:
         print(render_table(self.job.ledger.last_rows))
@@ -230,7 +252,11 @@ class Trainer:
             print(f"validation loss: {outcome.val_loss:.4f}")
             describe = getattr(self.task, "describe", dict)
             for name, value in describe().items():
-                gain = f"  (validation loss is {100 * (1 - outcome.val_loss / value):.1f} % below)" if "cross_entropy" in name else ""
+                gain = (
+                    f"  (validation loss is {100 * (1 - outcome.val_loss / value):.1f} % below)"
+                    if "cross_entropy" in name
+                    else ""
+                )
                 print(f"{name.replace('_', ' ')}: {value:.4f}{gain}")
         print("files written:")
         for path in rundir.files_in(self.run_dir):

@@ -14,8 +14,6 @@ from .errors import ConfigError
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 
 
-
-
 class Weights:
     """Initial values of a model's parameters.
 
@@ -28,7 +26,9 @@ class Weights:
         self.seed = seed
         self.init_parameter = init_parameter
 
-    def build(self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None) -> nn.Module:
+    def build(
+        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+    ) -> nn.Module:
         """The model, on meta if its values can be drawn later; `construction` is an engine's own build context.
 
         Raises:
@@ -43,7 +43,7 @@ class Weights:
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ConfigError(
-                    f"the task has init_parameter, so {type(model).__name__} is built on meta, but it has a buffer: {name}",
+                    f"the task has init_parameter, so its model is built on meta, but it has a buffer: {name}",
                     "drop init_parameter (each rank then builds the whole model), or compute the buffer in forward",
                 )
         return model
@@ -66,8 +66,7 @@ class Weights:
                 value = self.draw(fqn, param.shape).to(device=device, dtype=param.dtype)
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         for module in model.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) in real:
-                    module._parameters[name] = real[id(param)]
+            for name, held in module._parameters.items():
+                if held is not None and id(held) in real:
+                    module._parameters[name] = real[id(held)]
         model.to(device)
-

@@ -6,7 +6,6 @@ Differs from PyYAML's safe loader where its YAML 1.1 rules surprise people: `1e-
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,9 +29,7 @@ _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9][0-9]{0,30})", int),
     "tag:yaml.org,2002:float": (
         r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        lambda text: float(text.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").lstrip("."))
-        if text[-1] in "fFnN"
-        else float(text),
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
     "tag:yaml.org,2002:str": (r".*", str),
 }
@@ -47,8 +44,8 @@ class _Loader(yaml.SafeLoader):
 
 for _tag, _pattern in _PATTERNS.items():
     if not _tag.endswith(":str"):
-        _Loader.add_implicit_resolver(_tag, _pattern, None)  # type: ignore[no-untyped-call]
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<\Z"), ["<"])  # type: ignore[no-untyped-call]
+        _Loader.add_implicit_resolver(_tag, _pattern, None)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<\Z"), ["<"])
 
 
 @dataclass
@@ -69,16 +66,18 @@ def read_yaml(text: str, where: str) -> Document:
     try:
         loader = _Loader(text)
         try:
-            node = loader.get_single_node()  # type: ignore[no-untyped-call]
+            node = loader.get_single_node()
             return _Builder(where, loader).document(node)
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except RecursionError:
         raise _too_deep(where) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(where, error) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not YAML: {one_line(str(error))}", "save it as plain UTF-8 text") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape beyond the last code point
+        raise ConfigError(
+            f"{where} is not YAML: {one_line(str(error))}", "use plain UTF-8 text without control characters"
+        ) from None
 
 
 def check_plain(value: Any, name: str, depth: int = 0) -> Any:
@@ -101,7 +100,9 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
         return value
     if isinstance(value, str):
         if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
-            raise ConfigError(f"{one_line(name)} holds half of a surrogate pair", "write the character itself, as UTF-8")
+            raise ConfigError(
+                f"{one_line(name)} holds half of a surrogate pair", "write the character itself, as UTF-8"
+            )
         return str(value)
     raise ConfigError(
         f"{one_line(name)} is a {type(value).__name__}, which a config cannot hold",
@@ -119,7 +120,10 @@ def one_line(text: str, limit: int = 200) -> str:
 def shown(value: Any, limit: int = 60) -> str:
     """A value as it is shown in messages: its repr, on one line, shortened."""
     try:
-        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+        if value is None or isinstance(value, bool):
+            text = "null" if value is None else str(value).lower()
+        else:
+            text = repr(list(value) if isinstance(value, tuple) else value)
     except (ValueError, RecursionError):  # integers of more than 4300 digits, nesting beyond the stack
         text = f"a huge {type(value).__name__}"
     return one_line(text, limit)
@@ -163,12 +167,13 @@ class _Builder:
                     f"keep one of the two {shown(key)}",
                 )
             first_lines[key] = line
-        self._loader.flatten_mapping(node)  # type: ignore[no-untyped-call]
+        self._loader.flatten_mapping(node)
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node)
-            self._lines[(*path, key)] = key_node.start_mark.line + 1
-            result[key] = self._value(value_node, (*path, key), depth + 1)
+            inner = (*path, key)
+            self._lines[inner] = key_node.start_mark.line + 1
+            result[key] = self._value(value_node, inner, depth + 1)
         return result
 
     def _key(self, node: yaml.Node) -> str:
@@ -182,7 +187,9 @@ class _Builder:
         if node.tag not in _SCALARS:
             raise self._bad_tag(node)
         if not _PATTERNS[node.tag].match(text):  # only after an explicit tag such as !!int
-            raise ConfigError(f"{self._at(node)}: {shown(text)} is not a {node.tag[18:]}", "remove the tag")
+            raise ConfigError(
+                f"{self._at(node)}: {shown(text)} does not fit its tag !!{node.tag[18:]}", "remove the tag"
+            )
         value = _SCALARS[node.tag][1](text)
         return check_plain(value, self._at(node))
 
@@ -208,9 +215,7 @@ def _syntax_error(where: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     at = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
     problem = one_line(error.problem or error.context or "cannot be parsed")
-    return ConfigError(f"{at}: not YAML: {problem}", "check indentation, colons and quotes there; tabs cannot indent")
-
-
-def is_finite(value: Any) -> bool:
-    """False for inf and nan, which JSON consumers of a config refuse."""
-    return not isinstance(value, float) or math.isfinite(value)
+    return ConfigError(
+        f"{at}: not YAML: {problem}",
+        "check indentation (no tabs), colons and quotes there; quote text that starts with * & ! or %",
+    )

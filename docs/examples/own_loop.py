@@ -1,4 +1,7 @@
-"""Your own model in your own loop, under any strategy: `torchrun --standalone --nproc-per-node 2 docs/examples/own_loop.py fsdp`."""
+"""Your own model in your own loop, under any strategy:
+
+torchrun --standalone --nproc-per-node 2 docs/examples/own_loop.py fsdp
+"""
 
 import sys
 

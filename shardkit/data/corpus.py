@@ -54,7 +54,7 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of both splits and how often each occurs; `train_counts[t]` is the number of tokens t, likewise for val."""
+    """Tokens of both splits and how often each occurs: `train_counts[t]` is the number of tokens t."""
 
     source: str
     train_span: TokenSpan
@@ -198,8 +198,8 @@ def _bin_file(path: str, bin_dtype: str) -> tuple[TextFile, int]:
         raise DataError(f"token file {path} is empty", "write tokens to it, or set data.path to another file")
     if status.st_size % width:
         raise DataError(
-            f"token file {path} has {status.st_size} bytes, not a multiple of the {width} of data.bin_dtype={bin_dtype}",
-            "set data.bin_dtype to the type the file was written with; the file must hold tokens only, without a header",
+            f"{path} has {status.st_size} bytes, not a multiple of the {width} of data.bin_dtype={bin_dtype}",
+            "set data.bin_dtype to the type the file was written with; it must hold tokens only, without a header",
         )
     return TextFile(expanded, os.path.basename(path), status.st_size, status.st_mtime_ns), status.st_size // width
 

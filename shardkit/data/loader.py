@@ -40,8 +40,8 @@ class StepBatch:
 class StepLoader:
     """Iterates over optimizer steps from `state` on, epoch after epoch, `n_steps` of them or without end.
 
-    With `workers` > 0 that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across epochs.
-    With 0 samples are loaded when asked for. What is drawn does not depend on it.
+    With `workers` > 0 that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across
+    epochs. With 0 samples are loaded when asked for. What is drawn does not depend on it.
 
     Args:
         collate: makes a micro-batch of a list of samples; `default_collate` when None.
@@ -115,7 +115,7 @@ def _data_loader(
     prefetch: int,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    # DataLoader draws its workers' seed from the global generator unless given one: dropout would then depend on workers.
+    # Without one of its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
     generator = torch.Generator().manual_seed(plan.order.seed * plan.world + plan.rank)
     return DataLoader(
         dataset,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The order in which samples are drawn: a function of (seed, epoch, position) alone, never of how many ranks share it."""
+"""The order in which samples are drawn: a function of (seed, epoch, position), never of how many ranks share it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _WORD = np.uint64
 class EpochOrder:
     """A permutation of range(n) for each epoch, in O(1) memory for any n.
 
-    Shuffled, position i holds E(i) for a keyed Feistel network E over the smallest even number of bits that covers n, applied
-    again until the value falls below n (cycle walking: Black and Rogaway 2002, section 3; fewer than 4 rounds on average).
-    The keys come from (seed, epoch), so that the order can be read from any position without drawing what stands before it.
+    Shuffled, position i holds E(i) for a keyed Feistel network E over the smallest even number of bits that covers n,
+    applied again until the value falls below n (cycle walking: Black and Rogaway 2002, section 3; at most 4 times on
+    average). The keys come from (seed, epoch), so that the order can be read from any position without drawing what
+    stands before it.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
@@ -62,7 +63,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
     x = (x ^ (x >> _WORD(30))) * _WORD(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _WORD(27))) * _WORD(0x94D049BB133111EB)
-    return x ^ (x >> _WORD(31))
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> _WORD(31))
+    return mixed
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class State:
 class BatchPlan:
     """Which samples this rank takes in each micro-batch of each optimizer step.
 
-    A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are laid
-    evenly over the accum × world micro-batches, so that every rank runs `accum` of them; in an epoch's smaller last batch some
-    are smaller and some may be empty.
+    A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are
+    laid evenly over the accum × world micro-batches, so that every rank runs `accum` of them; in an epoch's smaller
+    last batch some are smaller and some may be empty.
 
     Raises:
         ValueError: `global_batch` is not micro_batch × accum × world.
@@ -125,7 +127,7 @@ class BatchPlan:
         return State(epoch, within * self.global_batch)
 
     def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
-        """Sample indices of this rank's `accum` micro-batches in the step that begins at `state`, and the state after."""
+        """Sample indices of this rank's `accum` micro-batches of the step that begins at `state`; the state after."""
         state = self._normalised(state)
         size = min(self.global_batch, self.n_samples - state.next_sample)
         samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()

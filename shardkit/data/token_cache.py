@@ -1,7 +1,7 @@
 """A directory of finished entries that several processes, on one or several nodes, may build at the same time.
 
-An entry is a directory made elsewhere and renamed into place, so that it is there whole or not at all. A file lock lets one
-process of a node build while its peers wait; where the file system has no locks, several build and one rename wins.
+An entry is a directory made elsewhere and renamed into place, so that it is there whole or not at all. A file lock lets
+one process of a node build while its peers wait; where the file system has no locks, several build and one rename wins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,6 @@ def _lock(path: Path) -> Iterator[None]:
 def _remove_abandoned(root: Path) -> None:
     """Remove what processes killed while building have left, a day later."""
     for path in root.glob(f"{_TEMPORARY}*"):
-        try:
+        with suppress(FileNotFoundError):  # another process removes it too, or has just finished with it
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(path)
-        except OSError as error:
-            logger.debug("%s stays: %s", path, error)
+                shutil.rmtree(path, ignore_errors=True)

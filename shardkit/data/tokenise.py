@@ -1,4 +1,4 @@
-"""Text to tokens: a byte a token, each document followed by a zero byte, written as uint16 with the counts of each token."""
+"""Text to tokens: a byte a token, each document followed by a zero byte, written as uint16 and counted."""
 
 from __future__ import annotations
 

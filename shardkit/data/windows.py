@@ -16,8 +16,8 @@ IGNORE_INDEX = -100
 class Windows:
     """Non-overlapping windows: sample i is tokens[i·T : i·T + T + 1], as inputs and the next tokens.
 
-    A sample is {"tokens": int64 [T], "targets": int64 [T]}. The last window may be shorter: it is filled up with token 0
-    and targets `IGNORE_INDEX`, so that every token but the first is predicted exactly once an epoch.
+    A sample is {"tokens": int64 [T], "targets": int64 [T]}. The last window may be shorter: it is filled up with token
+    0 and targets `IGNORE_INDEX`, so that every token but the first is predicted exactly once an epoch.
 
     Raises:
         DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).

@@ -4,7 +4,8 @@ Why a custom autograd function over the head's weight, called from inside the he
 checkpointed call of the head per chunk:
 
 - The head module is called once per forward. ZeRO-3 gathers its weight once (not once per chunk and once more per
-  recomputed chunk), FSDP2 and DDP see one use of the parameter, and a weight tied to the embedding needs nothing special.
+  recomputed chunk), FSDP2 and DDP see one use of the parameter, and a weight tied to the embedding needs nothing
+  special.
 - The gradient of a sum of cross-entropies is known as soon as the logits are, up to the scalar that backward brings.
   It is formed chunk by chunk in forward, so that nothing is recomputed: no second [tokens, d] × [d, vocab] product
   (a tenth of all FLOPs for a 124M model). Peak memory does not suffer: the gradient of the weight, held from the end of

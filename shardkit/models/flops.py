@@ -1,7 +1,7 @@
 """Model FLOPs of a training token and peak FLOP/s of known GPUs, for model FLOPs utilisation (MFU).
 
-MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B): what the model needs, not what was
-executed, so that recomputed activations do not raise it.
+MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B): what the model needs, not what
+was executed, so that recomputed activations do not raise it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def transformer_matmul_params(config: ModelConfig) -> int:
 def transformer_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """Training FLOPs per token: 6 N_matmul + 12 L d T (PaLM appendix B), forward 1/3 and backward 2/3, no recompute.
 
-    12 L d T is attention's QKᵀ and its product with V over all T positions: by that convention the causal mask is not discounted.
+    12 L d T is attention's QKᵀ and its product with V over all T positions: the convention does not discount the causal
+    mask.
     """
     return 6.0 * transformer_matmul_params(config) + 12.0 * config.n_layers * config.d_model * seq_len
 

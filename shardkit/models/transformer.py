@@ -159,8 +159,8 @@ _ONES = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
 def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
     """Fill one whole parameter in place as GPT-2 does (section 2.3): a function of the generator's state alone.
 
-    Normal of std 0.02 for linears and embeddings, divided by sqrt(2 × n_layers) for the two projections that write to the
-    residual stream; zero biases; norm weights one.
+    Normal of std 0.02 for linears and embeddings, divided by sqrt(2 × n_layers) for the two projections that write to
+    the residual stream; zero biases; norm weights one.
 
     Raises:
         KeyError: `fqn` is not a parameter of `Transformer`.

@@ -50,7 +50,9 @@ class Strategy(Protocol):
         """The engine's own context for building a model whose weights are drawn later; `None` = the meta device."""
         ...
 
-    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
         """Bring the weights to life, wrap the model, build the optimizer: in the order this engine needs."""
         ...
 
@@ -63,11 +65,11 @@ class Strategy(Protocol):
         ...
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        """Clip to `max_norm`, update, clear gradients; returns the global gradient norm before clipping (0-d, no sync)."""
+        """Clip to `max_norm`, update, clear gradients; the global gradient norm before clipping (0-d, not synced)."""
         ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        """Every local tensor that holds state, engine-internal flat buffers included; the ledger counts each storage once."""
+        """Every local tensor that holds state, the engine's flat buffers too; the ledger counts each storage once."""
         ...
 
     def shards(self) -> Iterator[Shard]:

@@ -31,7 +31,9 @@ class DDP:
     def construction(self) -> AbstractContextManager[object] | None:
         return None
 
-    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
         device = self._world.device
         weights.materialise(model, device)
         autocast_forward(model, device, compute_dtype(self._config.precision))
@@ -46,7 +48,7 @@ class DDP:
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         if self._no_sync and not is_last:
-            return self._wrapped.no_sync()  # type: ignore[no-any-return]
+            return self._wrapped.no_sync()
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from .base import OptimizerFactory, Shard, StateKind
 class FSDP:
     """Both `fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
 
+    name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -36,7 +37,9 @@ class FSDP:
     def construction(self) -> AbstractContextManager[object] | None:
         return None
 
-    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
         on_meta = any(p.is_meta for p in model.parameters())
         options: dict[str, Any] = {
             "mesh": self._mesh(),
@@ -77,7 +80,7 @@ class FSDP:
         model.to_empty(device="cpu" if self._offload else self._world.device)
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
-            local = param.detach().to_local()
+            local = _local(param.detach())
             start = _first_row(param)
             local.copy_(weights.draw(fqn, param.shape)[start : start + local.shape[0]])
 
@@ -136,7 +139,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first_row(param: DTensor) -> int:
-    """First row of dim 0 that this rank holds: FSDP2 gives each rank ceil(rows / ranks) rows, the last ones fewer or none."""
+    """First row of dim 0 on this rank: FSDP2 gives each ceil(rows / ranks) rows, the last ones fewer or none."""
     mesh = param.device_mesh
     dim = mesh.ndim - 1
     rows = -(-param.shape[0] // mesh.size(dim))

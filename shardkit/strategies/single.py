@@ -28,7 +28,9 @@ class Single:
     def construction(self) -> AbstractContextManager[object] | None:
         return None
 
-    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
         weights.materialise(model, self._world.device)
         autocast_forward(model, self._world.device, compute_dtype(self._config.precision))
         self.model = model

@@ -1,4 +1,4 @@
-"""ZeRO-1/2/3 through DeepSpeed's engine, with optimizer and parameter offload. The only module that imports deepspeed."""
+"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. The only module that imports deepspeed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ..errors import BuildError, ConfigError
 from ..weights import Weights
 from .base import OptimizerFactory, Shard, StateKind
 from .zero_config import STAGES, build_ds_config
-from .zero_state import zero12_shards, zero12_state, zero3_shards, zero3_state
+from .zero_state import zero3_shards, zero3_state, zero12_shards, zero12_state
 
 
 class ZeRO:
+    name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
@@ -47,7 +48,9 @@ class ZeRO:
         # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
         return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
 
-    def setup(self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights) -> None:
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
         deepspeed = _deepspeed(self._world)
         named = list(model.named_parameters())
         self._fqns = {id(param): fqn for fqn, param in named}
@@ -69,7 +72,7 @@ class ZeRO:
         self.optimizer = self._zero.optimizer
 
     def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
-        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind its end is padding."""
+        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind is padding."""
         part = param.ds_tensor  # type: ignore[attr-defined]
         start = self._world.rank * part.ds_numel
         mine = full.view(-1)[start : start + part.ds_numel]
@@ -85,7 +88,8 @@ class ZeRO:
 
         settings = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in optimizer.param_groups]
-        return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        on_cpu: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        return on_cpu
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         self._engine.set_gradient_accumulation_boundary(is_last)
@@ -137,7 +141,9 @@ def _deepspeed(world: World) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False
+        )
     return deepspeed
 
 
@@ -161,7 +167,8 @@ def build_cpu_adam(world: World) -> None:
     if problems:
         raise BuildError(
             f"DeepSpeedCPUAdam does not compile: {problems[0]}",
-            "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or set parallel.offload_optimizer=none",
+            "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or set "
+            "parallel.offload_optimizer=none",
         )
 
 

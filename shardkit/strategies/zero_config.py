@@ -1,4 +1,4 @@
-"""shardkit's keys as a DeepSpeed config: the one place where they are mapped; raw keys pass through, conflicts do not."""
+"""shardkit's keys as a DeepSpeed config, mapped here alone; raw keys pass through, conflicts do not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ _OWNED = {
 }
 
 
-def build_ds_config(config: RunConfig, world_size: int, accum: int, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
+def build_ds_config(
+    config: RunConfig, world_size: int, accum: int, on_cuda: bool, model_numel: int | None
+) -> dict[str, Any]:
     """The engine's config dict.
 
     Args:

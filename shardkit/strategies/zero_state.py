@@ -31,6 +31,7 @@ def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
 
 def zero3_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
     """This rank's partitions; parameters that are gathered right now (persistent ones always are) count as well."""
+    param: Any
     for param in module.parameters():
         yield "params", param.ds_tensor
         if param.numel() and param.ds_status.name == "AVAILABLE":
@@ -59,12 +60,14 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int, world_size: int) -
         for param in group:
             first, last = max(offset, mine), min(offset + param.numel(), mine + size)
             if first < last:
-                yield from _fragment(zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first)
+                yield from _fragment(
+                    zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first
+                )
             offset += param.numel()
 
 
 def zero3_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
-    """Each parameter is cut into equal padded partitions; a sub-group's master holds its parameters' partitions in order."""
+    """Each parameter is cut into equal padded parts; a sub-group's master holds its parameters' parts in order."""
     for group, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         offset = 0
         for param in group:

@@ -34,9 +34,10 @@ class CausalLM:
     @cached_property
     def corpus(self) -> Corpus:
         corpus = open_corpus(self.config.data)
-        if corpus.max_token >= self.config.model.vocab_size:
+        vocab_size = self.config.model.vocab_size
+        if corpus.max_token >= vocab_size:
             raise ConfigError(
-                f"model.vocab_size={self.config.model.vocab_size}, but {corpus.source} holds the token {corpus.max_token}",
+                f"model.vocab_size={vocab_size}, but {corpus.source} holds the token {corpus.max_token}",
                 f"set model.vocab_size to at least {corpus.max_token + 1}, or check data.bin_dtype",
             )
         return corpus
@@ -48,7 +49,7 @@ class CausalLM:
         init_parameter(self.config.model, fqn, full, generator)
 
     def dataset(self, split: Literal["train", "val"]) -> Windows:
-        """Windows of a split; the training split must fill at least one, the validation split holds 2 tokens or more."""
+        """Windows of a split; the training split must fill at least one, the other holds 2 tokens or more."""
         seq_len = self.config.train.seq_len
         if split == "train":
             return Windows(self.corpus.train_span, seq_len, f"the training split of {self.corpus.source}")
@@ -58,7 +59,7 @@ class CausalLM:
         return int((batch["targets"] != IGNORE_INDEX).sum())
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        # The loss is computed inside the wrapped model's forward: hooks of the engine would miss a head called from here.
+        # The wrapped model's forward computes the loss: the engine's hooks would miss a head called from here.
         total: torch.Tensor = model(batch["tokens"], batch["targets"], IGNORE_INDEX)
         return total
 

@@ -43,7 +43,8 @@ def test_standard_library_is_the_default(tmp_path: Path) -> None:
     assert 2.5 < corpus.unigram_cross_entropy() < 4.0
     assert "standard library" in corpus.describe()
     names = [file.name for file in find_text_files(None)]
-    assert names == sorted(names) and "json/decoder.py" in names
+    assert names == sorted(names)
+    assert "json/decoder.py" in names
     assert not any("site-packages" in name or "__pycache__" in name for name in names)
 
 
@@ -96,7 +97,8 @@ def test_binary_hidden_and_empty_files_are_left_out(tmp_path: Path) -> None:
     (root / ".git" / "config").write_text("x")
     corpus = open_corpus(data(tmp_path, root))
     assert corpus.n_train_files + corpus.n_val_files == 4
-    assert corpus.n_skipped_files == 1 and "1 binary files skipped" in corpus.describe()
+    assert corpus.n_skipped_files == 1
+    assert "1 binary files skipped" in corpus.describe()
 
 
 def test_second_opening_reads_the_cache_and_a_change_builds_anew(tmp_path: Path) -> None:
@@ -104,7 +106,8 @@ def test_second_opening_reads_the_cache_and_a_change_builds_anew(tmp_path: Path)
     first = open_corpus(data(tmp_path, root))
     stamp = os.stat(first.train_span.path).st_mtime_ns
     again = open_corpus(data(tmp_path, root))
-    assert again.train_span == first.train_span and os.stat(again.train_span.path).st_mtime_ns == stamp
+    assert again.train_span == first.train_span
+    assert os.stat(again.train_span.path).st_mtime_ns == stamp
     (root / "d0" / "f0.txt").write_text("changed, and of another size")
     assert open_corpus(data(tmp_path, root)).train_span.path != first.train_span.path
     assert open_corpus(data(tmp_path, root, val_fraction=0.5)).train_span.path != first.train_span.path
@@ -139,23 +142,29 @@ def test_processes_may_race_for_the_same_entry(tmp_path: Path, locks: bool, monk
         results = pool.map(_open, [config] * 8, chunksize=1)
     assert len(set(results)) == 1
     left = [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")]
-    assert len(left) == 1 and left[0].startswith("text-")
+    assert len(left) == 1
+    assert left[0].startswith("text-")
 
 
 def test_bin_is_split_by_its_tail_or_by_a_second_file(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "t.bin", list(range(100)))
     corpus = open_corpus(data(tmp_path, path, val_fraction=0.25))
-    assert corpus.train.tolist() == list(range(75)) and corpus.val.tolist() == list(range(75, 100))
-    assert corpus.max_token == 99 and corpus.train_span.path == str(path)
+    assert corpus.train.tolist() == list(range(75))
+    assert corpus.val.tolist() == list(range(75, 100))
+    assert corpus.max_token == 99
+    assert corpus.train_span.path == str(path)
     other = write_tokens(tmp_path / "v.bin", [7, 500])
     both = open_corpus(data(tmp_path, path, val_path=str(other)))
-    assert len(both.train) == 100 and both.val.tolist() == [7, 500] and both.max_token == 500
+    assert len(both.train) == 100
+    assert both.val.tolist() == [7, 500]
+    assert both.max_token == 500
 
 
 def test_bin_of_uint32(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "t.bin", [1, 100_000, 3, 4], "<u4")
     corpus = open_corpus(data(tmp_path, path, bin_dtype="uint32"))
-    assert corpus.max_token == 100_000 and corpus.train.tolist() == [1, 100_000, 3]
+    assert corpus.max_token == 100_000
+    assert corpus.train.tolist() == [1, 100_000, 3]
 
 
 def test_unigram_cross_entropy_by_hand(tmp_path: Path) -> None:
@@ -243,7 +252,8 @@ def test_cache_directory_without_permission(tmp_path: Path) -> None:
 def test_meta_says_what_is_in_the_files(tmp_path: Path) -> None:
     corpus = open_corpus(data(tmp_path, write_tree(tmp_path / "text")))
     meta = json.loads((Path(corpus.train_span.path).parent / "meta.json").read_text())
-    assert meta["train"]["tokens"] == len(corpus.train) and meta["val"]["n_files"] == corpus.n_val_files
+    assert meta["train"]["tokens"] == len(corpus.train)
+    assert meta["val"]["n_files"] == corpus.n_val_files
 
 
 def corpus_of(tmp_path: Path, n: int) -> Corpus:

@@ -44,7 +44,8 @@ def test_one_index_equals_the_slice_at_any_size(n: int, seed: int, i: int) -> No
     order, i = EpochOrder(n, seed, True), i % n
     part = order.indices(3, max(0, i - 2), min(n, i + 3)).tolist()
     assert part[min(i, 2)] == order.index(3, i)
-    assert len(set(part)) == len(part) and all(0 <= s < n for s in part)
+    assert len(set(part)) == len(part)
+    assert all(0 <= s < n for s in part)
 
 
 def test_order_depends_on_seed_and_epoch_and_is_fixed_otherwise() -> None:
@@ -89,7 +90,8 @@ def test_an_epoch_gives_each_sample_once(n: int, micro: int, accum: int, world: 
         parts, state = step(ranks, state)
         sizes = [len(p) for rank in parts for p in rank]
         assert all(len(rank) == accum for rank in parts)
-        assert max(sizes) <= micro and max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= micro
+        assert max(sizes) - min(sizes) <= 1
         seen += samples(parts)
         steps += 1
     assert state == State(1, 0)

@@ -146,7 +146,7 @@ FOUND: dict[str, tuple[dict[str, str], RankEnv]] = {
         RankEnv(3, 4, 1, 2, 1, 2, "env", "node1", 29400),
     ),
     "plain srun": (srun(), RankEnv(3, 4, 1, 2, 1, 2, "slurm")),
-    "plain srun with a master": (srun(**MASTER), RankEnv(3, 4, 1, 2, 1, 2, "slurm", "node1", 29400)),
+    "plain srun with a master": ({**srun(), **MASTER}, RankEnv(3, 4, 1, 2, 1, 2, "slurm", "node1", 29400)),
     "plain srun, requeued": (srun(SLURM_RESTART_COUNT="2"), RankEnv(3, 4, 1, 2, 1, 2, "slurm", None, None, 2)),
     "plain srun, uneven nodes": (
         srun(SLURM_STEP_TASKS_PER_NODE="3,1", SLURM_LOCALID="0"),
@@ -199,8 +199,14 @@ REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
     "ranks per node too many": (by_hand(1, 2, LOCAL_WORLD_SIZE="4"), ["LOCAL_WORLD_SIZE=4", "WORLD_SIZE=2"]),
     "no rank per node": (by_hand(1, 2, LOCAL_WORLD_SIZE="0"), ["LOCAL_WORLD_SIZE=0"]),
     "local rank too large": (by_hand(1, 4, LOCAL_RANK="2", LOCAL_WORLD_SIZE="2", **MASTER), ["rank 1 of 4", "2 of 2"]),
-    "master without port": (by_hand(1, 2, LOCAL_RANK="1", MASTER_ADDR="n1"), ["MASTER_PORT is not set", "MASTER_ADDR='n1'"]),
-    "port without master": (by_hand(1, 2, LOCAL_RANK="1", MASTER_PORT="9"), ["MASTER_ADDR is not set", "MASTER_PORT='9'"]),
+    "master without port": (
+        by_hand(1, 2, LOCAL_RANK="1", MASTER_ADDR="n1"),
+        ["MASTER_PORT is not set", "MASTER_ADDR='n1'"],
+    ),
+    "port without master": (
+        by_hand(1, 2, LOCAL_RANK="1", MASTER_PORT="9"),
+        ["MASTER_ADDR is not set", "MASTER_PORT='9'"],
+    ),
     "port out of range": (by_hand(1, 2, LOCAL_RANK="1", MASTER_ADDR="n", MASTER_PORT="70000"), ["MASTER_PORT=70000"]),
     "torchelastic without a port": (without(torchrun(), "MASTER_PORT"), ["MASTER_PORT is not set"]),
     "torchelastic half set": (without(torchrun(), "RANK"), ["RANK is not set"]),
@@ -218,7 +224,10 @@ REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
         {**srun(), **by_hand(2, 4, **MASTER)},
         ["RANK=2", "WORLD_SIZE=4", "SLURM_PROCID=3", "SLURM_STEP_NUM_TASKS=4"],
     ),
-    "WORLD_SIZE is not the number of tasks": ({**srun(rank=0), **by_hand(0, 1)}, ["WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"]),
+    "WORLD_SIZE is not the number of tasks": (
+        {**srun(rank=0), **by_hand(0, 1)},
+        ["WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"],
+    ),
     "LOCAL_RANK is not SLURM_LOCALID": (srun(LOCAL_RANK="0"), ["LOCAL_RANK=0", "SLURM_LOCALID=1"]),
     "RANK agrees, LOCAL_RANK does not": (
         {**srun(), **by_hand(3, 4, LOCAL_RANK="0")},
@@ -270,21 +279,28 @@ def test_every_rank_of_a_job_fits_together(launcher: Any, world: int) -> None:
     shape = {"nodes": world // per_node} if launcher is srun else {"per_node": per_node}
     ranks = [detect(launcher(rank, world, **shape)) for rank in range(world)]
     assert [env.rank for env in ranks] == list(range(world))
-    assert {(env.world_size, env.local_world_size, env.n_nodes) for env in ranks} == {(world, per_node, world // per_node)}
+    assert {(env.world_size, env.local_world_size, env.n_nodes) for env in ranks} == {
+        (world, per_node, world // per_node)
+    }
     assert len({(env.node_rank, env.local_rank) for env in ranks}) == world
 
 
 NAMES = sorted(
-    {name for environ, _ in FOUND.values() for name in environ} | {"SLURM_NNODES", "SLURM_TASKS_PER_NODE", "OMP_NUM_THREADS"}
+    {name for environ, _ in FOUND.values() for name in environ}
+    | {"SLURM_NNODES", "SLURM_TASKS_PER_NODE", "OMP_NUM_THREADS"}
 )
 VALUES = st.one_of(
-    st.integers(-1, 9).map(str), st.sampled_from(["2(x2)", "1,3", "localhost", "node1", "4294967290", ""]), st.text(max_size=5)
+    st.integers(-1, 9).map(str),
+    st.sampled_from(["2(x2)", "1,3", "localhost", "node1", "4294967290", ""]),
+    st.text(max_size=5),
 )
 COMPLETE = st.sampled_from([environ for environ, _ in (*FOUND.values(), *REFUSED.values())])
 
 
 @settings(max_examples=400, deadline=None)
-@given(COMPLETE, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.sets(st.sampled_from(NAMES), max_size=3))
+@given(
+    COMPLETE, st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.sets(st.sampled_from(NAMES), max_size=3)
+)
 @example({}, {"LOCAL_RANK": "\x00"}, set())
 def test_always_a_valid_rank_or_a_launch_error(base: dict[str, str], more: dict[str, str], dropped: set[str]) -> None:
     environ = without({**base, **more}, *dropped)

@@ -67,6 +67,7 @@ def cgroup(root: Path, membership: str, limits: dict[str, str]) -> Path:
         ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
         ("0::/job/step\n", {"job/cpu.max": "400000 100000\n", "job/step/cpu.max": "max 100000\n"}, 4.0),
         ("0::/job/step\n", {"job/cpu.max": "400000 100000\n", "job/step/cpu.max": "100000 100000\n"}, 1.0),
+        ("0::/job/step\n", {"job/cpu.max": "150000 100000\n", "job/step/cpu.max": "400000 100000\n"}, 1.5),
         ("0::/of/the/host\n", {"cpu.max": "300000 100000\n"}, 3.0),
         ("0::/../../other\n", {"cpu.max": "300000 100000\n"}, 3.0),
         ("3:cpu,cpuacct:/d\n", {"cpu/d/cpu.cfs_quota_us": "200000\n", "cpu/d/cpu.cfs_period_us": "100000\n"}, 2.0),

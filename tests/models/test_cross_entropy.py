@@ -103,7 +103,9 @@ def test_all_targets_ignored_gives_zero_and_zero_gradients() -> None:
     loss, grad_hidden, grad_weight = loss_and_grads(
         chunked_cross_entropy, (hidden, weight, torch.full_like(targets, -100)), 8
     )
-    assert loss == 0 and not grad_hidden.any() and not grad_weight.any()
+    assert loss == 0
+    assert not grad_hidden.any()
+    assert not grad_weight.any()
 
 
 def test_large_logits_stay_finite() -> None:
@@ -132,7 +134,8 @@ def test_bf16_is_as_accurate_as_whole_bf16(autocast: bool) -> None:
 def test_frozen_weight_or_hidden_gets_no_gradient() -> None:
     hidden, weight, targets = make()
     chunked_cross_entropy(hidden, weight.detach(), targets, 8).backward()
-    assert hidden.grad is not None and weight.grad is None
+    assert hidden.grad is not None
+    assert weight.grad is None
     chunked_cross_entropy(hidden.detach(), weight, targets, 8).backward()
     assert weight.grad is not None
 

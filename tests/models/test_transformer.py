@@ -71,7 +71,8 @@ def test_loss_is_the_sum_of_cross_entropies_in_value_and_gradient(tied: bool, ch
     model.zero_grad()
     expected = F.cross_entropy(model(x).flatten(0, 1), targets.flatten(), reduction="sum")
     expected.backward()
-    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert grads.keys() == dict(model.named_parameters()).keys()
     for fqn, parameter in model.named_parameters():

@@ -16,7 +16,13 @@ GLOBAL_BATCH, ACCUM, STEPS, SEQ = 24, 2, 8, 24
 MODEL = ModelConfig(vocab_size=48, max_seq_len=SEQ, d_model=32, n_layers=2, n_heads=2, loss_chunk_size=64)
 
 # ZeRO-3 keeps small parameters whole by default; these make it shard everything even in a tiny model.
-PARTITION_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}}
+PARTITION_ALL = {
+    "zero_optimization": {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+}
 
 OPTIMIZERS = {
     "adamw_clipped": {"optim.name": "adamw", "optim.lr": 3e-3, "train.max_norm": 0.5},

@@ -12,7 +12,10 @@ Curve = list[tuple[float, float]]
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, Curve]:
-    return {name: run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer=name)[0]["single"] for name in cases.OPTIMIZERS}
+    return {
+        name: run_ranks(1, "tests.strategies.cases:curves", names=["single"], optimizer=name)[0]["single"]
+        for name in cases.OPTIMIZERS
+    }
 
 
 def test_the_job_itself_is_telling(single: dict[str, Curve]) -> None:
@@ -50,4 +53,6 @@ def compare(world: int, names: list[str], optimizer: str, single: dict[str, Curv
         for name, curve in rank_result.items():
             for step, ((loss, norm), (want_loss, want_norm)) in enumerate(zip(curve, single[optimizer], strict=True)):
                 assert abs(loss - want_loss) <= 1e-5, f"{name} step {step}: loss {loss} instead of {want_loss}"
-                assert abs(norm - want_norm) <= 1e-4 * want_norm, f"{name} step {step}: norm {norm} instead of {want_norm}"
+                assert abs(norm - want_norm) <= 1e-4 * want_norm, (
+                    f"{name} step {step}: norm {norm} instead of {want_norm}"
+                )

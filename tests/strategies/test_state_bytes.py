@@ -54,7 +54,9 @@ def test_fsdp_keeps_its_rows(name: str, model: Transformer, measured: list[dict[
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_zero12_keeps_a_flat_partition(name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]) -> None:
+def test_zero12_keeps_a_flat_partition(
+    name: str, model: Transformer, measured: list[dict[str, dict[str, int]]]
+) -> None:
     world = len(measured)
     for index, rank in enumerate(measured):
         whole = partition = grads = groups = 0

@@ -40,7 +40,8 @@ def batch(task: CausalLM, indices: list[int]) -> dict[str, torch.Tensor]:
 
 def test_is_the_default_task(tmp_path: Path) -> None:
     task = load_task(config(tmp_path))
-    assert isinstance(task, CausalLM) and isinstance(task, Task)
+    assert isinstance(task, CausalLM)
+    assert isinstance(task, Task)
 
 
 def test_training_on_it_beats_the_unigrams(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""What every benchmark needs: where it ran, an honest interval, a place for the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from math import comb
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "benchmarks" / "results"
+
+
+def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(median, low, high): the median with its distribution-free confidence interval.
+
+    The interval runs from the k-th smallest to the k-th largest sample, with the largest k whose coverage
+    1 - 2 P(B < k), B ~ Binomial(n, 1/2), is at least `confidence` (David & Nagaraja, Order Statistics, section 7.1).
+
+    Raises:
+        ValueError: too few samples for any such interval (fewer than 6 at 95 %).
+    """
+    ordered = sorted(samples)
+    n = len(ordered)
+    k, below = 0, 0  # below = 2^n P(B < k)
+    while k < n // 2 and 1 - 2 * (below + comb(n, k)) / 2**n >= confidence:
+        below += comb(n, k)
+        k += 1
+    if k == 0:
+        raise ValueError(f"{n} samples are too few for a {confidence:.0%} interval of the median")
+    return median(ordered), ordered[k - 1], ordered[n - k]
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions, commit and date, to stand beside a figure."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _gpus(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "deepspeed": _version("deepspeed"),
+        "shardkit": _shardkit_version(),
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def write_result(name: str, payload: Mapping[str, Any]) -> Path:
+    """Write benchmarks/results/NAME.json: the payload with `environment` beside it."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **payload}, indent=2) + "\n")
+    return path
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _shardkit_version() -> str:
+    import shardkit
+
+    return shardkit.__version__
+
+
+def _commit() -> str | None:
+    """HEAD of this checkout, `+` appended when tracked files differ from it; None outside of git."""
+    if shutil.which("git") is None:
+        return None
+    head = subprocess.run(["git", "rev-parse", "--verify", "-q", "HEAD"], cwd=REPO, capture_output=True, text=True)
+    if head.returncode:
+        return None
+    # Results of the same session do not make the code that was measured a different one.
+    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    dirty = subprocess.run(changed, cwd=REPO, capture_output=True, text=True).stdout
+    return head.stdout.strip() + ("+" if dirty else "")

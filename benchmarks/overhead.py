@@ -1,0 +1,219 @@
+"""What shardkit costs over the shortest hand-written loop for the same engine, on 2 CPU ranks.
+
+`python -m benchmarks.overhead` measures for DDP, FSDP2 and ZeRO-2, the same model, weights, data order and settings on
+both sides, our ledger, metrics and progress on: step time (interleaved pairs in one process group), peak tensor memory
+(one run each under the tensor tracker) and time from command to the first step's end (interleaved commands).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import bare
+from .common import REPO, environment, median_ci, write_result
+
+ENGINES = ("ddp", "fsdp", "zero2")
+GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
+
+
+def overrides(engine: str, tokens: str, run_dir: str, max_steps: int) -> list[str]:
+    sizes = [f"model.{key}={value}" for key, value in bare.SIZES.items()]
+    return [
+        *sizes, f"parallel.strategy={engine}", f"data.path={tokens}", "data.shuffle=false", f"run.dir={run_dir}",
+        "run.device=cpu", f"train.seq_len={bare.SEQ}", f"train.micro_batch_size={bare.MICRO}",
+        f"train.grad_accum_steps={bare.ACCUM}", f"train.max_norm={bare.MAX_NORM}", f"train.max_steps={max_steps}",
+        "train.eval_batches=0", "train.seed=0", f"optim.lr={bare.LR}", "optim.schedule=constant",
+        f"optim.weight_decay={bare.WEIGHT_DECAY}",
+    ]  # fmt: skip
+
+
+class Ours:
+    """The trainer, one step at a time, writing what a run writes."""
+
+    def __init__(self, engine: str, tokens: str, run_dir: str, max_steps: int) -> None:
+        from shardkit.config_io import load_config
+        from shardkit.job import start
+        from shardkit.trainer import Trainer
+
+        self._started = start(load_config(None, overrides(engine, tokens, run_dir, max_steps)))
+        self.trainer = Trainer(self._started.__enter__())
+        self._records = self.trainer.recorded_steps()
+
+    def step(self) -> float:
+        return next(self._records)["loss"]
+
+    def close(self) -> None:
+        self._records.close()
+        self._started.__exit__(None, None, None)
+
+
+def worker(mode: str, engine: str, tokens: str, folder: str, count: int) -> None:
+    """One rank of a measurement; rank 0 prints the result as JSON on its last line."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result: Any = (
+        measure_pairs(engine, tokens, folder, count) if mode == "pairs" else measure_peak(mode, engine, tokens, folder)
+    )
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    import gc
+
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    warmup = 3
+    ours = Ours(engine, tokens, f"{folder}/run", pairs + warmup)
+    theirs, data = bare.ENGINES[engine](), bare.batches(tokens, rank, world)
+    times: dict[str, list[float]] = {"shardkit": [], "bare": []}
+    losses: dict[str, list[float]] = {"shardkit": [], "bare": []}
+    arms = {"shardkit": lambda: ours.step(), "bare": lambda: theirs(next(data))}
+    for pair in range(pairs + warmup):
+        for name in sorted(arms, reverse=pair % 2 == 0):  # who goes first alternates
+            dist.barrier()
+            began = time.perf_counter()
+            loss = arms[name]()
+            took = time.perf_counter() - began
+            losses[name].append(loss)
+            if pair >= warmup:
+                times[name].append(took)
+    local = losses["bare"]
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, local)
+    mean = [sum(values) / world for values in zip(*every, strict=True)]
+    worst = max(abs(a - b) for a, b in zip(losses["shardkit"], mean, strict=True))
+    ledger = ours.trainer.job.ledger
+    share = ledger.overhead_s / sum(times["shardkit"])
+    ours.close()
+    return {"times": times, "loss_difference": worst, "ledger_share": share}
+
+
+def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from shardkit.memory import TensorTracker
+
+    with TensorTracker() as tracker:
+        if arm == "shardkit":
+            ours = Ours(engine, tokens, f"{folder}/run", 4)
+            for _ in range(4):
+                ours.step()
+            ours.close()
+        else:
+            step, data = bare.ENGINES[engine](), bare.batches(tokens, dist.get_rank(), dist.get_world_size())
+            for _ in range(4):
+                step(next(data))
+    return {"peak": tracker.peak("cpu")}
+
+
+def torchrun(module_args: list[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *module_args]
+
+
+def launch(args: list[str]) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
+    done = subprocess.run(torchrun(args), cwd=REPO, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def first_step_seconds(arm: str, engine: str, tokens: str, folder: Path) -> float:
+    """Wall time from starting the command to the end of the first optimizer step."""
+    run_dir = folder / f"start-{time.monotonic_ns()}"
+    began = time.time()
+    if arm == "bare":
+        out = launch(["benchmarks.bare", engine, tokens])
+        return float(out.rpartition("first step done at ")[2].split()[0]) - began
+    launch(["shardkit.train", *overrides(engine, tokens, str(run_dir), 1)])
+    gathered = json.loads((run_dir / "memory.jsonl").read_text().splitlines()[0])
+    return float(gathered["time"]) - began
+
+
+def write_tokens(folder: Path) -> str:
+    """A token file both sides read: the standard library's source, as bytes."""
+    import numpy as np
+
+    from shardkit.config import DataConfig
+    from shardkit.data.corpus import open_corpus
+
+    path = folder / "tokens.bin"
+    np.asarray(open_corpus(DataConfig()).train[:4_000_000], dtype=np.uint16).tofile(path)
+    return str(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=9)
+    parser.add_argument("--engines", nargs="*", default=list(ENGINES))
+    parser.add_argument("--worker", nargs=4, metavar=("MODE", "ENGINE", "TOKENS", "FOLDER"))
+    args = parser.parse_args()
+    if args.worker:
+        worker(*args.worker, count=args.pairs)
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp)
+        tokens = write_tokens(folder)
+        for engine in args.engines:
+            results[engine] = measure(engine, tokens, folder, args.pairs, args.starts)
+            show(engine, results[engine])
+    path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
+    print(f"written: {path}  ({environment()['cpu']})")
+
+
+def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
+    def work(mode: str) -> dict[str, Any]:
+        run_folder = folder / f"{engine}-{mode}"
+        out = launch(["benchmarks.overhead", "--pairs", str(pairs), "--worker", mode, engine, tokens, str(run_folder)])
+        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return result
+
+    paired = work("pairs")
+    times = paired["times"]
+    ratios = [a / b for a, b in zip(times["shardkit"], times["bare"], strict=True)]
+    peaks = {arm: work(arm)["peak"] for arm in ("shardkit", "bare")}
+    begins: dict[str, list[float]] = {"shardkit": [], "bare": []}
+    for index in range(starts):
+        for arm in sorted(begins, reverse=index % 2 == 0):
+            begins[arm].append(first_step_seconds(arm, engine, tokens, folder))
+    start_ratios = [a / b for a, b in zip(begins["shardkit"], begins["bare"], strict=True)]
+    return {
+        "step_time": {"ratio": median_ci(ratios), "median_s": median(times["bare"]), "samples": times},
+        "loss_difference": paired["loss_difference"],
+        "ledger_share_of_step_time": paired["ledger_share"],
+        "peak_tensor_memory": {"ratio": peaks["shardkit"] / peaks["bare"], **peaks},
+        "first_step": {"ratio": median_ci(start_ratios), "median_s": median(begins["bare"]), "samples": begins},
+    }
+
+
+def show(engine: str, result: dict[str, Any]) -> None:
+    step, low, high = result["step_time"]["ratio"]
+    first, first_low, first_high = result["first_step"]["ratio"]
+    print(
+        f"{engine}: step time × {step:.4f} [{low:.4f}, {high:.4f}] of {1000 * result['step_time']['median_s']:.0f} ms, "
+        f"peak tensor memory × {result['peak_tensor_memory']['ratio']:.4f}, "
+        f"first step × {first:.3f} [{first_low:.3f}, {first_high:.3f}] of {result['first_step']['median_s']:.1f} s, "
+        f"ledger {100 * result['ledger_share_of_step_time']:.2f} % of step time, "
+        f"losses differ by at most {result['loss_difference']:.1e}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

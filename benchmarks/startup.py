@@ -1,0 +1,104 @@
+"""How long `shardkit --help` and `import shardkit` take: python -m benchmarks.startup [--pairs N].
+
+Each is timed in whole processes, alternating with its baseline in one run: a typer app with as many commands that do
+nothing (plain, as ours; and with typer's default rich output), and an interpreter that does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from .common import REPO, median_ci, write_result
+
+SHARDKIT_HELP = "import sys; from shardkit.cli import main; sys.argv = ['shardkit', '--help']; sys.exit(main())"
+BARE_APP = """
+import sys
+import typer
+app = typer.Typer({options})
+@app.command()
+def one(directory: str, force: bool = False) -> None: "Do nothing."
+@app.command()
+def two() -> None: "Do nothing."
+@app.command()
+def three() -> None: "Do nothing."
+sys.argv = ["bare", "--help"]
+app()
+"""
+PLAIN_APP = BARE_APP.format(options="rich_markup_mode=None")
+RICH_APP = BARE_APP.format(options="")
+NOTHING = "pass"
+IMPORT = "import shardkit"
+
+
+def seconds(code: str, environ: dict[str, str]) -> float:
+    """Wall time of a fresh interpreter that runs `code`."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], env=environ, cwd=REPO, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - start
+
+
+def interleaved(codes: list[str], rounds: int) -> list[list[float]]:
+    """`rounds` timings of each code, taken in turn and in alternating order, after one round to fill caches."""
+    with tempfile.TemporaryDirectory() as caches:
+        # Byte code is cached as for an installed package, whatever this checkout and its environment do.
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environ |= {"PYTHONPATH": str(REPO), "PYTHONPYCACHEPREFIX": caches}
+        times: list[list[float]] = [[] for _ in codes]
+        order = list(range(len(codes)))
+        for code in codes:
+            seconds(code, environ)
+        for _ in range(rounds):
+            for index in order:
+                times[index].append(seconds(codes[index], environ))
+            order.reverse()
+    return times
+
+
+def ratio(ours: list[float], baseline: list[float]) -> dict[str, Any]:
+    """Median over pairs of ours/baseline with its 95 % interval, and both medians in ms."""
+    value, low, high = median_ci([a / b for a, b in zip(ours, baseline, strict=True)])
+    return {
+        "ratio": round(value, 3),
+        "interval_95": [round(low, 3), round(high, 3)],
+        "shardkit_ms": round(median_ci(ours)[0] * 1e3, 1),
+        "baseline_ms": round(median_ci(baseline)[0] * 1e3, 1),
+    }
+
+
+def import_ms(rounds: int) -> tuple[float, float, float]:
+    """(median, low, high) of what `import shardkit` adds to an interpreter's start, in ms."""
+    nothing, importing = interleaved([NOTHING, IMPORT], rounds)
+    value, low, high = median_ci([(b - a) * 1e3 for a, b in zip(nothing, importing, strict=True)])
+    return value, low, high
+
+
+def help_ratio(rounds: int) -> dict[str, Any]:
+    """`shardkit --help` against a bare typer app that shows its help in the same way."""
+    return ratio(*interleaved([SHARDKIT_HELP, PLAIN_APP], rounds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=40, help="timings of each, at least 20")
+    pairs = max(20, parser.parse_args().pairs)
+    ours, plain, rich = interleaved([SHARDKIT_HELP, PLAIN_APP, RICH_APP], pairs)
+    value, low, high = import_ms(pairs)
+    result = {
+        "pairs": pairs,
+        "help_vs_plain_typer_app": ratio(ours, plain),
+        "help_vs_default_typer_app": ratio(ours, rich),
+        "import_shardkit_ms": {"median": round(value, 1), "interval_95": [round(low, 1), round(high, 1)]},
+    }
+    for name, figures in result.items():
+        print(f"{name}: {figures}")
+    print(f"written to {write_result('startup', result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The always-on account of every rank's memory, gathered on rank 0 in one collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError
+from .limits import host_limit
+from .phases import PhaseRecorder
+from .probe import DeviceProbe, HostProbe
+from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
+from .state import HasState, count_state, module_state
+
+SLOW_PROBE_SHARE = 0.005
+"""USS and children's RSS take at most this share of the run's time."""
+
+
+class MemoryLedger:
+    """Counts this rank's memory by phase and category and brings every rank's row to rank 0.
+
+    Nothing here waits for the device, and only `gather` (and construction) communicates. A step looks like this:
+
+        ledger.begin_step(step)
+        with ledger.phase("forward"): ...    # once per micro-batch
+        with ledger.phase("backward"): ...
+        ledger.sample_state(strategy)        # gradients are complete now, and the step will drop them
+        with ledger.phase("step"): ...
+        ledger.end_step(step, step_time_s, data_wait_s)
+        rows = ledger.gather(step)           # every few steps, on every rank; rank 0 gets the rows
+
+    Args:
+        device: where the model trains.
+        group: a gloo group of all ranks that no other thread uses; `None` for a single process.
+        rank, world_size, local_rank: this rank's place.
+        host: this machine's name; default: its host name.
+        interval: steps between gathers, for `due`.
+
+    Attributes:
+        overhead_s: seconds spent inside the ledger so far, waiting for other ranks in `gather` included.
+        gather_s: the part of `overhead_s` that `gather` took.
+        last_rows: rank 0: the rows of the last gather; empty elsewhere.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        group: dist.ProcessGroup | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        host: str | None = None,
+        *,
+        interval: int = 10,
+    ) -> None:
+        began = time.perf_counter()
+        if world_size > 1 and group is None:
+            raise ConfigError(
+                f"MemoryLedger got world_size={world_size} and no process group",
+                "pass a gloo group of all ranks, or use MemoryLedger.from_env()",
+            )
+        self.device = torch.device(device)
+        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.overhead_s = self.gather_s = 0.0
+        self.last_rows: list[RankRow] = []
+        self._group = group
+        self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
+        self._limit = host_limit()
+        self._phases = PhaseRecorder(self._device_probe, self._host_probe)
+        self._state: dict[StateKind, StateBytes] | None = None
+        self._source: HasState | None = None
+        self._due: bool | None = None
+        self._steps_done = 0
+        self._step_times: list[tuple[float, float]] = []
+        self._slow: tuple[int | None, int | None] = (None, None)
+        self._slow_next = 0.0
+        identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
+        self._identities = self._exchange(identity)
+        self.overhead_s += time.perf_counter() - began
+
+    @classmethod
+    def from_env(cls, device: torch.device | str | None = None, *, interval: int = 10) -> MemoryLedger:
+        """A ledger for a training loop of your own; collective where a process group exists.
+
+        Args:
+            device: default: the current GPU, or the CPU where there is none.
+            interval: steps between gathers.
+        """
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        if not dist.is_initialized():
+            return cls(device, interval=interval)
+        rank = dist.get_rank()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(device, dist.new_group(backend="gloo"), rank, dist.get_world_size(), local_rank, interval=interval)
+
+    def phase(self, name: PhaseName) -> AbstractContextManager[None]:
+        """Account what happens inside to a phase: init, wrap, forward, backward or step.
+
+        A phase that runs several times between two gathers keeps its largest peaks. Phases may nest: the outer one's
+        peaks cover the inner one's.
+        """
+        return _Phase(self, name)
+
+    def begin(self, name: PhaseName) -> None:
+        """Enter a phase; where a `with` block does not fit (hooks)."""
+        began = time.perf_counter()
+        if name not in PHASES:
+            raise ValueError(f"phase {name!r} is none of {', '.join(PHASES)}")
+        self._phases.begin(name)
+        self.overhead_s += time.perf_counter() - began
+
+    def end(self) -> None:
+        """Leave the phase that was entered last."""
+        began = time.perf_counter()
+        self._phases.end()
+        self.overhead_s += time.perf_counter() - began
+
+    @property
+    def open_phase(self) -> PhaseName | None:
+        """The innermost phase that runs now."""
+        return self._phases.current
+
+    def due(self, step: int) -> bool:
+        """Whether to gather at `step` (from 1): the first two, where state comes to life, and every `interval`-th."""
+        return step <= 2 or step % self.interval == 0
+
+    def begin_step(self, step: int, due: bool | None = None) -> None:
+        """Say which step comes and whether a gather follows it (default: as `due` says): only then is state counted."""
+        self._due = self.due(step) if due is None else due
+
+    def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Count state if this step is due; call it after the last backward and before the optimizer step.
+
+        Gradients are kept as they are now; parameters and optimizer state are counted again when the step ends, since
+        the first step makes the latter.
+
+        Args:
+            source: a strategy, or a module with its `optimizers`.
+        """
+        began = time.perf_counter()
+        due = self.due(self._steps_done + 1) if self._due is None else self._due
+        if due:
+            self._source = _ModuleState(source, optimizers) if isinstance(source, nn.Module) else source
+            self._state = count_state(self._source.state_tensors(), self.device)
+        self.overhead_s += time.perf_counter() - began
+
+    def count_state(
+        self, tensors: Iterable[tuple[StateKind, torch.Tensor]] | nn.Module, *optimizers: torch.optim.Optimizer
+    ) -> dict[StateKind, StateBytes]:
+        """Count state now, whether or not a gather is due, and keep it for the next row.
+
+        Args:
+            tensors: (kind, tensor) pairs as a strategy yields them, or a module with its `optimizers`.
+        """
+        began = time.perf_counter()
+        pairs = module_state(tensors, *optimizers) if isinstance(tensors, nn.Module) else tensors
+        self._state = state = count_state(pairs, self.device)
+        self.overhead_s += time.perf_counter() - began
+        return state
+
+    def end_step(self, step: int, step_time_s: float, data_wait_s: float = 0.0) -> None:
+        """The step is over; its times go into the next row as means over the steps since the last gather."""
+        began = time.perf_counter()
+        if self._source is not None and self._state is not None:
+            grads = self._state["grads"]
+            self._state = {**count_state(self._source.state_tensors(), self.device), "grads": grads}
+        self._source, self._due, self._steps_done = None, None, step
+        self._step_times.append((step_time_s, data_wait_s))
+        self.overhead_s += time.perf_counter() - began
+
+    def gather(self, step: int) -> list[RankRow] | None:
+        """Bring every rank's row to rank 0 in one collective of constant size: rows in rank order, `None` elsewhere.
+
+        Args:
+            step: the step that has just ended; the same on every rank.
+        """
+        began = time.perf_counter()
+        row = self.row()
+        rows = [row]
+        if self.world_size > 1:
+            sent = torch.tensor([step, *encode(row)], dtype=torch.int64)
+            received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
+            dist.gather(sent, received, group=self._group, group_dst=0)
+            rows = [] if received is None else self._decoded(step, received)
+        self._phases.start_interval()
+        self._step_times.clear()
+        self.last_rows = rows if self.rank == 0 else []
+        took = time.perf_counter() - began
+        self.gather_s += took
+        self.overhead_s += took
+        return rows if self.rank == 0 else None
+
+    def row(self) -> RankRow:
+        """This rank's row as a gather would send it now."""
+        device, host = self._phases.overall()
+        uss, children = self._slow_probes()
+        n_steps = len(self._step_times)
+        times = [sum(values) / n_steps for values in zip(*self._step_times, strict=True)] if n_steps else [None, None]
+        return RankRow(
+            identity=self._identities[self.rank],
+            step_time_s=times[0],
+            data_wait_s=times[1],
+            host_mem=HostMemory(host.rss, host.peak_rss, uss, children, self._limit),
+            device_mem=None
+            if device is None
+            else DeviceMemory(
+                device.allocated,
+                device.peak_allocated,
+                device.reserved,
+                device.peak_reserved,
+                self._device_probe.total or 0,
+            ),
+            state=None if self._state is None else dict(self._state),
+            phases=self._phases.rows(),
+            alloc_retries=None if device is None else device.alloc_retries,
+            ooms=None if device is None else device.ooms,
+            overhead_s=self.overhead_s,
+        )
+
+    def worst_peak(self) -> tuple[int | None, str]:
+        """Rank 0: the largest peak of any rank at the last gather, and of what: allocated on a GPU, RSS on the CPU."""
+        on_device = [row.device_mem.peak_allocated for row in self.last_rows if row.device_mem is not None]
+        if on_device:
+            return max(on_device), "peak allocated"
+        return max((row.host_mem.peak_rss for row in self.last_rows), default=None), "peak RSS"
+
+    def watch(
+        self, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | Path | None = None
+    ) -> AbstractContextManager[None]:
+        """Account a loop of your own without changing it: hooks on the model and its optimizers mark the phases.
+
+        See `watch.Watch`; `path` is where rank 0 appends a line per gather.
+        """
+        from .watch import Watch
+
+        return Watch(self, model, optimizers, path)
+
+    def table(self, width: int | None = None) -> str:
+        """The last gather as a table; empty on other ranks than 0."""
+        from .table import render_table
+
+        return render_table(self.last_rows, width) if self.last_rows else ""
+
+    def _exchange(self, identity: Identity) -> list[Identity]:
+        if self.world_size == 1:
+            return [identity]
+        identities: list[Identity] = [identity] * self.world_size
+        dist.all_gather_object(identities, identity, group=self._group)
+        return identities
+
+    def _decoded(self, step: int, received: list[torch.Tensor]) -> list[RankRow]:
+        numbers = [tensor.tolist() for tensor in received]
+        for identity, (their_step, *_) in zip(self._identities, numbers, strict=True):
+            if their_step != step:
+                raise RuntimeError(f"rank {identity.name} gathers memory at step {their_step}, rank 0 at step {step}")
+        return [decode(identity, rest) for identity, (_, *rest) in zip(self._identities, numbers, strict=True)]
+
+    def _slow_probes(self) -> tuple[int | None, int | None]:
+        """USS and children's RSS, or the last known ones while asking again would cost more than its share of time."""
+        began = time.perf_counter()
+        if began >= self._slow_next:
+            self._slow = (self._host_probe.uss(), self._host_probe.children_rss())
+            ended = time.perf_counter()
+            self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
+        return self._slow
+
+
+class _ModuleState:
+    """A module and its optimizers, seen as a strategy is."""
+
+    def __init__(self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self._model, self._optimizers = model, optimizers
+
+    def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
+        return module_state(self._model, *self._optimizers)
+
+
+class _Phase:
+    """`with` form of begin and end; a class, since a generator costs twice as much."""
+
+    def __init__(self, ledger: MemoryLedger, name: PhaseName) -> None:
+        self._ledger, self._name = ledger, name
+
+    def __enter__(self) -> None:
+        self._ledger.begin(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ledger.end()

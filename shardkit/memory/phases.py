@@ -1,0 +1,92 @@
+"""Peaks of the phases that run, kept between gathers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .probe import DeviceCounters, DeviceProbe, HostCounters, HostProbe
+from .rows import PhaseMemory, PhaseName
+
+
+@dataclass
+class _Peaks:
+    """The largest figures so far, and the latest."""
+
+    device: DeviceCounters | None = None
+    host: HostCounters | None = None
+    stale: bool = False
+
+    def add(self, device: DeviceCounters | None, host: HostCounters) -> None:
+        if device is not None:
+            peaks = (device.peak_allocated, device.peak_reserved)
+            if self.device is not None:
+                peaks = (max(peaks[0], self.device.peak_allocated), max(peaks[1], self.device.peak_reserved))
+            self.device = DeviceCounters(
+                device.allocated, peaks[0], device.reserved, peaks[1], device.alloc_retries, device.ooms
+            )
+        self.host = HostCounters(
+            host.rss, host.peak_rss if self.host is None else max(host.peak_rss, self.host.peak_rss)
+        )
+
+    def forget(self) -> None:
+        self.device = self.host = None
+        self.stale = False
+
+
+class PhaseRecorder:
+    """Reads both probes at the edges of phases; each reading covers what happened since the one before it."""
+
+    def __init__(self, device: DeviceProbe, host: HostProbe) -> None:
+        self._device, self._host = device, host
+        self._overall = _Peaks()
+        self._phases: dict[PhaseName, _Peaks] = {}
+        self._open: list[PhaseName] = []
+
+    @property
+    def current(self) -> PhaseName | None:
+        return self._open[-1] if self._open else None
+
+    def begin(self, name: PhaseName) -> None:
+        """Peaks until now belong to the phases already open (and to the run); the new phase's start here."""
+        self._read()
+        self._device.reset_peak()
+        self._host.reset_peak()
+        peaks = self._phases.setdefault(name, _Peaks())
+        if peaks.stale:
+            peaks.forget()
+        self._open.append(name)
+
+    def end(self) -> None:
+        self._read()
+        self._open.pop()
+
+    def overall(self) -> tuple[DeviceCounters | None, HostCounters]:
+        """Figures now, with peaks since the recorder was made."""
+        self._read()
+        assert self._overall.host is not None
+        return self._overall.device, self._overall.host
+
+    def rows(self) -> dict[PhaseName, PhaseMemory]:
+        """Every phase that has run; one that did not run since the last gather keeps what it had then."""
+        return {name: _row(peaks) for name, peaks in self._phases.items() if peaks.host is not None}
+
+    def start_interval(self) -> None:
+        """From now on, a phase's first run replaces its figures."""
+        for name, peaks in self._phases.items():
+            peaks.stale = name not in self._open
+
+    def _read(self) -> None:
+        device, host = self._device.read(), self._host.read()
+        self._overall.add(device, host)
+        for name in self._open:
+            self._phases[name].add(device, host)
+
+
+def _row(peaks: _Peaks) -> PhaseMemory:
+    device, host = peaks.device, peaks.host
+    assert host is not None
+    if device is None:
+        return PhaseMemory(None, None, None, None, host.rss, host.peak_rss)
+    return PhaseMemory(
+        device.allocated, device.peak_allocated, device.reserved, device.peak_reserved, host.rss, host.peak_rss
+    )

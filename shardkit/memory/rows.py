@@ -1,0 +1,190 @@
+"""One row of memory figures per rank: its fields, its form as integers for the gather and as JSON in `memory.jsonl`.
+
+The JSON is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or goes away, not when one is
+added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
+
+SCHEMA = 1
+PhaseName = Literal["init", "wrap", "forward", "backward", "step"]
+StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]
+PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "step")
+KINDS: tuple[StateKind, ...] = ("params", "master_params", "grads", "optimizer", "buffers")
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one category on the training device and, when that is not the CPU, on the host."""
+
+    device: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes when a phase ended, and its peaks: the largest over all its runs since the previous gather."""
+
+    allocated: int | None
+    peak_allocated: int | None
+    reserved: int | None
+    peak_reserved: int | None
+    rss: int
+    peak_rss: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The rank's process: resident bytes now and at most so far, what is its own, its children's, what it may use."""
+
+    rss: int
+    peak_rss: int
+    uss: int | None
+    children_rss: int | None
+    limit: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The device's caching allocator, in bytes; peaks since the ledger was made. `None` as a whole on CPU."""
+
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What does not change during a run."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str
+
+    @property
+    def name(self) -> str:
+        """`rank@host`, as messages name a rank."""
+        return f"{self.rank}@{self.host}"
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank at one gather."""
+
+    identity: Identity
+    step_time_s: float | None
+    data_wait_s: float | None
+    host_mem: HostMemory
+    device_mem: DeviceMemory | None
+    state: Mapping[StateKind, StateBytes] | None
+    phases: Mapping[PhaseName, PhaseMemory]
+    alloc_retries: int | None
+    ooms: int | None
+    overhead_s: float
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @property
+    def state_total(self) -> int | None:
+        """Bytes of all state, device and host."""
+        return None if self.state is None else sum(b.total for b in self.state.values())
+
+    def to_json(self) -> dict[str, Any]:
+        row = asdict(self)
+        return {**row.pop("identity"), **row}
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
+        """Inverse of `to_json`; fields that a later version added are passed over."""
+        return cls(
+            identity=_pick(Identity, obj),
+            step_time_s=obj["step_time_s"],
+            data_wait_s=obj["data_wait_s"],
+            host_mem=_pick(HostMemory, obj["host_mem"]),
+            device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
+            state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
+            phases={k: _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
+            alloc_retries=obj["alloc_retries"],
+            ooms=obj["ooms"],
+            overhead_s=obj["overhead_s"],
+        )
+
+
+def record(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:
+    """The object that one gather adds to `memory.jsonl`; `time` in seconds since the epoch."""
+    return {"schema": SCHEMA, "step": step, "time": round(time, 3), "ranks": [row.to_json() for row in rows]}
+
+
+def encode(row: RankRow) -> list[int]:
+    """The row's numbers as a list whose length is the same for every rank and step: times in µs, `None` as -1."""
+    numbers: list[int | None] = [_us(row.step_time_s), _us(row.data_wait_s), _us(row.overhead_s)]
+    numbers += [row.alloc_retries, row.ooms]
+    numbers += _values(HostMemory, row.host_mem)
+    numbers += _values(DeviceMemory, row.device_mem)
+    for kind in KINDS:
+        numbers += _values(StateBytes, None if row.state is None else row.state[kind])
+    for phase in PHASES:
+        numbers += _values(PhaseMemory, row.phases.get(phase))
+    return [_NONE if number is None else number for number in numbers]
+
+
+def decode(identity: Identity, numbers: Sequence[int]) -> RankRow:
+    """Inverse of `encode`; times come back rounded to a microsecond."""
+    rest = iter([None if number == _NONE else int(number) for number in numbers])
+    step_time, data_wait, overhead, retries, ooms = (next(rest) for _ in range(5))
+    host = _build(HostMemory, rest)
+    device = _build(DeviceMemory, rest)
+    state = {kind: _build(StateBytes, rest) for kind in KINDS}
+    phases = {phase: _build(PhaseMemory, rest) for phase in PHASES}
+    assert host is not None
+    counted = {kind: n_bytes for kind, n_bytes in state.items() if n_bytes is not None}
+    return RankRow(
+        identity=identity,
+        step_time_s=_seconds(step_time),
+        data_wait_s=_seconds(data_wait),
+        host_mem=host,
+        device_mem=device,
+        state=counted or None,
+        phases={phase: memory for phase, memory in phases.items() if memory is not None},
+        alloc_retries=retries,
+        ooms=ooms,
+        overhead_s=_seconds(overhead) or 0.0,
+    )
+
+
+_T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
+
+
+def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
+    return cls(**{field.name: obj[field.name] for field in fields(cls)})
+
+
+def _values(cls: type[_T], obj: _T | None) -> list[int | None]:
+    return [None if obj is None else getattr(obj, field.name) for field in fields(cls)]
+
+
+def _build(cls: type[_T], rest: Iterator[int | None]) -> _T | None:
+    values = [next(rest) for _ in fields(cls)]
+    return None if all(value is None for value in values) else cls(*values)  # type: ignore[arg-type]
+
+
+def _us(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e6)
+
+
+def _seconds(us: int | None) -> float | None:
+    return None if us is None else us / 1e6

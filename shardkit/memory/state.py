@@ -1,0 +1,94 @@
+"""Bytes of parameters, gradients and optimizer state, counted from the storages that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .rows import KINDS, StateBytes, StateKind
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+class HasState(Protocol):
+    """Anything that can name its state: every strategy does."""
+
+    def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
+        """Every local tensor that holds state; the same storage may come more than once."""
+        ...
+
+
+def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """State of a plain, DDP or FSDP2 module and of torch optimizers.
+
+    Parameters that only an optimizer holds (fp32 masters of a mixed-precision wrapper) are `master_params`.
+    """
+    own = set()
+    for param in model.parameters():
+        own.add(id(param))
+        yield "params", param
+        if param.grad is not None:
+            yield "grads", param.grad
+    for buffer in model.buffers():
+        yield "buffers", buffer
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in own:
+                    yield "master_params", param
+                    if param.grad is not None:
+                        yield "grads", param.grad
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer", value
+
+
+def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of this rank inside a DTensor or another wrapper subclass; a plain tensor itself."""
+    flatten = None if type(tensor) in _PLAIN else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    names, _ = flatten()
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from local_tensors(inner)
+
+
+def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch.device) -> dict[StateKind, StateBytes]:
+    """Bytes per category, on the training device and on the host.
+
+    A storage counts once, whole, however many views of it come: a flat buffer that parameters are views of counts with
+    its padding. One that is seen in several categories belongs to the first of params, master_params, grads, optimizer,
+    buffers. Meta tensors and freed storages have no bytes.
+
+    Args:
+        device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
+            pinned or not, count as `host`.
+    """
+    seen: dict[tuple[str, int], tuple[int, int, bool]] = {}
+    for kind, tensor in tensors:
+        order = KINDS.index(kind)
+        for local in local_tensors(tensor):
+            where = local.device.type
+            if where == "meta":
+                continue
+            storage = local.untyped_storage()
+            n_bytes = storage.nbytes()
+            if n_bytes == 0:
+                continue
+            # Two storages over the same memory (DLPack, set_) share the address; fake tensors have none.
+            key = ("id", storage._cdata) if isinstance(local, FakeTensor) else (str(local.device), storage.data_ptr())
+            known = seen.get(key)
+            if known is None or order < known[0]:
+                seen[key] = (order, n_bytes, where == "cpu" and device.type != "cpu")
+    sums = {kind: [0, 0] for kind in KINDS}
+    for order, n_bytes, on_host in seen.values():
+        sums[KINDS[order]][on_host] += n_bytes
+    return {kind: StateBytes(*sums[kind]) for kind in KINDS}

@@ -1,0 +1,83 @@
+"""All ranks in a few numbers: the largest, the smallest, the skew, who is worst, who is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from .rows import RankRow
+
+SLOW = 1.2
+"""A rank whose step time exceeds this multiple of the median is called slow."""
+
+_METRICS: dict[str, Callable[[RankRow], float | None]] = {
+    "peak_allocated": lambda row: None if row.device_mem is None else row.device_mem.peak_allocated,
+    "peak_reserved": lambda row: None if row.device_mem is None else row.device_mem.peak_reserved,
+    "peak_rss": lambda row: row.host_mem.peak_rss,
+    "state": lambda row: row.state_total,
+    "step_time_s": lambda row: row.step_time_s,
+}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure over all ranks; `skew` = max / mean, `worst` = the rank with the largest, as `rank@host`."""
+
+    max: float
+    min: float
+    mean: float
+    skew: float
+    worst: str
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank whose steps take longer than `SLOW` × the median; `ratio` = its time / median."""
+
+    name: str
+    step_time_s: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent where no rank has it)."""
+
+    spreads: Mapping[str, Spread]
+    stragglers: Sequence[Straggler]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summary(rows: Sequence[RankRow]) -> Summary:
+    """Condense one gather's rows."""
+    spreads = {}
+    for name, metric in _METRICS.items():
+        values = [(value, row.name) for row in rows if (value := metric(row)) is not None]
+        if values:
+            spreads[name] = _spread(values)
+    return Summary(spreads, _stragglers(rows))
+
+
+def pressure(row: RankRow) -> float:
+    """What ranks are ordered by: peak allocated on a device, peak RSS on the CPU."""
+    return row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated
+
+
+def _spread(values: Sequence[tuple[float, str]]) -> Spread:
+    numbers = [value for value, _ in values]
+    largest, worst = max(values, key=lambda item: item[0])
+    mean = sum(numbers) / len(numbers)
+    return Spread(largest, min(numbers), mean, largest / mean if mean else 1.0, worst)
+
+
+def _stragglers(rows: Sequence[RankRow]) -> list[Straggler]:
+    times = [(row.step_time_s, row.name) for row in rows if row.step_time_s is not None]
+    if not times:
+        return []
+    middle = median(seconds for seconds, _ in times)
+    slow = [Straggler(name, seconds, seconds / middle) for seconds, name in times if seconds > SLOW * middle > 0]
+    return sorted(slow, key=lambda straggler: -straggler.ratio)

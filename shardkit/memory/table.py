@@ -1,0 +1,219 @@
+"""The end-of-run table of every rank's memory, and `memory.jsonl`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import DataError
+from .jsonl import append_jsonl
+from .rows import SCHEMA, RankRow, StateBytes, StateKind, record
+from .summary import SLOW, Spread, pressure, summary
+
+WHOLE = 16
+"""Up to this many ranks every one gets a line."""
+WORST, BEST = 8, 2
+
+_STATES: dict[StateKind, str] = {
+    "params": "params",
+    "master_params": "master",
+    "grads": "grads",
+    "optimizer": "optimizer",
+}
+_LABELS = {
+    "peak_allocated": "peak allocated",
+    "peak_reserved": "peak reserved",
+    "peak_rss": "peak RSS",
+    "state": "state",
+    "step_time_s": "step time",
+}
+_PLAIN_WIDTH = 160
+
+
+def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
+    """One line per rank and a summary of one gather's rows, as text.
+
+    `*` marks the worst rank: largest peak allocated, or largest peak RSS on the CPU. Above 16 ranks only the 8 worst
+    and the 2 best have a line. `–`: the CPU has no such counter. `+…h`: bytes on the host beside those on the device.
+
+    Args:
+        rows: what `MemoryLedger.gather` returned.
+        width: columns; default: the terminal's, or as wide as needed where stdout is none (then without colour).
+    """
+    if not rows:
+        return "no memory rows were gathered"
+    terminal = sys.stdout.isatty()
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width if width is not None or terminal else _PLAIN_WIDTH,
+        force_terminal=terminal,
+        no_color=not terminal,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+    console.print(_fitting(rows, console), soft_wrap=True)
+    for line in _summary_lines(rows):
+        console.print(line, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def write_jsonl(path: str | Path, step: int, rows: Sequence[RankRow]) -> bool:
+    """Append one gather's rows to `memory.jsonl`; False if the disk refused (warned about once, never fatal).
+
+    Raises:
+        ConfigError: the file cannot be opened for writing.
+    """
+    return append_jsonl(path, record(step, time.time(), rows))
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
+    """(step, rows) of every gather in a `memory.jsonl`.
+
+    Raises:
+        DataError: a line is not JSON, or of a schema that this version does not know.
+    """
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                gathered = json.loads(line)
+                schema = gathered["schema"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}:{number} is no memory record: {error}", "remove the damaged line") from error
+            if schema != SCHEMA:
+                raise DataError(
+                    f"{path}:{number} has schema {schema}, known is {SCHEMA}", "read it with the version that wrote it"
+                )
+            yield gathered["step"], [RankRow.from_json(row) for row in gathered["ranks"]]
+
+
+def _fitting(rows: Sequence[RankRow], console: Console) -> Table:
+    """The table without what says least, if the whole is too wide; numbers are never cut."""
+    omit: list[str] = ["host"]
+    if not any(row.alloc_retries for row in rows):
+        omit.append("retries")
+    if not any(row.state and row.state["master_params"].total for row in rows):
+        omit.append("master")
+    table = _table(rows, ())
+    for count in range(1, len(omit) + 1):
+        if _width(table, console) <= console.width:
+            break
+        table = _table(rows, omit[:count])
+    console.width = max(console.width, _width(table, console))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+
+
+def _table(rows: Sequence[RankRow], omit: Sequence[str]) -> Table:
+    units = _Units(rows)
+    ordered = sorted(rows, key=pressure, reverse=True)
+    worst = ordered[0]
+    shown: list[RankRow | None] = list(rows)
+    if len(rows) > WHOLE:
+        shown = [*ordered[:WORST], None, *ordered[-BEST:]]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    headers = units.headers()
+    for title, unit in headers:
+        if title not in omit:
+            justify: Literal["left", "right"] = "left" if title == "host" else "right"
+            table.add_column("\n".join([*title.split(), unit]).rstrip(), justify=justify, no_wrap=True)
+    for row in shown:
+        if row is None:
+            gap = [f"({len(rows) - WORST - BEST}", "more)"]
+            table.add_row(*gap)
+            continue
+        marked = row is worst and len(rows) > 1
+        cells = units.cells(row, "*" if marked else "")
+        kept = (cell for (title, _), cell in zip(headers, cells, strict=True) if title not in omit)
+        table.add_row(*kept, style="bold red" if marked else "")
+    return table
+
+
+class _Units:
+    """One unit per column, so that numbers compare at a glance."""
+
+    def __init__(self, rows: Sequence[RankRow]) -> None:
+        state = max((max((b.device, b.host)) for row in rows if row.state for b in row.state.values()), default=0)
+        device = max((row.device_mem.peak_reserved for row in rows if row.device_mem), default=0)
+        host = max(row.host_mem.peak_rss for row in rows)
+        self._state, self._device, self._host = _unit(state), _unit(device), _unit(host)
+        slowest = max((row.step_time_s for row in rows if row.step_time_s is not None), default=0.0)
+        self._time = ("s", 1.0) if slowest >= 10 else ("ms", 1e-3)
+
+    def headers(self) -> list[tuple[str, str]]:
+        state, device, host = self._state[0], self._device[0], self._host[0]
+        return [
+            ("rank", ""),
+            ("host", ""),
+            *((label, state) for label in _STATES.values()),
+            ("peak allocated", device),
+            ("peak reserved", device),
+            ("RSS", host),
+            ("peak RSS", host),
+            ("retries", ""),
+            ("step time", self._time[0]),
+        ]
+
+    def cells(self, row: RankRow, mark: str) -> list[str]:
+        device, host = row.device_mem, row.host_mem
+        return [
+            f"{mark}{row.identity.rank}",
+            row.identity.host,
+            *(self._state_cell(None if row.state is None else row.state[kind]) for kind in _STATES),
+            _number(None if device is None else device.peak_allocated, self._device[1]),
+            _number(None if device is None else device.peak_reserved, self._device[1]),
+            _number(host.rss, self._host[1]),
+            _number(host.peak_rss, self._host[1]),
+            "–" if row.alloc_retries is None else str(row.alloc_retries),
+            _number(row.step_time_s, self._time[1]),
+        ]
+
+    def _state_cell(self, n_bytes: StateBytes | None) -> str:
+        if n_bytes is None:
+            return "–"
+        scale = self._state[1]
+        on_host = f"{_number(n_bytes.host, scale)}h" if n_bytes.host else ""
+        if not on_host or n_bytes.device:
+            return _number(n_bytes.device, scale) + (f" +{on_host}" if on_host else "")
+        return on_host
+
+
+def _unit(largest: float) -> tuple[str, float]:
+    return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
+
+
+def _number(value: float | None, scale: float) -> str:
+    if value is None:
+        return "–"
+    scaled = value / scale
+    return f"{scaled:.2f}" if scaled < 100 else f"{scaled:.1f}"
+
+
+def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
+    condensed = summary(rows)
+    if len(rows) > 1:
+        for name, spread in condensed.spreads.items():
+            yield _spread_line(name, spread)
+    for slow in condensed.stragglers:
+        yield f"slow: rank {slow.name} takes {slow.ratio:.2f} × the median step time (limit {SLOW} ×)"
+
+
+def _spread_line(name: str, spread: Spread) -> str:
+    unit, scale = (("s", 1.0) if spread.max >= 10 else ("ms", 1e-3)) if name == "step_time_s" else _unit(spread.max)
+    return (
+        f"{_LABELS[name] + ':':<16}max {_number(spread.max, scale)} {unit} (rank {spread.worst}), "
+        f"min {_number(spread.min, scale)} {unit}, skew {spread.skew:.2f}"
+    )

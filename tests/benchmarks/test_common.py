@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import common
+from benchmarks.common import environment, median_ci, write_result
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high"),
+    # Ranks of the classic table for 95 % intervals of a median (e.g. Conover, Practical Nonparametric Statistics).
+    [(6, 1, 6), (8, 1, 8), (9, 2, 8), (10, 2, 9), (20, 6, 15), (25, 8, 18), (30, 10, 21), (100, 40, 61)],
+)
+def test_interval_is_the_classic_pair_of_order_statistics(n: int, low: int, high: int) -> None:
+    samples = list(range(1, n + 1))
+    random.Random(n).shuffle(samples)
+    assert median_ci(samples) == ((n + 1) / 2, low, high)
+
+
+def test_interval_covers_the_true_median_as_often_as_it_says() -> None:
+    draw = random.Random(0)
+    hits = 0
+    for _ in range(2000):
+        _, low, high = median_ci([draw.expovariate(1.0) for _ in range(30)])
+        hits += low <= 0.6931 <= high
+    assert 0.94 < hits / 2000 < 0.98
+
+
+def test_more_confidence_is_a_wider_interval() -> None:
+    widths = [high - low for _, low, high in (median_ci(range(40), level) for level in (0.5, 0.9, 0.95, 0.999))]
+    assert all(narrow < wide for narrow, wide in pairwise(widths))
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_too_few_samples_have_no_interval(n: int) -> None:
+    with pytest.raises(ValueError, match=f"{n} samples are too few"):
+        median_ci([1.0] * n)
+
+
+def test_a_result_names_the_machine_and_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    path = write_result("speed", {"ratio": 1.01})
+    written = json.loads(path.read_text())
+    assert path.name == "speed.json"
+    assert written["ratio"] == 1.01
+    known = {
+        "cpu",
+        "cores",
+        "memory_gib",
+        "gpus",
+        "platform",
+        "python",
+        "torch",
+        "deepspeed",
+        "shardkit",
+        "commit",
+        "date",
+    }
+    assert set(written["environment"]) == known
+    assert written["environment"]["cores"] >= 1
+
+
+def test_environment_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert environment()["commit"] is None

@@ -1,0 +1,97 @@
+"""Short runs of the table's features that only a real model shows, for every strategy."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardkit.job import start
+from tests.strategies.cases import PARTITION_ALL
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "tied_weights": {},
+    "frozen_params": {},
+    "unused_params": {},
+    "activation_checkpointing": {"activation.policy": "full"},
+    "compile": {"compile.enabled": True},
+    "bf16": {"precision.mode": "bf16"},
+}
+STEPS, ROWS, LENGTH, VOCAB, WIDTH = 4, 4, 12, 32, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Next-token prediction without attention; `feature` decides what is tied, frozen or left out."""
+
+    def __init__(self, feature: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.unused = feature == "unused_params"
+        if not self.unused:
+            self.spare.requires_grad_(False)
+        if feature == "tied_weights":
+            self.head.weight = self.embed.weight
+        if feature == "frozen_params":
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x if self.unused else x + 0.1 * self.spare(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def settings(strategy: str, feature: str) -> dict[str, Any]:
+    out = {
+        "parallel.strategy": strategy,
+        "run.device": "cpu",
+        "optim.lr": 1e-2,
+        "optim.weight_decay": 0.0,  # ZeRO also decays parameters without a gradient
+        **FEATURES[feature],
+    }
+    if strategy == "zero3":
+        out["parallel.ds_config"] = PARTITION_ALL
+    if strategy == "hsdp":
+        out["parallel.dp_replicate"] = 2
+    return out
+
+
+def losses(strategies: list[str], feature: str) -> dict[str, list[float]]:
+    """Loss of each step, every strategy in turn, the same global batches."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {name: _train(settings(name, feature), feature, rank, world) for name in strategies}
+
+
+def _train(overrides: dict[str, Any], feature: str, rank: int, world: int) -> list[float]:
+    curve = []
+    with start(None, overrides) as job:
+        torch.manual_seed(0)
+        job.wrap(Model(feature), block_classes=(Block,))
+        for step in range(STEPS):
+            g = torch.Generator().manual_seed(step)
+            begin = torch.randint(0, VOCAB, (ROWS, 1), generator=g)
+            tokens = (begin + 3 * torch.arange(LENGTH + 1)) % VOCAB
+            mine = tokens.chunk(world)[rank]
+            batch = (mine[:, :-1], mine[:, 1:])
+            result = job.step([batch], lambda model, b: model(*b), lambda b: b[1].numel())
+            curve.append(result.loss)
+    gc.collect()
+    return curve

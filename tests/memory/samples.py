@@ -1,0 +1,45 @@
+"""Rows made by hand."""
+
+from __future__ import annotations
+
+from shardkit.memory.rows import (
+    KINDS,
+    DeviceMemory,
+    HostMemory,
+    Identity,
+    PhaseMemory,
+    RankRow,
+    StateBytes,
+)
+
+MIB = 2**20
+
+
+def cpu_row(rank: int, peak_rss: int = 300 * MIB, step_time_s: float | None = 0.1, host: str = "node1") -> RankRow:
+    return RankRow(
+        identity=Identity(rank, host, rank, "cpu"),
+        step_time_s=step_time_s,
+        data_wait_s=0.01,
+        host_mem=HostMemory(200 * MIB, peak_rss, 150 * MIB, None, 2**33),
+        device_mem=None,
+        state={kind: StateBytes((index + 1) * MIB, 0) for index, kind in enumerate(KINDS)},
+        phases={"forward": PhaseMemory(None, None, None, None, 200 * MIB, 250 * MIB)},
+        alloc_retries=None,
+        ooms=None,
+        overhead_s=0.002,
+    )
+
+
+def gpu_row(rank: int, peak: int = 3 * 2**30, host: str = "node1") -> RankRow:
+    return RankRow(
+        identity=Identity(rank, host, rank, "NVIDIA H200"),
+        step_time_s=0.5,
+        data_wait_s=0.0,
+        host_mem=HostMemory(2**30, 2 * 2**30, 2**29, 2**28, 2**37),
+        device_mem=DeviceMemory(2**30, peak, 2**31, peak + 2**30, 2**37),
+        state={kind: StateBytes(2**29, 2**31 if kind == "optimizer" else 0) for kind in KINDS},
+        phases={"step": PhaseMemory(2**30, peak, 2**31, peak + 2**30, 2**30, 2**31)},
+        alloc_retries=2,
+        ooms=0,
+        overhead_s=0.25,
+    )

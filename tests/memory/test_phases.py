@@ -1,0 +1,102 @@
+"""Phase peaks, with probes whose readings are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardkit.memory.phases import PhaseRecorder
+from shardkit.memory.probe import DeviceCounters, HostCounters
+from shardkit.memory.rows import PhaseMemory
+
+
+class Machine:
+    """Both probes of a machine on which device and host bytes are always equal."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 10
+
+    def use(self, *levels: int) -> None:
+        for self.now in levels:
+            self.peak = max(self.peak, self.now)
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+
+class Device(Machine):
+    def read(self) -> DeviceCounters:
+        return DeviceCounters(self.now, self.peak, 2 * self.now, 2 * self.peak, 0, 0)
+
+
+class Host(Machine):
+    def read(self) -> HostCounters:
+        return HostCounters(self.now, self.peak)
+
+
+class Both:
+    def __init__(self) -> None:
+        self.device, self.host = Device(), Host()
+        self.recorder = PhaseRecorder(self.device, self.host)  # type: ignore[arg-type]
+
+    def use(self, *levels: int) -> None:
+        self.device.use(*levels)
+        self.host.use(*levels)
+
+    def peak(self, phase: str) -> int:
+        row: PhaseMemory = self.recorder.rows()[phase]  # type: ignore[index]
+        assert row.peak_allocated == row.peak_rss
+        assert row.peak_reserved == 2 * row.peak_rss
+        assert (row.allocated, row.reserved) == (row.rss, 2 * row.rss)
+        return row.peak_rss
+
+
+@pytest.fixture
+def both() -> Both:
+    return Both()
+
+
+def test_a_phase_keeps_its_largest_peak_over_micro_batches(both: Both) -> None:
+    for peak in (30, 50, 40):
+        both.recorder.begin("forward")
+        both.use(peak, 20)
+        both.recorder.end()
+        both.recorder.begin("backward")
+        both.use(peak + 5, 20)
+        both.recorder.end()
+    assert (both.peak("forward"), both.peak("backward")) == (50, 55)
+    assert both.recorder.rows()["forward"].rss == 20
+
+
+def test_a_gather_starts_phases_afresh_but_keeps_those_that_do_not_come_again(both: Both) -> None:
+    for phase, peak in (("init", 90), ("forward", 70)):
+        both.recorder.begin(phase)  # type: ignore[arg-type]
+        both.use(peak, 20)
+        both.recorder.end()
+    both.recorder.start_interval()
+    both.recorder.begin("forward")
+    both.use(40, 20)
+    both.recorder.end()
+    assert (both.peak("init"), both.peak("forward")) == (90, 40)
+
+
+def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None:
+    both.use(500, 20)
+    both.recorder.begin("step")
+    both.use(30, 20)
+    both.recorder.end()
+    assert both.peak("step") == 30
+    device, host = both.recorder.overall()
+    assert device is not None
+    assert device.peak_allocated == host.peak_rss == 500
+    assert host.rss == 20
+
+
+def test_an_outer_phase_covers_the_inner_one(both: Both) -> None:
+    both.recorder.begin("init")
+    both.use(60, 20)
+    both.recorder.begin("wrap")
+    both.use(40, 20)
+    both.recorder.end()
+    assert both.peak("wrap") == 40
+    both.recorder.end()
+    assert both.peak("init") == 60

@@ -1,0 +1,133 @@
+"""Counters follow what the process really does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from shardkit.memory.limits import cgroup_limit, host_limit
+from shardkit.memory.probe import DeviceProbe, HostProbe
+
+MIB = 2**20
+
+
+def touch(n_bytes: int) -> bytearray:
+    """Memory that is really resident, freed to the system when dropped (large blocks are mapped)."""
+    return bytearray(b"\x01") * n_bytes
+
+
+def test_rss_is_the_systems() -> None:
+    assert HostProbe().read().rss == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
+
+
+def test_peak_rss_covers_only_the_time_since_the_reset() -> None:
+    probe = HostProbe()
+    if not probe.resettable:
+        pytest.skip("needs a writable /proc/self/clear_refs")
+    before = probe.read().rss
+    block = touch(128 * MIB)
+    assert probe.read().peak_rss >= before + 120 * MIB
+    del block
+    assert probe.read().peak_rss >= before + 120 * MIB
+    probe.reset_peak()
+    assert probe.read().peak_rss < before + 60 * MIB
+
+
+def test_without_reset_a_peak_that_grows_is_exact_and_an_old_one_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probe = HostProbe()
+    monkeypatch.setattr(probe, "_clear_refs", None)
+    monkeypatch.setattr(probe, "resettable", False)
+    probe.reset_peak()
+    before = probe.read().rss
+    block = touch(512 * MIB)
+    del block
+    grown = probe.read().peak_rss
+    assert grown >= before + 500 * MIB
+    probe.reset_peak()
+    assert probe.read().peak_rss < grown - 400 * MIB
+
+
+def test_uss_is_at_most_rss() -> None:
+    probe = HostProbe()
+    assert 0 < probe.uss() <= probe.read().rss * 1.05
+
+
+def test_childrens_memory_belongs_to_the_rank() -> None:
+    probe = HostProbe()
+    before = probe.children_rss()
+    hold = "import sys; block = bytearray(b'x') * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+    nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"  # a grandchild
+    with subprocess.Popen([sys.executable, "-c", nest], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        assert child.stdout.readline() == b"ready\n"
+        assert probe.children_rss() - before >= 64 * MIB
+        child.stdin.close()
+
+
+def test_the_cpu_has_no_allocator_counters() -> None:
+    probe = DeviceProbe(torch.device("cpu"))
+    probe.reset_peak()
+    assert probe.read() is None
+    assert probe.total is None
+    assert probe.name == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_counters_are_the_allocators() -> None:
+    probe = DeviceProbe(torch.device("cuda"))
+    probe.reset_peak()
+    block = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+    del block
+    counters = probe.read()
+    assert counters is not None
+    assert counters.peak_allocated == torch.cuda.max_memory_allocated()
+    assert counters.peak_allocated >= counters.allocated + 8 * MIB
+    assert counters.reserved == torch.cuda.memory_reserved()
+    assert counters.peak_reserved == torch.cuda.max_memory_reserved()
+    assert counters.alloc_retries == torch.cuda.memory_stats()["num_alloc_retries"]
+
+
+def write(root: Path, path: str, text: str) -> None:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_cgroup_v2_limit_is_the_tightest_ancestors(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/slurm/job1/step0\n")
+    write(tmp_path, "proc/self/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n")
+    write(tmp_path, "sys/fs/cgroup/slurm/job1/step0/memory.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/slurm/job1/memory.max", "8589934592\n")
+    write(tmp_path, "sys/fs/cgroup/slurm/memory.max", "17179869184\n")
+    assert cgroup_limit(tmp_path) == 8 * 2**30
+
+
+def test_cgroup_v1_limit_beside_other_controllers(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "9:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n")
+    mounts = "cgroup /cg/cpu cgroup rw,cpu 0 0\ncgroup /cg/memory cgroup rw,memory 0 0\n"
+    write(tmp_path, "proc/self/mounts", mounts)
+    write(tmp_path, "cg/memory/memory.limit_in_bytes", "4294967296\n")  # in a container only the mount's root is there
+    assert cgroup_limit(tmp_path) == 4 * 2**30
+
+
+@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
+def test_no_cgroup_limit(tmp_path: Path, text: str) -> None:
+    kind, file = ("cgroup2", "memory.max") if text == "max\n" else ("cgroup", "memory.limit_in_bytes")
+    write(tmp_path, "proc/self/cgroup", "0::/\n4:memory:/\n")
+    write(tmp_path, "proc/self/mounts", f"x /cg {kind} rw,memory 0 0\n")
+    write(tmp_path, f"cg/{file}", text)
+    assert cgroup_limit(tmp_path) is None
+    assert cgroup_limit(tmp_path / "not-linux") is None
+
+
+def test_host_limit_is_at_most_the_machines_memory() -> None:
+    assert 0 < host_limit() <= psutil.virtual_memory().total

@@ -1,0 +1,78 @@
+"""A row survives the gather and the file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkit.memory.rows import (
+    KINDS,
+    PHASES,
+    SCHEMA,
+    DeviceMemory,
+    HostMemory,
+    Identity,
+    PhaseMemory,
+    RankRow,
+    StateBytes,
+    decode,
+    encode,
+    record,
+)
+from tests.memory.samples import cpu_row, gpu_row
+
+n_bytes = st.integers(0, 2**50)
+maybe = st.none() | n_bytes
+seconds = st.none() | st.integers(0, 10**10).map(lambda us: us / 1e6)
+ROWS = st.builds(
+    RankRow,
+    identity=st.builds(Identity, st.integers(0, 4095), st.text(min_size=1), st.integers(0, 7), st.text()),
+    step_time_s=seconds,
+    data_wait_s=seconds,
+    host_mem=st.builds(HostMemory, n_bytes, n_bytes, maybe, maybe, n_bytes),
+    device_mem=st.none() | st.builds(DeviceMemory, *[n_bytes] * 5),
+    state=st.none() | st.fixed_dictionaries({kind: st.builds(StateBytes, n_bytes, n_bytes) for kind in KINDS}),
+    phases=st.dictionaries(st.sampled_from(PHASES), st.builds(PhaseMemory, *[maybe] * 4, n_bytes, n_bytes)),
+    alloc_retries=maybe,
+    ooms=maybe,
+    overhead_s=st.integers(0, 10**9).map(lambda us: us / 1e6),
+)
+
+
+@given(ROWS)
+def test_gather_form_loses_nothing_and_has_one_length(row: RankRow) -> None:
+    numbers = encode(row)
+    assert decode(row.identity, numbers) == row
+    assert len(numbers) == len(encode(cpu_row(0)))
+    assert all(-(2**63) <= number < 2**63 for number in numbers)
+
+
+@given(ROWS)
+def test_json_form_loses_nothing(row: RankRow) -> None:
+    assert RankRow.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_record_has_the_documented_fields() -> None:
+    gathered = record(20, 1234.5678, [cpu_row(0), gpu_row(1)])
+    assert set(gathered) == {"schema", "step", "time", "ranks"}
+    assert (gathered["schema"], gathered["step"], gathered["time"]) == (SCHEMA, 20, 1234.568)
+    cpu, gpu = gathered["ranks"]
+    assert {"rank", "host", "local_rank", "device", "step_time_s", "data_wait_s", "host_mem", "device_mem"} < set(cpu)
+    assert cpu["device_mem"] is None
+    assert gpu["state"]["optimizer"] == {"device": 2**29, "host": 2**31}
+    assert gpu["phases"]["step"]["peak_reserved"] == 2**32
+    assert gpu["alloc_retries"] == 2
+
+
+def test_fields_of_a_later_version_are_passed_over() -> None:
+    obj = gpu_row(0).to_json()
+    obj["new"] = 1
+    obj["host_mem"]["pinned"] = 2
+    assert RankRow.from_json(obj) == gpu_row(0)
+
+
+def test_names_are_rank_at_host() -> None:
+    assert replace(cpu_row(3), identity=Identity(3, "n7", 1, "cpu")).name == "3@n7"

@@ -1,0 +1,132 @@
+"""The table says who is worst; the file stays readable."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import ConfigError, DataError
+from shardkit.memory import jsonl
+from shardkit.memory.summary import summary
+from shardkit.memory.table import read_jsonl, render_table, write_jsonl
+from tests.memory.samples import MIB, cpu_row, gpu_row
+
+
+def line_of(text: str, rank: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [rank])
+
+
+def test_cpu_shows_what_there_is_and_marks_the_worst() -> None:
+    text = render_table([cpu_row(0), cpu_row(1, peak_rss=400 * MIB)])
+    assert line_of(text, "0") == [
+        "0", "node1", "1.00", "2.00", "3.00", "4.00", "–", "–", "200.0", "300.0", "–", "100.0"
+    ]  # fmt: skip
+    assert line_of(text, "*1")[9] == "400.0"
+    assert "MiB" in text
+    assert "GiB" not in text
+    assert "peak RSS:       max 400.0 MiB (rank 1@node1), min 300.0 MiB, skew 1.14" in text
+    assert "peak allocated:" not in text
+
+
+def test_gpu_shows_offloaded_state_beside_the_devices() -> None:
+    text = render_table([gpu_row(0), gpu_row(1, peak=4 * 2**30)])
+    assert "0.50 +2.00h" in text
+    assert line_of(text, "*1")[-6:] == ["4.00", "5.00", "1.00", "2.00", "2", "500.0"]
+    assert "peak allocated: max 4.00 GiB (rank 1@node1), min 3.00 GiB, skew 1.14" in text
+
+
+def test_many_ranks_show_the_extremes_only() -> None:
+    rows = [gpu_row(rank, peak=(rank + 1) * 2**28) for rank in range(64)]
+    text = render_table(rows)
+    shown = [line.split()[0] for line in text.splitlines() if line and line.split()[0].lstrip("*").isdigit()]
+    assert shown == ["*63", "62", "61", "60", "59", "58", "57", "56", "1", "0"]
+    assert "(54 more)" in text
+
+
+def test_sixteen_ranks_are_all_shown_in_order() -> None:
+    text = render_table([gpu_row(rank) for rank in range(16)])
+    assert [line.split()[0].lstrip("*") for line in text.splitlines()[5:21]] == [str(rank) for rank in range(16)]
+
+
+def test_stragglers_are_named() -> None:
+    rows = [cpu_row(rank, step_time_s=0.1) for rank in range(4)] + [cpu_row(4, step_time_s=0.13, host="node9")]
+    assert [(slow.name, round(slow.ratio, 2)) for slow in summary(rows).stragglers] == [("4@node9", 1.3)]
+    assert "slow: rank 4@node9 takes 1.30 × the median step time" in render_table(rows)
+    assert not summary(rows[:4]).stragglers
+
+
+def test_one_rank_has_no_spread_and_no_mark() -> None:
+    text = render_table([cpu_row(0)])
+    assert "*" not in text
+    assert "skew" not in text
+
+
+def test_narrow_terminals_lose_columns_that_say_least_and_never_digits() -> None:
+    rows = [replace(gpu_row(rank), alloc_retries=0) for rank in range(2)]
+    wide, narrow = render_table(rows), render_table(rows, width=80)
+    assert "node1" in line_of(wide, "*0")
+    table = [line for line in narrow.splitlines() if "skew" not in line]
+    assert max(len(line) for line in table) <= 80
+    assert line_of(narrow, "*0") == ["*0", *line_of(wide, "*0")[2:-2], "500.0"]
+    assert line_of(render_table(rows, width=20), "*0")[-1] == "500.0"
+
+
+def test_nothing_gathered() -> None:
+    assert render_table([]) == "no memory rows were gathered"
+
+
+def test_file_gives_back_what_was_gathered(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    for step in (1, 10):
+        assert write_jsonl(path, step, [cpu_row(0), gpu_row(1)])
+    assert list(read_jsonl(path)) == [(step, [cpu_row(0), gpu_row(1)]) for step in (1, 10)]
+
+
+def test_damaged_and_foreign_lines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    path.write_text('{"schema": 1, "step"')
+    with pytest.raises(DataError, match=r"memory.jsonl:1 is no memory record"):
+        list(read_jsonl(path))
+    path.write_text('{"schema": 99}\n')
+    with pytest.raises(DataError, match="schema 99, known is 1"):
+        list(read_jsonl(path))
+
+
+def test_a_full_disk_warns_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    jsonl._warned.discard("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        assert [write_jsonl("/dev/full", step, [cpu_row(0)]) for step in range(3)] == [False] * 3
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "cannot write /dev/full: No space left on device; the run goes on without these lines"
+    ]
+
+
+def test_a_line_cut_short_is_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    assert write_jsonl(path, 1, [cpu_row(0)])
+    before = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before + 100, limits[1]))
+    try:
+        assert not write_jsonl(path, 2, [cpu_row(0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert write_jsonl(path, 3, [cpu_row(0)])
+    assert [step for step, _ in read_jsonl(path)] == [1, 3]
+
+
+def test_a_path_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write .*: No such file or directory"):
+        write_jsonl(tmp_path / "missing" / "memory.jsonl", 1, [cpu_row(0)])
+
+
+def test_missing_times_and_states_show_as_dashes() -> None:
+    text = render_table([replace(cpu_row(0), step_time_s=None, state=None)])
+    assert line_of(text, "0")[2:6] == ["–"] * 4
+    assert line_of(text, "0")[-1] == "–"

@@ -1,0 +1,148 @@
+"""Imports flow downward, and the light entry points stay light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.startup import import_ms
+
+REPO = Path(__file__).resolve().parent.parent
+PACKAGE = REPO / "shardkit"
+
+# Bottom first. A module imports from its own line or a lower one; a package counts as one module here.
+LAYERS: list[set[str]] = [
+    {"errors"},
+    {"config", "config_errors", "config_io", "config_layers", "config_render", "yaml_reader", "capability"},
+    {"launch"},
+    {
+        "dist",
+        "precision",
+        "activation",
+        "blocks",
+        "compilation",
+        "memory",
+        "models",
+        "data",
+        "tasks",
+        "optim",
+        "weights",
+        "metrics",
+    },
+    {"strategies"},
+    {"parallelize", "accumulate"},
+    {"checkpoint"},
+    {"job", "rundir", "progress"},
+    {"trainer", "plan"},
+    {"train", "cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def sources() -> dict[str, Path]:
+    """Module name below shardkit (`launch.env`) → file; follows the links to launch/."""
+    found: dict[str, Path] = {}
+    for folder, _, names in os.walk(PACKAGE, followlinks=True):
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder) / name
+                found[".".join(path.relative_to(PACKAGE).with_suffix("").parts)] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imported(module: str, path: Path) -> Iterator[str]:
+    """Absolute names of everything the file imports, wherever the statement stands."""
+    parts = ["shardkit", *module.split(".")]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level] if node.level else []
+            target = [*base, *(node.module.split(".") if node.module else [])]
+            if node.module:
+                yield ".".join(target)
+            yield from (".".join([*target, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield str(node.args[0].value)
+
+
+def shardkit_imports(module: str) -> set[str]:
+    """The modules of this package that `module` imports, as keys of SOURCES."""
+    names = {
+        name.removeprefix("shardkit.") for name in imported(module, SOURCES[module]) if name.startswith("shardkit.")
+    }
+    keys = {key for name in names for key in (name, f"{name}.__init__") if key in SOURCES}
+    return keys - {module, "__init__"}
+
+
+@pytest.mark.parametrize("module", sorted(set(SOURCES) - {"__init__"}))
+def test_imports_flow_downward(module: str) -> None:
+    own = module.split(".")[0]
+    assert own in LEVEL, f"shardkit/{own} has no layer yet: add it to LAYERS"
+    upward = {name for name in shardkit_imports(module) if LEVEL.get(name.split(".")[0], -1) > LEVEL[own]}
+    assert not upward, f"shardkit.{module} imports {sorted(upward)} from a layer above its own"
+
+
+def test_no_import_cycles() -> None:
+    graph = {module: shardkit_imports(module) for module in SOURCES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' → '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_only_the_zero_strategy_imports_deepspeed(module: str) -> None:
+    path = SOURCES[module]
+    names = [name for name in imported(module, path) if name.split(".")[0] == "deepspeed"]
+    if module != "strategies.zero":
+        assert not names
+    at_the_top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "import deepspeed" not in "\n".join(ast.unparse(node) for node in at_the_top), "import it where it is used"
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running `code`."""
+    script = f"{code}\nimport json, sys; print(json.dumps(sorted(n.split('.')[0] for n in sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_launch_imports_no_torch() -> None:
+    modules = [f"shardkit.{m.removesuffix('.__init__')}" for m in SOURCES if m.startswith("launch.")]
+    assert "shardkit.launch.env" in modules
+    loaded = loaded_after("import " + ", ".join(modules))
+    assert "shardkit" in loaded
+    assert not loaded & {"torch", "deepspeed", "numpy", "pydantic"}
+
+
+def test_import_shardkit_is_light() -> None:
+    assert not loaded_after("import shardkit") & {"torch", "deepspeed", "numpy", "pydantic", "typer"}
+
+
+def test_command_line_imports_no_torch() -> None:
+    assert not loaded_after("import shardkit.cli") & {"torch", "deepspeed", "numpy", "pydantic", "rich"}
+
+
+def test_import_shardkit_takes_less_than_50_ms() -> None:
+    median, low, _ = import_ms(rounds=9)
+    assert low < 50, f"import shardkit takes {median:.0f} ms"
+
+
+def test_launch_works_only_as_part_of_shardkit() -> None:
+    done = subprocess.run([sys.executable, "-c", "import launch.env"], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "beyond top-level package" in done.stderr
