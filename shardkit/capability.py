@@ -15,7 +15,6 @@ from typing import Any, Literal
 from .config import ParallelConfig, RunConfig, StrategyName
 from .errors import ConfigError
 
-Device = Literal["cpu", "cuda"]
 Support = Literal[True] | str
 """True, or the reason why not."""
 
@@ -23,12 +22,13 @@ STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp", "hsdp", "zero1"
 ZERO = ("zero1", "zero2", "zero3")
 MARKERS = ("<!-- capability:begin -->", "<!-- capability:end -->")
 
-_WHOLE = "parameters are whole on every rank: there is nothing to reshard or move"
-_ZERO12_PARAMS = "ZeRO-1 and ZeRO-2 keep whole parameters on the device: use zero3"
+_WHOLE = "parameters are whole on every rank: there is nothing to gather or free"
+_PARAMS_STAY = "whole parameters stay on the device: use fsdp or zero3"
 _PARTITIONED = "gradients are partitioned as they are produced, so each micro-batch has to reduce"
 _ONE_RANK = "a single rank has nobody to exchange gradients with"
 _NO_ENGINE = "only ZeRO hands it to an engine: use zero1, zero2 or zero3"
 _OPTIMIZER_WITH_PARAMS = "FSDP2 keeps the optimizer where the shards are: set parallel.offload_param=cpu too"
+_NO_CPU_STEP = "only ZeRO updates on the CPU: use zero2, which works on one GPU too"
 _NVME = "only ZeRO-3 swaps state to a disk: use zero3"
 _NO_SCALER = "loss scaling is not implemented for this strategy: use bf16"
 _HSDP_ONLY = "only hsdp has a mesh of two dimensions"
@@ -52,12 +52,8 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
         zero3="set parallel.ds_config.zero_optimization.stage3_max_reuse_distance instead",
     ),
     "bucket_mb": _row(single=_ONE_RANK, fsdps="FSDP2 reduces one block at a time"),
-    "offload_optimizer": _row(
-        single="only ZeRO updates on the CPU: use zero2, which works on one GPU",
-        ddp="only ZeRO updates on the CPU: use zero2",
-        fsdps=_OPTIMIZER_WITH_PARAMS,
-    ),
-    "offload_param": _row(single=_WHOLE, ddp=_WHOLE, zero12=_ZERO12_PARAMS),
+    "offload_optimizer": _row(single=_NO_CPU_STEP, ddp=_NO_CPU_STEP, fsdps=_OPTIMIZER_WITH_PARAMS),
+    "offload_param": _row(single=_PARAMS_STAY, ddp=_PARAMS_STAY, zero12=_PARAMS_STAY),
     "nvme": _row(single=_NVME, ddp=_NVME, fsdps=_NVME, zero12=_NVME),
     "ds_config": _row(single=_NO_ENGINE, ddp=_NO_ENGINE, fsdps=_NO_ENGINE),
     "bf16": _row(),
@@ -96,10 +92,13 @@ CUDA_ONLY: dict[str, str] = {
 }
 
 
-def check(config: RunConfig, *, device: Device, world_size: int, local_world_size: int) -> None:
+def check(config: RunConfig, *, device: str, world_size: int, local_world_size: int) -> None:
     """Refuse what the strategy, the device or the number of ranks cannot do, and settings that would do nothing.
 
     A key counts as set when it differs from its default, so that a resolved config, which spells out every key, passes.
+
+    Args:
+        device: "cpu" or "cuda".
 
     Raises:
         ConfigError: names the setting, the reason, and what to change.
@@ -110,7 +109,7 @@ def check(config: RunConfig, *, device: Device, world_size: int, local_world_siz
         if reason is not True:
             raise ConfigError(f"{setting} does not work with parallel.strategy={strategy}: {reason}", fix)
     mode = config.precision.mode
-    if device == "cpu" and mode in CUDA_ONLY:
+    if device != "cuda" and mode in CUDA_ONLY:
         raise ConfigError(
             f"precision.mode={mode}, but the run is on the CPU: {CUDA_ONLY[mode]}", _without("precision.mode")
         )

@@ -209,10 +209,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _nvme(self) -> ParallelConfig:
-        nvme = "nvme" in (self.offload_optimizer, self.offload_param)
+        nvme = [key for key in ("offload_optimizer", "offload_param") if getattr(self, key) == "nvme"]
         if nvme and not self.nvme_path:
             raise conflict(
-                "nvme offload needs parallel.nvme_path", "set parallel.nvme_path to a directory on a local disk"
+                f"parallel.{nvme[0]}=nvme needs parallel.nvme_path",
+                "set parallel.nvme_path to a directory on a local disk",
             )
         if self.nvme_path and not nvme:
             raise conflict(

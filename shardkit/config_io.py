@@ -58,6 +58,8 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
     layers = Layers()
     if path is not None:
         layers.add_file(str(path), _read(FilePath(path)))
+    if isinstance(overrides, str):
+        overrides = [overrides]
     items = overrides.items() if isinstance(overrides, Mapping) else [split_override(item) for item in overrides]
     for dotted, value in items:
         layers.add_override(dotted, value, raw=not isinstance(overrides, Mapping))

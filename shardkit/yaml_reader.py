@@ -26,7 +26,7 @@ _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
         r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
         lambda text: text.lower() in ("yes", "true", "on"),
     ),
-    "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9][0-9]{0,30})", int),
+    "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9](_?[0-9]){0,30})", int),
     "tag:yaml.org,2002:float": (
         r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),

@@ -54,7 +54,8 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(x if self.unused else x + 0.1 * self.spare(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        loss: torch.Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return loss
 
 
 def settings(strategy: str, feature: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ LEAKS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "OMPI_", "PMI_
 
 
 class RankError(AssertionError):
-    """A rank failed or did not end in time; `rank` is the first that failed, `__cause__` its exception if it pickles."""
+    """A rank failed or did not end in time; `rank` failed first, `__cause__` is its exception if it pickles."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ def run_ranks(
         target: `package.module:function`, importable from the repository root.
         timeout: seconds for everything, process start included.
         env: variables to set in every rank before torch is imported.
-        init_group: False leaves `init_process_group` to the function; `RANKS_STORE` names a file to make a FileStore of.
+        init_group: False leaves `init_process_group` to the function; `RANKS_STORE` names a file for a FileStore.
         kwargs: passed to the function; must pickle.
 
     Raises:
@@ -132,7 +132,7 @@ def _unpickled(data: bytes | None) -> BaseException | None:
         return None
     try:
         error = pickle.loads(data)
-    except Exception:  # noqa: BLE001 - a class may pickle and not unpickle; its traceback is in the text anyway
+    except Exception:
         return None
     return error if isinstance(error, BaseException) else None
 
@@ -154,10 +154,10 @@ def _main(
         try:
             result = _call(rank, world, target, timeout, env, init_group, kwargs, folder)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
-        except BaseException as error:  # noqa: BLE001 - goes to the parent, whatever it is
+        except BaseException as error:
             try:
                 pickled = pickle.dumps(error)
-            except Exception:  # noqa: BLE001 - the text says enough
+            except Exception:
                 pickled = None
             _write(
                 f"{folder}/{rank}.failed",

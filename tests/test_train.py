@@ -148,11 +148,20 @@ BAD = {
     "no such module": (["task.factory=no_such_module:Task"], ["no_such_module"]),
     "no such class": (["task.factory=json:Task"], ["json", "Task"]),
     "single offload": (["parallel.strategy=ddp", "parallel.offload_optimizer=cpu"], ["offload_optimizer", "ddp"]),
-    "nvme with fsdp": (["parallel.strategy=fsdp", "parallel.offload_param=nvme", "parallel.offload_optimizer=nvme", "parallel.nvme_path=/tmp"], ["nvme", "fsdp"]),
+    "nvme with fsdp": (
+        ["parallel.strategy=fsdp", "parallel.offload_param=nvme", "parallel.nvme_path=/tmp"],
+        ["nvme", "fsdp"],
+    ),
     "fp16 zero on cpu": (["parallel.strategy=zero2", "precision.mode=fp16"], ["fp16"]),
-    "ds_config conflict": (["parallel.strategy=zero2", "parallel.ds_config.gradient_clipping=7"], ["ds_config.gradient_clipping", "train.max_norm"]),
+    "ds_config conflict": (
+        ["parallel.strategy=zero2", "parallel.ds_config.gradient_clipping=7"],
+        ["ds_config.gradient_clipping", "train.max_norm"],
+    ),
     "no gpu": (["run.device=cuda"], ["run.device", "cuda"]),
-    "mesh": (["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=3"], ["dp_replicate", "dp_shard"]),
+    "mesh": (
+        ["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=3"],
+        ["dp_replicate", "dp_shard"],
+    ),
 }  # fmt: skip
 
 
@@ -212,10 +221,10 @@ def test_half_set_ranks_are_refused(tmp_path: Path, text: Path) -> None:
 
 
 def test_slurm_against_torchrun_is_refused(tmp_path: Path, text: Path) -> None:
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-                "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
-             "SLURM_LOCALID": "2", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1"}  # fmt: skip
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    torchrun |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}
+    slurm |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1"}
     user_error(run(settings(tmp_path, text), env={**torchrun, **slurm}), "SLURM")
 
 
@@ -249,14 +258,13 @@ def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
 
 def test_zero_without_deepspeed_is_refused(tmp_path: Path, text: Path) -> None:
     (tmp_path / "site").mkdir()
-    # A finder in front of all others that says deepspeed does not exist, as on a machine without it.
+    # The path finder says that deepspeed does not exist, as on a machine without it.
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Hide:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'deepspeed':\n"
-        "            raise ModuleNotFoundError(\"No module named 'deepspeed'\", name=name)\n"
-        "sys.meta_path.insert(0, Hide())\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, path=None, target=None):\n"
+        "    return None if name.split('.')[0] == 'deepspeed' else find(name, path, target)\n"
+        "PathFinder.find_spec = hide\n"
     )
     done = run([*settings(tmp_path, text), "parallel.strategy=zero2"], env={"PYTHONPATH": str(tmp_path / "site")})
     user_error(done, "deepspeed", "pip install")

@@ -21,7 +21,7 @@ from .probe import DeviceProbe, HostProbe
 from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
 from .state import HasState, count_state, module_state
 
-SLOW_PROBE_SHARE = 0.005
+SLOW_PROBE_SHARE = 0.002
 """USS and children's RSS take at most this share of the run's time."""
 
 
@@ -141,8 +141,8 @@ class MemoryLedger:
     def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Count state if this step is due; call it after the last backward and before the optimizer step.
 
-        Gradients are kept as they are now; parameters and optimizer state are counted again when the step ends, since
-        the first step makes the latter.
+        Gradients count as they are now. Where there is no optimizer state yet, all but gradients is counted again when
+        the step ends: torch's optimizers make their state in their first step.
 
         Args:
             source: a strategy, or a module with its `optimizers`.
@@ -171,7 +171,7 @@ class MemoryLedger:
     def end_step(self, step: int, step_time_s: float, data_wait_s: float = 0.0) -> None:
         """The step is over; its times go into the next row as means over the steps since the last gather."""
         began = time.perf_counter()
-        if self._source is not None and self._state is not None:
+        if self._source is not None and self._state is not None and self._state["optimizer"].total == 0:
             grads = self._state["grads"]
             self._state = {**count_state(self._source.state_tensors(), self.device), "grads": grads}
         self._source, self._due, self._steps_done = None, None, step

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .rows import KINDS, StateBytes, StateKind
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_ORDER = {kind: order for order, kind in enumerate(KINDS)}
 
 
 class HasState(Protocol):
@@ -72,22 +73,21 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
         device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
             pinned or not, count as `host`.
     """
-    seen: dict[tuple[str, int], tuple[int, int, bool]] = {}
+    seen: dict[tuple[object, int], tuple[int, int, bool]] = {}
+    elsewhere = device.type != "cpu"
     for kind, tensor in tensors:
-        order = KINDS.index(kind)
-        for local in local_tensors(tensor):
-            where = local.device.type
-            if where == "meta":
-                continue
+        order = _ORDER[kind]
+        for local in (tensor,) if type(tensor) in _PLAIN else local_tensors(tensor):
             storage = local.untyped_storage()
             n_bytes = storage.nbytes()
-            if n_bytes == 0:
+            where = local.device
+            if n_bytes == 0 or where.type == "meta":
                 continue
             # Two storages over the same memory (DLPack, set_) share the address; fake tensors have none.
-            key = ("id", storage._cdata) if isinstance(local, FakeTensor) else (str(local.device), storage.data_ptr())
+            key = ("fake", storage._cdata) if type(local) is FakeTensor else (where, storage.data_ptr())
             known = seen.get(key)
             if known is None or order < known[0]:
-                seen[key] = (order, n_bytes, where == "cpu" and device.type != "cpu")
+                seen[key] = (order, n_bytes, elsewhere and where.type == "cpu")
     sums = {kind: [0, 0] for kind in KINDS}
     for order, n_bytes, on_host in seen.values():
         sums[KINDS[order]][on_host] += n_bytes

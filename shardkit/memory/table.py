@@ -204,7 +204,10 @@ def _number(value: float | None, scale: float) -> str:
 
 def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
     condensed = summary(rows)
+    if any(row.state and any(b.host for b in row.state.values()) for row in rows) and rows[0].device_mem is not None:
+        yield "h: held in host memory"
     if len(rows) > 1:
+        yield f"*: largest peak {'RSS' if rows[0].device_mem is None else 'allocated'}"
         for name, spread in condensed.spreads.items():
             yield _spread_line(name, spread)
     for slow in condensed.stragglers:

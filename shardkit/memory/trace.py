@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +59,8 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "start"
         self._phase_peaks: dict[str, dict[str, int]] = {"start": {}}
         self._lock = threading.RLock()
+        self._busy = False
+        self._dead: deque[int] = deque()
 
     def see(self, tree: Any, label: str | None = None) -> None:
         """Count the storages of all tensors in nested containers (or of a module's parameters, gradients and buffers).
@@ -74,7 +78,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, phase: str) -> None:
         """From now on peaks also count towards `phase`; a phase that comes again keeps its largest."""
-        with self._lock:
+        with self._updating():
             self._phase = phase
             peaks = self._phase_peaks.setdefault(phase, {})
             for device, n_bytes in self._current.items():
@@ -97,7 +101,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def by_label(self, device: Device) -> dict[str | None, int]:
         """Bytes of live storages by the label they were seen with; `None` for all others."""
         key, sums = self._key(device), dict[str | None, int]()
-        with self._lock:
+        with self._updating():
             for entry in self._live.values():
                 if entry.device == key:
                     sums[entry.label] = sums.get(entry.label, 0) + entry.n_bytes
@@ -136,7 +140,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage, device: str, label: str | None) -> None:
         key = storage._cdata
-        with self._lock:
+        with self._updating():
             entry = self._live.get(key)
             if entry is None:
                 entry = self._live[key] = _Storage(device, label)
@@ -147,14 +151,33 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _recount(self, storage: torch.UntypedStorage) -> None:
         """Called after `UntypedStorage.resize_`; storages that were never seen stay unseen."""
-        with self._lock:
+        with self._updating():
             entry = self._live.get(storage._cdata)
             if entry is not None:
                 self._resized(entry, storage.nbytes())
 
     def _forget(self, key: int, _: object) -> None:
+        """A storage is gone. Garbage collection may call this in the middle of an update: then only note it."""
+        self._dead.append(key)
         with self._lock:
-            self._resized(self._live.pop(key), 0)
+            if not self._busy:
+                self._bury()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Storages that went meanwhile are taken off before (their addresses may be in use again) and after."""
+        with self._lock:
+            self._bury()
+            self._busy, before = True, self._busy
+            try:
+                yield
+            finally:
+                self._busy = before
+                self._bury()
+
+    def _bury(self) -> None:
+        while self._dead:
+            self._resized(self._live.pop(self._dead.popleft()), 0)
 
     def _resized(self, entry: _Storage, n_bytes: int) -> None:
         if n_bytes == entry.n_bytes:

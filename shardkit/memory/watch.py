@@ -12,7 +12,7 @@ from torch import nn
 
 from .jsonl import append_jsonl
 from .ledger import MemoryLedger
-from .rows import RankRow, record
+from .rows import record
 
 
 class Watch:
@@ -35,6 +35,7 @@ class Watch:
         self._ledger, self._model, self._optimizers, self._path = ledger, model, optimizers, path
         self._handles: list[Any] = []
         self._step, self._began = 0, 0.0
+        self._gathered: int | None = None
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
@@ -54,7 +55,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._close_phase()
-        if kind is None:  # after an error other ranks may not come to a gather
+        if kind is None and self._gathered != self._step:  # after an error other ranks may not come to a gather
             self._gather()
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:
@@ -83,7 +84,8 @@ class Watch:
         self._began = time.perf_counter()
 
     def _gather(self) -> None:
-        rows: list[RankRow] | None = self._ledger.gather(self._step)
+        rows = self._ledger.gather(self._step)
+        self._gathered = self._step
         if rows is not None and self._path is not None:
             append_jsonl(self._path, record(self._step, time.time(), rows))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -23,7 +23,8 @@ class Shard:
     """The contiguous range of one flattened logical tensor that this rank holds.
 
     Attributes:
-        name: `model.<fqn>` for weights (the fp32 master where there is one), `optim.<fqn>.<state>` for moments.
+        name: `model.<fqn>` for weights (the fp32 master where there is one), `optim.<fqn>.<state>` for moments,
+            `buffer.<fqn>` for persistent buffers.
         shape: shape of the whole tensor.
         start: index of the first local element in the flattened whole.
         local: 1-D view into the engine's own memory (writing to it changes the engine's state); padding stripped.
@@ -73,7 +74,31 @@ class Strategy(Protocol):
         ...
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's ranges of every weight and optimizer moment."""
+        """This rank's ranges of every weight, optimizer moment and persistent buffer; what ranks hold twice once."""
+        ...
+
+    def create_optimizer_state(self) -> None:
+        """Make the optimizer states that exist from the first step on, so that a load has where to write."""
+        ...
+
+    def load_targets(self) -> Iterator[Shard]:
+        """Every range that a load fills on this rank: `shards`, and what each rank holds whole in whole."""
+        ...
+
+    def scalars(self) -> dict[str, float]:
+        """States that are one number: `optim.<fqn>.step`, and `engine.*` (a loss scaler); the same on every rank.
+
+        Raises:
+            CheckpointError: a state is neither one number nor elementwise, so it has no place in a checkpoint.
+        """
+        ...
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        """Take over saved `scalars` and make everything derived from the loaded ranges follow them; collective.
+
+        Raises:
+            CheckpointError: a number is missing, or the engine cannot hold what was saved.
+        """
         ...
 
     def teardown(self) -> None:

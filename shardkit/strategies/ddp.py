@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,7 +14,8 @@ from ..dist import World
 from ..precision import autocast_forward, compute_dtype
 from ..weights import Weights
 from .base import OptimizerFactory, Shard, StateKind
-from .local import clip_and_step, local_shards, local_state
+from .local import clip_and_step, load_local_scalars, local_scalars, local_shards, local_state
+from .states import create_all_states
 
 
 class DDP:
@@ -62,6 +63,18 @@ class DDP:
 
     def shards(self) -> Iterator[Shard]:
         return local_shards(self._wrapped.module, self.optimizer, self._world.rank, self._world.size)
+
+    def create_optimizer_state(self) -> None:
+        create_all_states(self.optimizer)
+
+    def load_targets(self) -> Iterator[Shard]:
+        return local_shards(self._wrapped.module, self.optimizer, 0, 1)
+
+    def scalars(self) -> dict[str, float]:
+        return local_scalars(self._wrapped.module, self.optimizer)
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        load_local_scalars(self._wrapped.module, self.optimizer, scalars)
 
     def teardown(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..dist import World
 from ..precision import compute_dtype
 from ..weights import Weights
 from .base import OptimizerFactory, Shard, StateKind
+from .local import load_local_scalars, local_scalars
+from .states import buffer_shards, create_all_states
 
 
 class FSDP:
@@ -129,6 +131,19 @@ class FSDP:
             for name, value in named:
                 local = value.to_local().view(-1)  # type: ignore[attr-defined]
                 yield Shard(name, tuple(param.shape), start if local.numel() else 0, local, replica)
+        yield from buffer_shards(self.model, self._world.rank)
+
+    def create_optimizer_state(self) -> None:
+        create_all_states(self.optimizer)
+
+    def load_targets(self) -> Iterator[Shard]:
+        return self.shards()
+
+    def scalars(self) -> dict[str, float]:
+        return local_scalars(self.model, self.optimizer)
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        load_local_scalars(self.model, self.optimizer, scalars)
 
     def teardown(self) -> None:
         pass

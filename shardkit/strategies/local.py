@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from .base import Shard, StateKind
+from .states import buffer_shards, scalars_of, set_scalars
 
 
 def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> torch.Tensor:
@@ -48,3 +49,18 @@ def local_shards(model: nn.Module, optimizer: torch.optim.Optimizer, part: int, 
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 yield Shard(f"optim.{fqn}.{key}", shape, start, value.view(-1)[start:end])
+    yield from buffer_shards(model, part)
+
+
+def local_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Single numbers in the states of an optimizer over the model's own parameters."""
+    found: dict[str, float] = {}
+    for fqn, param in model.named_parameters():
+        found |= scalars_of(fqn, param, optimizer.state.get(param, {}))
+    return found
+
+
+def load_local_scalars(model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, float]) -> None:
+    """Put saved numbers back into those states."""
+    for fqn, param in model.named_parameters():
+        set_scalars(fqn, optimizer.state.get(param, {}), scalars)

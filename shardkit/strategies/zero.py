@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +19,9 @@ from ..dist import World
 from ..errors import BuildError, ConfigError
 from ..weights import Weights
 from .base import OptimizerFactory, Shard, StateKind
+from .states import buffer_shards
 from .zero_config import STAGES, build_ds_config
+from .zero_load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars
 from .zero_state import zero3_shards, zero3_state, zero12_shards, zero12_state
 
 
@@ -36,6 +38,7 @@ class ZeRO:
         self._linear = nn.functional.linear
         self._accum = resolve_batch(config, world.size)
         self._fqns: dict[int, str] = {}
+        self._ds_config()  # a conflict in raw keys is refused before anything is written
         _deepspeed(world)
 
     def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:
@@ -109,9 +112,27 @@ class ZeRO:
         return zero12_state(self._zero)
 
     def shards(self) -> Iterator[Shard]:
-        if self.stage == 3:
-            return zero3_shards(self._zero, self._fqns, self._world.rank)
-        return zero12_shards(self._zero, self._fqns, self._world.rank, self._world.size)
+        return self._shards(self._world.rank, self._world.size)
+
+    def _shards(self, part: int, parts: int) -> Iterator[Shard]:
+        """This rank's partitions, and one of `parts` ranges of what every rank holds whole."""
+        rank = self._world.rank
+        yield from (zero3_shards if self.stage == 3 else zero12_shards)(self._zero, self._fqns, rank)
+        yield from frozen_shards(self._engine.module, self.stage, rank, part, parts)
+        yield from buffer_shards(self._engine.module, rank)
+
+    def create_optimizer_state(self) -> None:
+        create_zero_states(self._zero, self.stage)
+
+    def load_targets(self) -> Iterator[Shard]:
+        return self._shards(0, 1)
+
+    def scalars(self) -> dict[str, float]:
+        return zero_scalars(self._zero, self.stage, self._fqns)
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        set_zero_scalars(self._zero, self.stage, self._fqns, scalars)
+        refresh_compute_weights(self._zero, self.stage)
 
     def teardown(self) -> None:
         """Drop the engine's hooks and buffers, so that another can be made in this process."""

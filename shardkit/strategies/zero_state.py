@@ -51,19 +51,22 @@ def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tupl
                 yield "optimizer", value
 
 
-def zero12_shards(zero: Any, fqns: dict[int, str], rank: int, world_size: int) -> Iterator[Shard]:
+def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
     """Each group is one flat buffer cut into world_size equal partitions; a parameter's part of ours is one range."""
-    for group, master in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+    groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
+    for group, flat, master in groups:
         size = master.numel()
         mine = rank * size
-        offset = 0
         for param in group:
+            if param.numel() == 0:
+                continue
+            # Where the parameter lies, whatever order and padding the engine chose.
+            offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
             first, last = max(offset, mine), min(offset + param.numel(), mine + size)
             if first < last:
                 yield from _fragment(
                     zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first
                 )
-            offset += param.numel()
 
 
 def zero3_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
@@ -84,5 +87,5 @@ def _fragment(
 ) -> Iterator[Shard]:
     yield Shard(f"model.{fqn}", shape, start, master.detach().narrow(0, at, length))
     for key, value in zero.optimizer.state.get(master, {}).items():
-        if isinstance(value, torch.Tensor) and value.numel() == master.numel():
+        if isinstance(value, torch.Tensor) and value.shape == master.shape:
             yield Shard(f"optim.{fqn}.{key}", shape, start, value.narrow(0, at, length))

@@ -35,6 +35,7 @@ def test_cpu_shows_what_there_is_and_marks_the_worst() -> None:
 def test_gpu_shows_offloaded_state_beside_the_devices() -> None:
     text = render_table([gpu_row(0), gpu_row(1, peak=4 * 2**30)])
     assert "0.50 +2.00h" in text
+    assert "h: held in host memory" in text
     assert line_of(text, "*1")[-6:] == ["4.00", "5.00", "1.00", "2.00", "2", "500.0"]
     assert "peak allocated: max 4.00 GiB (rank 1@node1), min 3.00 GiB, skew 1.14" in text
 
@@ -62,6 +63,7 @@ def test_stragglers_are_named() -> None:
 def test_one_rank_has_no_spread_and_no_mark() -> None:
     text = render_table([cpu_row(0)])
     assert "*" not in text
+    assert "held in host memory" not in text
     assert "skew" not in text
 
 
@@ -122,7 +124,7 @@ def test_a_line_cut_short_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_written_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot write .*: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"cannot write .*: No such file or directory"):
         write_jsonl(tmp_path / "missing" / "memory.jsonl", 1, [cpu_row(0)])
 
 

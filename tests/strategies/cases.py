@@ -105,7 +105,7 @@ UNEVEN = ModelConfig(vocab_size=50, max_seq_len=SEQ, d_model=36, n_layers=2, n_h
 
 
 def state_bytes(names: list[str], optimizer: str = "adamw_clipped") -> dict[str, dict[str, int]]:
-    """Bytes of each kind of state on this rank after a step's last backward, before its update (optimizer states exist)."""
+    """Bytes of each kind of state on this rank after a step's last backward, before its update."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -140,3 +140,43 @@ def count_storages(state: Any) -> dict[str, int]:
             seen.add(storage.data_ptr())
             out[kind] = out.get(kind, 0) + storage.nbytes()
     return out
+
+
+FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {},
+    "frozen": {},
+    "checkpointed": {"activation.policy": "full"},
+    "bf16": {"precision.mode": "bf16"},
+    "compiled": {"compile.enabled": True},
+}
+
+
+def feature_losses(names: list[str], features: list[str]) -> dict[str, dict[str, list[float]]]:
+    """feature -> strategy -> losses, with AdamW and clipping."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out: dict[str, dict[str, list[float]]] = {}
+    for feature in features:
+        for name in names:
+            settings = overrides(name, world, "adamw_clipped", **FEATURE_SETTINGS[feature])
+            with start(None, settings) as job:
+                config = MODEL.model_copy(update={"tie_weights": feature == "tied"})
+                job.wrap(
+                    partial(_build, config, feature == "frozen"),
+                    init_parameter=partial(init_parameter, config),
+                    block_classes=(Block,),
+                )
+                losses = [job.step(micro_batches(i, rank, world), loss_fn, n_targets).loss for i in range(5)]
+            out.setdefault(feature, {})[name] = losses
+            gc.collect()
+    return out
+
+
+def _build(config: ModelConfig, frozen: bool) -> Transformer:
+    model = Transformer(config)
+    if frozen:
+        model.tok_emb.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+    return model

@@ -1,0 +1,98 @@
+"""Optimizer states as checkpoints see them: elementwise tensors, single numbers, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from .base import Shard
+
+
+def is_scalar(value: object) -> bool:
+    """Whether an optimizer state is one number (a step counter), as a Python number or a 0-d tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, float]:
+    """`optim.<fqn>.<key>` of every state that is one number.
+
+    Raises:
+        CheckpointError: a state is neither one number nor shaped like its parameter.
+    """
+    found: dict[str, float] = {}
+    for key, value in state.items():
+        if is_scalar(value):
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            found[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
+        elif value is not None and getattr(value, "shape", None) != param.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {fqn} is {_describe(value)}, neither one number nor one value per element "
+                "of the parameter",
+                "use an elementwise optimizer (adamw, sgd), or turn checkpoints off: checkpoint.at_end=false",
+            )
+    return found
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def set_scalars(fqn: str, state: dict[str, Any], scalars: Mapping[str, float]) -> None:
+    """Write saved numbers into a parameter's existing state.
+
+    Raises:
+        CheckpointError: the checkpoint lacks one.
+    """
+    for key, value in state.items():
+        if not is_scalar(value):
+            continue
+        name = f"optim.{fqn}.{key}"
+        if name not in scalars:
+            raise CheckpointError(f"the checkpoint has no {name}", "resume with the optimizer it was made with")
+        if isinstance(value, torch.Tensor):
+            value.fill_(scalars[name])
+        else:
+            state[key] = type(value)(scalars[name])
+
+
+@torch.no_grad()
+def create_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> None:
+    """Let the optimizer make a parameter's states as its first step would: lr 0, gradient 0, nothing moves.
+
+    The numbers in the states mean nothing afterwards: a load overwrites all of them.
+    """
+    if optimizer.state.get(param):
+        return
+    groups, grad = optimizer.param_groups, param.grad
+    if grad is None:
+        param.grad = torch.zeros_like(param)
+    try:
+        optimizer.param_groups = [{**group, "params": [param], "lr": 0.0}]
+        optimizer.step()
+    finally:
+        optimizer.param_groups, param.grad = groups, grad
+
+
+def create_all_states(optimizer: torch.optim.Optimizer) -> None:
+    """`create_states` for every parameter, one at a time: no more than one gradient exists."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            create_states(optimizer, group, param)
+
+
+def buffer_shards(model: nn.Module, rank: int) -> Iterator[Shard]:
+    """Persistent buffers (batch-norm statistics): every rank holds them, rank 0's are saved."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            fqn = f"{prefix}.{name}" if prefix else name
+            yield Shard(f"buffer.{fqn}", tuple(buffer.shape), 0, buffer.detach().view(-1), replica=rank)

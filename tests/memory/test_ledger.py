@@ -1,0 +1,238 @@
+"""What a rank counts is what it holds, and rank 0 sees all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigError
+from shardkit.memory import MemoryLedger
+from shardkit.memory.rows import StateBytes
+from tests.ranks import RankError, run_ranks
+
+MIB = 2**20
+
+
+class Toy:
+    """A strategy as the ledger sees one."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(8, 8, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.asked = 0
+
+    def state_tensors(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        self.asked += 1
+        weight = self.model.weight
+        yield "params", weight
+        if weight.grad is not None:
+            yield "grads", weight.grad
+        for state in self.optimizer.state.values():
+            yield "optimizer", state["momentum_buffer"]
+
+    def step(self, ledger: MemoryLedger, step: int, due: bool | None = None) -> None:
+        ledger.begin_step(step, due)
+        with ledger.phase("forward"):
+            loss = self.model(torch.ones(1, 8)).sum()
+        with ledger.phase("backward"):
+            loss.backward()
+        ledger.sample_state(self)
+        with ledger.phase("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        ledger.end_step(step, 0.25, 0.05)
+
+
+def test_gradients_are_those_before_the_step_and_optimizer_state_that_after_it() -> None:
+    ledger, toy = MemoryLedger("cpu"), Toy()
+    toy.step(ledger, 1)
+    rows = ledger.gather(1)
+    assert rows is not None
+    assert rows[0].state is not None
+    assert {kind: n_bytes.device for kind, n_bytes in rows[0].state.items()} == {
+        "params": 256, "master_params": 0, "grads": 256, "optimizer": 256, "buffers": 0
+    }  # fmt: skip
+
+
+def test_state_is_counted_only_when_a_gather_is_due() -> None:
+    ledger, toy = MemoryLedger("cpu", interval=5), Toy()
+    for step in range(1, 11):
+        toy.step(ledger, step)
+    assert toy.asked == len([1, "after 1", 2, 5, 10])
+    toy.step(ledger, 11, due=True)
+    toy.step(ledger, 15, due=False)
+    assert toy.asked == len([1, "after 1", 2, 5, 10, 11])
+
+
+def test_phase_peaks_and_times_of_an_interval() -> None:
+    ledger = MemoryLedger("cpu")
+    resident = ledger.row().host_mem.rss
+    for size in (64, 192, 1):
+        with ledger.phase("forward"):
+            block = torch.ones(size * MIB // 4)
+            del block
+        with ledger.phase("backward"):
+            block = torch.ones(32 * MIB // 4)
+            del block
+    for step, seconds in ((1, 0.2), (2, 0.4)):
+        ledger.end_step(step, seconds, seconds / 4)
+    rows = ledger.gather(2)
+    assert rows is not None
+    row = rows[0]
+    assert set(row.phases) == {"forward", "backward"}
+    assert resident + 190 * MIB < row.phases["forward"].peak_rss < resident + 260 * MIB
+    assert resident + 30 * MIB < row.phases["backward"].peak_rss < resident + 100 * MIB
+    assert row.host_mem.peak_rss >= row.phases["forward"].peak_rss
+    assert row.step_time_s == pytest.approx(0.3)
+    assert row.data_wait_s == pytest.approx(0.075)
+    again = ledger.gather(3)
+    assert again is not None
+    assert again[0].step_time_s is None
+    assert again[0].host_mem.peak_rss >= row.host_mem.peak_rss
+
+
+def test_cpu_rows_invent_no_device_counters() -> None:
+    rows = MemoryLedger("cpu").gather(0)
+    assert rows is not None
+    assert (rows[0].device_mem, rows[0].alloc_retries, rows[0].ooms) == (None, None, None)
+    assert rows[0].host_mem.uss is not None
+    assert rows[0].host_mem.limit > 0
+
+
+def test_worst_peak_is_rss_on_cpu() -> None:
+    ledger = MemoryLedger("cpu")
+    assert ledger.worst_peak() == (None, "peak RSS")
+    rows = ledger.gather(0)
+    assert rows is not None
+    assert ledger.worst_peak() == (rows[0].host_mem.peak_rss, "peak RSS")
+
+
+def test_an_error_leaves_the_phase() -> None:
+    ledger = MemoryLedger("cpu")
+    with pytest.raises(KeyError), ledger.phase("forward"):
+        raise KeyError
+    assert ledger.open_phase is None
+
+
+def test_wrong_use_is_refused() -> None:
+    ledger = MemoryLedger("cpu")
+    with pytest.raises(ValueError, match="none of init, wrap, forward, backward, step"):
+        ledger.begin("evaluate")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="world_size=2 and no process group"):
+        MemoryLedger("cpu", None, 0, 2)
+
+
+def test_count_state_of_a_module_and_optimizer() -> None:
+    toy = Toy()
+    assert MemoryLedger("cpu").count_state(toy.model, toy.optimizer)["params"] == StateBytes(256, 0)
+
+
+def test_its_own_time_is_known_and_small() -> None:
+    ledger, toy = MemoryLedger("cpu"), Toy()
+    toy.step(ledger, 1)
+    before, began = ledger.overhead_s, time.perf_counter()
+    for step in range(11, 20):  # none is due
+        toy.step(ledger, step)
+    spent, wall = ledger.overhead_s - before, time.perf_counter() - began
+    assert 0 < spent <= wall
+    assert spent / 9 < 0.01 * 0.2  # 1 % of a step of 200 ms, on a busy machine; 0.15 ms on a free one
+
+
+def toy_rank(host: str | None) -> Any:
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo")
+    ledger = MemoryLedger("cpu", group, rank, world, rank, None if host is None else f"{host}{rank}")
+    toy = Toy()
+    block = torch.ones(rank * 128 * MIB // 4)
+    toy.step(ledger, 1)
+    rows = ledger.gather(1)
+    del block
+    if rows is None:
+        return ledger.last_rows
+    return [(row.name, row.state["grads"].device if row.state else None, row.host_mem.rss) for row in rows]
+
+
+@pytest.mark.dist
+def test_rank_0_sees_every_rank() -> None:
+    first, *others = run_ranks(3, "tests.memory.test_ledger:toy_rank", host="node")
+    assert [(name, grads) for name, grads, _ in first] == [("0@node0", 256), ("1@node1", 256), ("2@node2", 256)]
+    resident = [rss for _, _, rss in first]
+    assert resident[1] - resident[0] > 100 * MIB
+    assert resident[2] - resident[1] > 100 * MIB
+    assert others == [[], []]
+
+
+def collectives_of_a_gather() -> list[str]:
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    ledger = MemoryLedger("cpu", dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size())
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        ledger.gather(0)
+    return sorted(event.key for event in prof.key_averages() for _ in range(event.count) if "gloo:" in event.key)
+
+
+def gather_at_different_steps() -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    ledger = MemoryLedger("cpu", dist.group.WORLD, rank, dist.get_world_size(), host="node")
+    ledger.gather(10 + rank)
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_gather_is_one_collective() -> None:
+    assert run_ranks(2, "tests.memory.test_ledger:collectives_of_a_gather") == [["gloo:gather"]] * 2
+
+
+@pytest.mark.dist
+def test_ranks_that_gather_at_different_steps_are_named() -> None:
+    with pytest.raises(RankError, match="rank 1@node gathers memory at step 11, rank 0 at step 10"):
+        run_ranks(2, "tests.memory.test_ledger:gather_at_different_steps")
+
+
+def sharded_state(kind: str) -> Any:
+    """Rows of a DDP or FSDP2 model after a step: 3 layers of 10 × 6, so that 4 ranks do not divide the rows."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    layers = [nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False), nn.Linear(6, 10, bias=False)]
+    model: nn.Module = nn.Sequential(*layers)
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ledger = MemoryLedger.from_env("cpu")
+    with ledger.watch(model, optimizer):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    return [{kind: n_bytes.device for kind, n_bytes in (row.state or {}).items()} for row in ledger.last_rows]
+
+
+@pytest.mark.dist
+def test_ddp_state_is_whole_on_every_rank() -> None:
+    rows, _ = run_ranks(2, "tests.memory.test_ledger:sharded_state", kind="ddp")
+    whole = 4 * 180
+    assert [(row["params"], row["grads"], row["optimizer"]) for row in rows] == [(whole, whole, 2 * whole + 12)] * 2
+
+
+@pytest.mark.dist
+def test_fsdp2_state_is_the_padded_shard() -> None:
+    rows, *_ = run_ranks(4, "tests.memory.test_ledger:sharded_state", kind="fsdp")
+    # Sharded by rows: ceil(10/4) = 3 of 6 elements twice, ceil(6/4) = 2 of 10, each rank padded to that.
+    params = 4 * (3 * 6 + 2 * 10 + 3 * 6)
+    assert [row["params"] for row in rows] == [params] * 4
+    # The last rank's part of the rows is 10 - 3·3 = 1 and 6 - 3·2 = 0.
+    own = [4 * (3 * 6 + 2 * 10 + 3 * 6)] * 3 + [4 * (1 * 6 + 0 + 1 * 6)]
+    assert [row["optimizer"] for row in rows] == [2 * n_bytes + 12 for n_bytes in own]
