@@ -240,6 +240,23 @@ class CompileConfig(Section):
     """torch.compile's mode."""
 
 
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(None, ge=1)
+    """Steps between checkpoints; unset = not by count."""
+    every_minutes: float | None = Field(None, gt=0)
+    """Save at the first step after this time since the last checkpoint; unset = not by time."""
+    at_end: bool = True
+    """Save after the last step."""
+    keep_last: int | None = Field(3, ge=1)
+    """Newest checkpoints that are kept, older ones are deleted; null = all."""
+    keep_best: bool = True
+    """Also keep the one of lowest validation loss, among those saved right after an evaluation."""
+    async_save: bool = False
+    """Write while training goes on, from a copy in host memory: a rank's share of the checkpoint."""
+    on_corrupt: Literal["previous", "error"] = "previous"
+    """A damaged checkpoint on resume: use the newest intact one, or stop."""
+
+
 class MemoryConfig(Section):
     interval: int = Field(10, ge=1)
     """Steps between gathers of every rank's memory on rank 0 (the first and last step are always gathered)."""
@@ -259,12 +276,22 @@ class RunSection(Section):
     """Where everything a run writes goes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda when torch sees a GPU."""
+    resume: bool | str = False
+    """true = go on with the run in `dir` if there is one; or a path: of a checkpoint, or of a run, to start from."""
     overwrite: bool = False
     """Delete what an earlier run left in `dir`."""
     init_timeout_s: float = Field(1800, gt=0)
     """Longest wait for ranks to join and for the first step (compilation, op builds)."""
     step_timeout_s: float = Field(600, gt=0)
     """Longest wait of a collective after the first step."""
+
+    @model_validator(mode="after")
+    def _resume_or_overwrite(self) -> RunSection:
+        if self.resume == "":
+            raise conflict("run.resume is empty", "set run.resume=true, or to the path of a checkpoint or a run")
+        if self.resume is True and self.overwrite:
+            raise conflict("run.resume=true and run.overwrite=true", "set only one: go on with the run, or delete it")
+        return self
 
 
 class RunConfig(Section):
@@ -288,6 +315,8 @@ class RunConfig(Section):
     """Activation checkpointing."""
     compile: CompileConfig = CompileConfig()
     """torch.compile."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved, when, and what is kept."""
     memory: MemoryConfig = MemoryConfig()
     """The memory ledger."""
     logging: LoggingConfig = LoggingConfig()

@@ -77,4 +77,4 @@ class DDP:
         load_local_scalars(self._wrapped.module, self.optimizer, scalars)
 
     def teardown(self) -> None:
-        pass
+        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit

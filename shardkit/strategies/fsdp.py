@@ -146,7 +146,7 @@ class FSDP:
         load_local_scalars(self.model, self.optimizer, scalars)
 
     def teardown(self) -> None:
-        pass
+        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

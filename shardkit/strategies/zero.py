@@ -139,6 +139,7 @@ class ZeRO:
         nn.functional.linear = self._linear  # ZeRO-3 replaces it process-wide
         if hasattr(self, "_engine"):
             self._engine.destroy()
+        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
 def _deepspeed(world: World) -> Any:

@@ -54,8 +54,8 @@ def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mappi
             if len(set(values.values())) > 1:
                 low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
                 raise CheckpointError(
-                    f"optim.{low}.{key} is {values[low]:g} and optim.{high}.{key} is {values[high]:g} in the checkpoint, "
-                    "but ZeRO keeps one for both",
+                    f"the checkpoint says {values[low]:g} for optim.{low}.{key} and {values[high]:g} for "
+                    f"optim.{high}.{key}, but ZeRO keeps one for both",
                     "resume under ddp, fsdp or hsdp, or freeze the parameters that get no gradient",
                 )
         for name in names:

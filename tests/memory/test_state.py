@@ -22,7 +22,7 @@ def test_views_of_a_flat_buffer_count_the_buffer_once_with_its_padding() -> None
 def test_a_shared_storage_goes_to_the_first_category_whatever_the_order_seen() -> None:
     tensor = torch.zeros(10)
     for kinds in (("optimizer", "master_params"), ("master_params", "optimizer")):
-        state = count_state([(kind, tensor) for kind in kinds], CPU)  # type: ignore[misc]
+        state = count_state([(kind, tensor) for kind in kinds], CPU)
         assert state["master_params"].device == 40
         assert state["optimizer"].device == 0
 

@@ -138,7 +138,7 @@ class Deep(torch.autograd.Function):
         if ctx.levels:
             with torch.enable_grad():
                 leaf = torch.ones(2, requires_grad=True)
-                Deep.apply(leaf, ctx.levels - 1, ctx.threads).sum().backward()
+                Deep.apply(leaf, ctx.levels - 1, ctx.threads).sum().backward()  # type: ignore[no-untyped-call]
         else:
             block = zeros(64)
             del block
@@ -149,7 +149,7 @@ def test_backward_on_another_thread_is_followed() -> None:
     threads: list[int] = []
     x = torch.ones(2, requires_grad=True)
     with TensorTracker() as tracker:
-        Deep.apply(x, 100, threads).sum().backward()
+        Deep.apply(x, 100, threads).sum().backward()  # type: ignore[no-untyped-call]
     assert threads[-1] != threading.get_ident()
     assert tracker.peak("cpu") >= 64 * KIB
 
@@ -176,7 +176,7 @@ def train(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], fore
         model, loss_of = make()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
         for _ in range(2):
-            loss_of().backward()
+            loss_of().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
     return tracker
@@ -246,11 +246,20 @@ def fsdp_step() -> dict[str, int]:
     return dict(wrapped=wrapped, grads=grads, stepped=stepped, forward=peaks["forward"], backward=peaks["backward"])
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, "tests.memory.test_trace:on_two_ranks")
+
+
+def on_two_ranks() -> dict[str, Any]:
+    return dict(fsdp=fsdp_step(), matmul=sharded_matmul(), softmax=sharded_softmax())
+
+
 @pytest.mark.dist
-def test_fsdp2_shards_to_the_byte() -> None:
-    layer, world = 4 * 256 * 256, 2
-    shard = 4 * layer // world
-    for bytes_of in run_ranks(world, "tests.memory.test_trace:fsdp_step"):
+def test_fsdp2_shards_to_the_byte(two_ranks: list[dict[str, Any]]) -> None:
+    layer = 4 * 256 * 256
+    shard = 4 * layer // 2
+    for bytes_of in (rank["fsdp"] for rank in two_ranks):
         assert bytes_of["wrapped"] == shard
         assert bytes_of["grads"] == 2 * shard
         assert bytes_of["stepped"] == 4 * shard + 4 * 4  # parameters, gradients, two moments, four step counters
@@ -271,11 +280,31 @@ def sharded_matmul() -> tuple[int, int]:
         right = DTensor.from_local(torch.empty(64, 1024), mesh, [Replicate()], run_check=False)
         out = left @ right
         assert isinstance(out, DTensor)
-        local = sum(t.to_local().untyped_storage().nbytes() for t in (left, right, out))  # type: ignore[attr-defined]
+        local = sum(t.to_local().untyped_storage().nbytes() for t in (left, right, out))
     return tracker.peak("cpu"), local
 
 
 @pytest.mark.dist
-def test_global_shapes_of_dtensor_do_not_count() -> None:
-    for peak, local in run_ranks(2, "tests.memory.test_trace:sharded_matmul"):
+def test_global_shapes_of_dtensor_do_not_count(two_ranks: list[dict[str, Any]]) -> None:
+    for peak, local in (rank["matmul"] for rank in two_ranks):
         assert peak == local == 4 * (128 * 64 + 64 * 1024 + 128 * 1024)
+
+
+def sharded_softmax() -> int:
+    """Peak, in bytes per local byte, of an operator that gathers its input first."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with TensorTracker() as tracker:
+        local = torch.ones(128, 64)
+        out = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).softmax(0)
+    assert out.shape == (256, 64)
+    return tracker.peak("cpu") // local.untyped_storage().nbytes()
+
+
+@pytest.mark.dist
+def test_what_a_dtensor_operator_allocates_inside_counts(two_ranks: list[dict[str, Any]]) -> None:
+    # the local half, the gathered whole, the whole result
+    assert min(rank["softmax"] for rank in two_ranks) >= 1 + 2 + 2

@@ -1,0 +1,152 @@
+"""Loading: which checkpoint, into which ranges, and what to do with a damaged one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..dist import World
+from ..errors import CheckpointError
+from ..strategies import Strategy
+from ..strategies.base import Shard
+from . import layout, rng
+from .agree import agreed, first_failure
+from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
+from .planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
+from .reader import CheckpointReader, RangeReader
+
+_LOG = logging.getLogger(__name__)
+
+
+def candidates(source: Path) -> list[Path]:
+    """The checkpoints that `source` stands for, newest first: itself, those of a run, or those of a folder of them."""
+    if (source / FILE_NAME).exists() or layout.step_of(source) is not None:
+        return [source]
+    return layout.checkpoints(source / "checkpoints") or layout.checkpoints(source)
+
+
+def resume(
+    strategy: Strategy,
+    world: World,
+    group: dist.ProcessGroup,
+    source: Path,
+    on_corrupt: Literal["previous", "error"],
+    own_root: Path | None = None,
+) -> tuple[Path, RunState] | None:
+    """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
+
+    Args:
+        own_root: the folder this run saves to. Damaged checkpoints in it, and those newer than the one that was loaded,
+            are renamed: the run will write those steps again.
+
+    Raises:
+        CheckpointError: it does not fit this run; or it is damaged, and there is no other or none is wanted.
+    """
+    box: list[Any] = [candidates(source)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    paths: list[Path] = box[0]
+    if not paths:
+        return None
+    strategy.create_optimizer_state()
+    damaged: list[Path] = []
+    for path in paths:
+        try:
+            run = _load(strategy, world, group, path)
+        except CorruptCheckpoint as error:
+            if on_corrupt == "error" or paths == [source]:
+                raise CheckpointError(error.cause, _fix(path)) from error
+            damaged.append(path)
+            if world.is_main:
+                _LOG.warning("%s; trying the checkpoint before it", error.cause)
+            last = error
+            continue
+        if world.is_main and own_root is not None:
+            _set_aside(own_root, path, damaged)
+        dist.barrier(group=group)
+        return path, run
+    raise CheckpointError(
+        f"none of the {len(damaged)} checkpoints in {paths[0].parent} is intact; the oldest: {last.cause}",
+        "restore them from a copy, or start over with run.overwrite=true",
+    )
+
+
+def _fix(path: Path) -> str:
+    others = [p.name for p in layout.checkpoints(path.parent) if p != path]
+    if not others:
+        return "restore it from a copy, or start over with run.overwrite=true"
+    return f"set checkpoint.on_corrupt=previous with run.resume=true, or resume from {path.parent / others[0]}"
+
+
+def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
+    """Out of the way: what the run is about to write again."""
+    if loaded.parent.resolve() != root.resolve():
+        return
+    step = layout.step_of(loaded) or 0
+    for path in layout.checkpoints(root):
+        if (layout.step_of(path) or 0) > step:
+            suffix = layout.CORRUPT if path in damaged else layout.SUPERSEDED
+            _LOG.warning("%s is set aside as %s", path.name, layout.set_aside(path, suffix).name)
+    layout.point_latest(root)
+
+
+def _load(strategy: Strategy, world: World, group: dist.ProcessGroup, path: Path) -> RunState:
+    reader, problem = None, None
+    try:
+        reader = CheckpointReader(path)
+    except CheckpointError as error:
+        problem = error
+    try:
+        agreed(group, problem)
+        assert reader is not None
+        manifest = reader.manifest
+        ranges = by_name(strategy.load_targets())
+        _check_names(group, manifest, ranges)
+        generators = _rng_targets(manifest, world)
+        _read(reader, {**ranges, **{s.name: [s] for s in generators.values()}}, group)
+    finally:
+        if reader is not None:
+            reader.close()
+    strategy.after_load(manifest.scalars)
+    if generators:
+        rng.restore({kind: shard.local for kind, shard in generators.items()}, world.device)
+    else:
+        rng.reseed(manifest.run.seed, world.rank, manifest.run.step)
+    return manifest.run
+
+
+def _check_names(group: dist.ProcessGroup, manifest: Manifest, ranges: Ranges) -> None:
+    """No saved tensor is without a place: each rank knows its own names only, where partitions are flat."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, list(ranges), group=group)
+    refuse_leftovers(manifest.tensors, [name for names in everyone for name in names])
+
+
+def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
+    """This rank's generators, by kind; none where the number of ranks changed: a rank's sequence means nothing then."""
+    if manifest.world_size != world.size:
+        return {}
+    prefix = f"rng.{world.rank}."
+    return {
+        name.removeprefix(prefix): Shard(name, t.shape, 0, torch.empty(t.numel, dtype=getattr(torch, t.dtype)))
+        for name, t in manifest.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _read(reader: CheckpointReader, ranges: Ranges, group: dist.ProcessGroup) -> None:
+    try:
+        dcp.load(
+            dict(ranges),
+            storage_reader=RangeReader(reader),
+            planner=RangeLoadPlanner(reader.manifest),
+            process_group=group,
+        )
+    except CheckpointException as failure:
+        _, error = first_failure(failure)
+        raise error from failure

@@ -1,0 +1,68 @@
+"""Random generators of this rank as plain integer tensors, and back."""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, torch.Tensor]:
+    """State of Python's, NumPy's (legacy) and torch's generators, and of the device's; 1-D tensors on CPU."""
+    states = {"python": _python_state(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Continue the generators that were captured; one that this process does not have is left out."""
+    if "python" in states:
+        _set_python_state(states["python"])
+    if "numpy" in states:
+        _set_numpy_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def reseed(seed: int, rank: int, step: int) -> None:
+    """Generators for a run that goes on with another number of ranks: a new sequence, not the first one again."""
+    mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
+    torch.manual_seed(mixed >> 1)
+    random.seed(mixed)
+    np.random.seed(mixed & 0xFFFFFFFF)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _from_bits(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def _python_state() -> torch.Tensor:
+    version, words, gauss = random.getstate()
+    head = [version, int(gauss is not None), _bits(gauss or 0.0)]
+    return torch.tensor([*head, *words], dtype=torch.int64)
+
+
+def _set_python_state(state: torch.Tensor) -> None:
+    version, has_gauss, gauss, *words = state.tolist()
+    random.setstate((version, tuple(words), _from_bits(gauss) if has_gauss else None))
+
+
+def _numpy_state() -> torch.Tensor:
+    state: Any = np.random.get_state(legacy=True)
+    _, key, position, has_gauss, gauss = state
+    return torch.tensor([int(position), int(has_gauss), _bits(gauss), *key.tolist()], dtype=torch.int64)
+
+
+def _set_numpy_state(state: torch.Tensor) -> None:
+    position, has_gauss, gauss, *key = state.tolist()
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, _from_bits(gauss)))

@@ -1,0 +1,43 @@
+"""A host copy of what a rank has to write, so that training can go on while it is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .planner import Ranges
+
+
+class Staging:
+    """Host buffers that are made at the first save and used again by the next ones (page-locked beside a GPU)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
+        self._buffers: dict[tuple[str, int, int, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory that the buffers take on this rank."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copy(self, ranges: Ranges) -> Ranges:
+        """The ranges this rank writes, with `local` replaced by a host copy; complete when this returns."""
+        staged: Ranges = {}
+        for name, shards in ranges.items():
+            for shard in shards:
+                if shard.replica == 0:
+                    key = (name, shard.start, shard.local.numel(), shard.local.dtype)
+                    target = self._buffer(key)
+                    target.copy_(shard.local, non_blocking=self._pin)
+                    staged.setdefault(name, []).append(replace(shard, local=target))
+                else:
+                    staged.setdefault(name, []).append(shard)  # not written here, but its shape is checked
+        if self._pin:
+            torch.cuda.synchronize()
+        return staged
+
+    def _buffer(self, key: tuple[str, int, int, torch.dtype]) -> torch.Tensor:
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(key[2], dtype=key[3], pin_memory=self._pin)
+        return self._buffers[key]
