@@ -12,8 +12,8 @@ PAGE = REPO / "docs" / "benchmarks.md"
 INTRO = """# Benchmarks
 
 Generated from `benchmarks/results/*.json` by `python -m benchmarks.report`; a test compares. Ratios are medians of
-pairs measured in one run, in brackets the distribution-free 95 % interval of the median. Absolute times say little beyond the
-machine named; ratios below 1 are in shardkit's favour.
+pairs measured in one run, in brackets the distribution-free 95 % interval of the median. Absolute times say little
+beyond the machine named; ratios below 1 are in shardkit's favour.
 """
 
 

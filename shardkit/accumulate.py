@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,34 @@ class HostValue:
         return float(self._host)
 
 
+class Stopwatch:
+    """Time that a device spends on something that recurs; reading waits for nothing but the last `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._began: Any = None
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def seconds(self) -> float:
+        if not self._on_cuda:
+            return float(sum(end - begin for begin, end in self._spans))
+        self._spans[-1][1].synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What one rank knows after a step, still on its way from the device.
@@ -40,10 +69,12 @@ class StepOutput:
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
         grad_norm: global gradient norm before clipping.
+        forward: time in forward, all micro-batches.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
+    forward: Stopwatch
 
 
 def train_step(
@@ -64,21 +95,24 @@ def train_step(
     """
     scale = world_size / max(n_targets, 1.0)
     total = torch.zeros((), dtype=torch.float32, device=device)
+    forward = Stopwatch(device)
     for index, (batch, is_filler) in enumerate(micro_batches):
         with strategy.accumulate(is_last=index == len(micro_batches) - 1):
             with ledger.phase("forward"):
+                forward.start()
                 loss = loss_fn(strategy.model, to_device(batch, device)).float()
                 weight = 0.0 if is_filler else 1.0
                 total += loss.detach() * weight
                 if index == len(micro_batches) - 1:
                     loss_sum = HostValue(total)
+                forward.stop()
             with ledger.phase("backward"):
                 strategy.backward(loss * (weight * scale))
                 del loss
     ledger.sample_state(strategy)
     with ledger.phase("step"):
         grad_norm = HostValue(strategy.step(max_norm))
-    return StepOutput(loss_sum, grad_norm)
+    return StepOutput(loss_sum, grad_norm, forward)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

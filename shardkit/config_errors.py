@@ -65,6 +65,7 @@ def suggest(path: Path) -> str:
     section, key = path[0], path[1]
     if section in fields:
         close = difflib.get_close_matches(key, fields[section], n=1, cutoff=0.75)
+        close += [name for name in fields[section] if len(key) >= 3 and name.startswith(key)]
         if close:
             return f"{section}.{close[0]}"
         return _by_key(key, dotted) or _closest(f"{section}.{key}", dotted, 0.7)

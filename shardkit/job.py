@@ -125,7 +125,7 @@ class Job:
         )
         loss = world.sum([out.loss_sum.item()])[0] / max(count, 1.0)
         now = time.perf_counter()
-        self.ledger.end_step(self.step_index, now - self._last_step, 0.0)
+        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.forward.seconds())
         self._last_step = now
         if loss != loss or loss in (float("inf"), float("-inf")):
             raise not_finite(world, self.step_index, out.loss_sum.item())

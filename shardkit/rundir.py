@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -47,12 +48,15 @@ def _claim(path: Path, loaded: LoadedConfig) -> None:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
         if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
-            if not loaded.config.run.overwrite:
+            if loaded.config.run.overwrite:
+                _clear(path)
+            elif _resumes(path, loaded.config.run.resume):
+                _keep_settings(path)
+            else:
                 raise ConfigError(
                     f"run.dir={path} already holds a run",
-                    "set run.dir to a new directory, or run.overwrite=true to delete the old run",
+                    "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
                 )
-            _clear(path)
         path.mkdir(parents=True, exist_ok=True)
         for folder in ("logs", "checkpoints"):
             (path / folder).mkdir(exist_ok=True)
@@ -62,6 +66,43 @@ def _claim(path: Path, loaded: LoadedConfig) -> None:
         raise ConfigError(
             f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write"
         ) from error
+
+
+def _resumes(path: Path, resume: bool | str) -> bool:
+    """Whether `run.resume` asks for the run that `path` holds."""
+    if isinstance(resume, bool):
+        return resume
+    return Path(resume).resolve().is_relative_to(path.resolve())
+
+
+def _keep_settings(path: Path) -> None:
+    """Move the settings of the run so far to `logs/`, numbered: those of the resumed run take their place."""
+    (path / "logs").mkdir(exist_ok=True)
+    number = len(list((path / "logs").glob("config.*.yaml"))) + 1
+    for name, kept in (("config.yaml", f"config.{number}.yaml"), ("env.json", f"env.{number}.json")):
+        if (path / name).exists():
+            (path / name).replace(path / "logs" / kept)
+
+
+def rewind(path: Path, step: int) -> None:
+    """Drop what was recorded after `step`, and a last line that was cut short: each step is to appear once."""
+    for name in ("metrics.jsonl", "memory.jsonl"):
+        file = path / name
+        if not file.exists():
+            continue
+        lines = file.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+        if kept != lines:
+            draft = file.with_suffix(".tmp")
+            draft.write_text("".join(kept))
+            draft.replace(file)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _clear(path: Path) -> None:

@@ -44,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(loaded: LoadedConfig) -> int:
     from .job import start
+    from .preemption import PREEMPTED
     from .trainer import Trainer
 
     with start(loaded) as job:
-        Trainer(job).fit()
-    return 0
+        outcome = Trainer(job).fit()
+    return PREEMPTED if outcome.stopped_by else 0
 
 
 if __name__ == "__main__":

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from . import rundir
 from .accumulate import StepOutput, to_device, train_step
+from .checkpoint.checkpointer import Checkpointer, SaveReport
+from .checkpoint.manifest import RunState
 from .config_io import resolve_batch
 from .data.loader import StepBatch, StepLoader, eval_batches
-from .data.sampler import BatchPlan
-from .errors import DataError, TrainingError
+from .data.sampler import BatchPlan, State
+from .errors import CheckpointError, ConfigError, DataError, TrainingError
 from .job import Job, not_finite
+from .memory.jsonl import append_jsonl
 from .memory.table import render_table, write_jsonl
 from .metrics import MetricsWriter
 from .models.flops import gpu_peak_flops
 from .optim import lr_at
+from .preemption import StopRequest
 from .progress import Progress
 from .tasks.base import Dataset
 from .tasks.load import load_task
@@ -34,11 +39,13 @@ class Outcome:
         steps: optimizer steps done.
         loss: mean loss of the last step.
         val_loss: mean validation loss at the end; `None` without validation data.
+        stopped_by: the signal that ended the run before `train.max_steps`; `None` if none did.
     """
 
     steps: int
     loss: float
     val_loss: float | None
+    stopped_by: str | None = None
 
 
 class Trainer:
@@ -57,18 +64,57 @@ class Trainer:
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
             self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
-            self.loader = self._make_loader(data)
+            self.plan = self._make_plan(data)
         self.run_dir: Path = rundir.prepare(job.loaded, job.world)
         job.wrap(
             self.task.build_model,
             block_classes=getattr(self.task, "block_classes", ()),
             init_parameter=getattr(self.task, "init_parameter", None),
         )
+        self.stop = StopRequest()
+        self.checkpoints = Checkpointer(
+            job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
+            timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
+        )  # fmt: skip
+        self.loader = self._make_loader(data, self._resume())
+        self.first_step = self.step + 1
 
-    def _make_loader(self, samples: Dataset) -> StepLoader:
+    def _resume(self) -> State:
+        """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
+        source = self.config.run.resume
+        if source is False:
+            return State()
+        found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
+        if found is None and source is not True:
+            raise CheckpointError(
+                f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
+            )
+        run = found[1] if found else RunState(step=0)
+        if self.world.is_main:
+            rundir.rewind(self.run_dir, run.step)
+            where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
+            print(f"resuming {where}", file=sys.stderr, flush=True)
+        self.step, self.tokens_total = run.step, run.tokens_total
+        return State(run.epoch, run.next_sample)
+
+    def _accept(self, run: RunState) -> None:
+        """Refuse a checkpoint whose data position means something else here."""
+        seed, n_samples = self.config.train.seed, self.plan.n_samples
+        if run.seed != seed:
+            raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
+        if run.n_samples not in (None, n_samples):
+            raise DataError(
+                f"the training split has {n_samples} samples, it had {run.n_samples} when the checkpoint was made",
+                "resume with the same data, train.seq_len and data.val_fraction",
+            )
+        shuffle = run.extra.get("shuffle")
+        if shuffle not in (None, self.config.data.shuffle):
+            raise ConfigError("data.shuffle is not what it was in the checkpoint", f"set data.shuffle={shuffle}")
+
+    def _make_plan(self, samples: Dataset) -> BatchPlan:
         train, data = self.config.train, self.config.data
         try:
-            plan = BatchPlan(
+            return BatchPlan(
                 n_samples=len(samples),
                 global_batch=train.micro_batch_size * self.accum * self.world.size,
                 micro_batch=train.micro_batch_size,
@@ -83,11 +129,15 @@ class Trainer:
             raise DataError(
                 f"the training split cannot fill a step: {error}", "use more data, or smaller batches"
             ) from error
+
+    def _make_loader(self, samples: Dataset, state: State) -> StepLoader:
+        data = self.config.data
         return StepLoader(
             samples,
-            plan,
+            self.plan,
             getattr(self.task, "collate", None),
-            n_steps=train.max_steps,
+            state=state,
+            n_steps=max(0, self.config.train.max_steps - self.step),
             workers=data.workers,
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
@@ -99,48 +149,61 @@ class Trainer:
         Raises:
             TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
         """
-        outcome = Outcome(0, math.nan, None)
+        outcome = Outcome(self.step, math.nan, None)
         for record in self.recorded_steps():
-            outcome = Outcome(self.step, record["loss"], record.get("val_loss"))
-        if self.world.is_main:
+            outcome = Outcome(self.step, record["loss"], record.get("val_loss"), self.stop.agreed)
+        if self.step < self.first_step:
+            if self.world.is_main:
+                print(f"nothing to do: the run is at step {self.step} of train.max_steps={self.config.train.max_steps}")
+        elif self.world.is_main:
             self._report(outcome)
         return outcome
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
-        writer = MetricsWriter(self.run_dir, self.config.logging.tensorboard) if self.world.is_main else None
+        board = self.config.logging.tensorboard
+        writer = MetricsWriter(self.run_dir, board, self.step) if self.world.is_main else None
         progress = self._progress() if self.world.is_main else None
+        failed = True
+        self.stop.listen()
         try:
             for record in self.steps():
                 if writer is not None and progress is not None:
                     writer.write(record)
                     progress.update(record, self.world.size, *self.job.ledger.worst_peak())
                 yield record
+            failed = False
         finally:
             self.loader.close()
             if progress is not None:
                 progress.close()
             if writer is not None:
                 writer.close()
+            try:
+                self.checkpoints.close(failed)
+            finally:
+                self.stop.close()
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
+        if self.step >= self.config.train.max_steps:
+            return
         batch, wait = self._next_batch()
         targets = self.world.sum([self._count(batch)])[0]
         began = time.perf_counter()
         while self.step < self.config.train.max_steps:
             self.step += 1
-            first = self.step == 1
+            first = self.step == self.first_step
             before = self._fingerprint() if first else []
             lr = self._set_lr()
             self.job.ledger.begin_step(self.step, due=self._gather_due())
             out = self._train_step(batch, targets)
-            next_wait = 0.0
+            position, next_wait = batch.state_after, 0.0
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
                 batch, next_wait = self._next_batch()
             loss, next_targets = self._agree(out, batch, targets)
             step_time = time.perf_counter() - began
-            self.job.ledger.end_step(self.step, step_time, wait)
+            self.job.ledger.end_step(self.step, step_time, wait, wait + out.forward.seconds())
             self.tokens_total += int(targets)
             record = {
                 "step": self.step, "loss": loss, "grad_norm": out.grad_norm.item(), "lr": lr, "tokens": int(targets),
@@ -155,7 +218,11 @@ class Trainer:
             if self._eval_due():
                 record["val_loss"] = self.evaluate()
             began = time.perf_counter()
-            yield record
+            yield record  # and is on disk when the save begins: a run resumed from it has every step
+            if self._save_due():
+                began += self._save(position, record.get("val_loss"))
+            if self.stop.agreed:
+                return
             targets, wait = next_targets, next_wait
 
     def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
@@ -165,15 +232,41 @@ class Trainer:
         )  # fmt: skip
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
-        """The one reduction per step: this step's loss and finiteness, the next step's target count."""
+        """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, next_targets = self.world.sum(
-            [local if finite else 0.0, float(not finite), self._count(next_batch)]
+        total, bad, next_targets, time_is_up, *stop = self.world.sum(
+            [
+                local if finite else 0.0,
+                float(not finite),
+                self._count(next_batch),
+                float(self.checkpoints.time_is_up()),
+                *self.stop.flags(),
+            ]
         )
+        self._save_asked = time_is_up > 0
+        self.stop.agree(stop)
         if bad:
             raise not_finite(self.world, self.step, local)
         return total / max(targets, 1.0), next_targets
+
+    def _save_due(self) -> bool:
+        asked = self._save_asked or self.stop.agreed is not None
+        return self.checkpoints.due(self.step, is_last=self.step == self.config.train.max_steps, asked=asked)
+
+    def _save(self, position: State, val_loss: float | None) -> float:
+        """Save the state after this step; how long training stood still for it, in seconds."""
+        began = time.perf_counter()
+        run = RunState(
+            self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
+            self.plan.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
+        )  # fmt: skip
+        self.checkpoints.save(run)
+        return time.perf_counter() - began
+
+    def _note_save(self, report: SaveReport) -> None:
+        if self.world.is_main:
+            append_jsonl(self.run_dir / "logs" / "checkpoints.jsonl", {**asdict(report), "path": str(report.path)})
 
     def _next_batch(self) -> tuple[StepBatch, float]:
         began = time.perf_counter()

@@ -29,7 +29,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + hidden
 
 
 class Model(nn.Module):

@@ -73,6 +73,25 @@ def test_the_table_is_complete() -> None:
         assert all(value is True or (value and "\n" not in value) for value in support.values())
 
 
+@pytest.mark.parametrize(
+    ("feature", "works"),
+    [
+        ("data_parallel", "ddp fsdp hsdp zero1 zero2 zero3"),
+        ("mesh", "hsdp"),
+        ("no_sync", "ddp fsdp hsdp zero1"),
+        ("keep_gathered", "fsdp hsdp"),
+        ("bucket_mb", "ddp zero1 zero2 zero3"),
+        ("offload_optimizer", "zero1 zero2 zero3"),
+        ("offload_param", "fsdp hsdp zero3"),
+        ("nvme", "zero3"),
+        ("ds_config", "zero1 zero2 zero3"),
+        ("fp16", "zero1 zero2 zero3"),
+    ],
+)
+def test_what_engines_can_do(feature: str, works: str) -> None:
+    assert [name for name in STRATEGIES if CAPABILITIES[feature][name] is True] == works.split()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("feature", ASKS)
 def test_check_refuses_exactly_what_the_table_refuses(feature: str, strategy: StrategyName) -> None:

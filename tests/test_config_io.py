@@ -275,6 +275,7 @@ def test_nesting_and_expansion_are_bounded(write: Write) -> None:
         ("train.batch_size=1", "train.micro_batch_size"),
         ("training.gradient_clipping=1", "train.max_norm"),
         ("parallel.reshard_after_foward=1", "parallel.reshard_after_forward"),
+        ("checkpoint.every=1", "checkpoint.every_steps"),
         ("lr=1", "optim.lr"),
         ("zero_stage=2", "parallel.strategy"),
     ],

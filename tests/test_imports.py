@@ -22,7 +22,7 @@ PACKAGE = REPO / "shardkit"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"config", "config_errors", "config_io", "config_layers", "config_render", "yaml_reader", "capability"},
-    {"launch"},
+    {"launch", "preemption"},
     {
         "dist",
         "precision",

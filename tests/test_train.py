@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from shardkit.train import main
+
 REPO = Path(__file__).resolve().parent.parent
 LAUNCHER_VARIABLES = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GROUP_|OMPI_|PMI)")
 
@@ -166,12 +168,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_bad_settings_are_refused_in_two_lines(case: str, tmp_path: Path, text: Path) -> None:
+def test_bad_settings_are_refused_in_two_lines(
+    case: str, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     overrides, said = BAD[case]
     if case == "no gpu" and _has_gpu():
         pytest.skip("needs a machine without a GPU")
-    done = run([*settings(tmp_path, text), *overrides])
-    user_error(done, *said)
+    for name in filter(LAUNCHER_VARIABLES.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
+    code = main([*settings(tmp_path, text), *overrides])
+    out = capfd.readouterr()
+    user_error(subprocess.CompletedProcess([], code, out.out, out.err), *said)
     assert not (tmp_path / "run").exists(), "nothing half-written"
 
 
@@ -299,3 +307,36 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+SLOW_TASK = '''
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Task:
+    """Rank 1 sleeps in every forward."""
+    def __init__(self, config): pass
+    def build_model(self): return nn.Linear(8, 1)
+    def dataset(self, split): return torch.randn(64, 8) if split == "train" else None
+    def n_targets(self, batch): return len(batch)
+    def loss(self, model, batch):
+        time.sleep(0.2 if dist.get_rank() == 1 else 0.02)
+        return model(batch).square().sum()
+'''
+
+
+@pytest.mark.dist
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow_task.py").write_text(SLOW_TASK)
+    args = [
+        "task.factory=slow_task:Task",
+        f"run.dir={tmp_path}/run",
+        "run.device=cpu",
+        "train.max_steps=4",
+        "train.micro_batch_size=4",
+    ]
+    done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[5-9]\d × the median", done.stdout), done.stdout

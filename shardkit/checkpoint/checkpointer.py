@@ -222,22 +222,36 @@ class Checkpointer:
             self._on_done(report)
         return report
 
-    def resume(self, source: str | Path) -> tuple[Path, RunState] | None:
+    def resume(
+        self, source: str | Path, accept: Callable[[RunState], None] | None = None
+    ) -> tuple[Path, RunState] | None:
         """Load the newest intact checkpoint of a run or folder, or the one named; collective. `None`: there is none.
+
+        Args:
+            accept: raises if the run's state does not suit the caller; called before anything is changed.
 
         Raises:
             CheckpointError: it does not fit this run, or is damaged and `on_corrupt` or the lack of others forbids to
                 go on.
         """
-        found = resume(self._strategy, self._world, self._group, Path(source), self._config.on_corrupt, self.root)
+        where, on_corrupt = Path(source), self._config.on_corrupt
+        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
         if found is not None:
             self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
         return found
 
-    def close(self) -> None:
-        """Wait for the save in the background and leave the group."""
+    def close(self, failed: bool = False) -> None:
+        """Wait for the save in the background and leave the group.
+
+        Args:
+            failed: an error ends the run: what goes wrong here is logged, not raised in its place.
+        """
         try:
             self.wait()
+        except Exception as error:
+            if not failed:
+                raise
+            _LOG.warning("the checkpoint being written was lost: %s", error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)

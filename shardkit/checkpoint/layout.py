@@ -62,6 +62,22 @@ def read_manifest(path: Path) -> Manifest:
     return parse(content, str(file))
 
 
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Every data file is there and as long as the manifest says; its bytes are not read.
+
+    Raises:
+        CorruptCheckpoint: names the file.
+    """
+    for file in manifest.files:
+        data = path / file.name
+        try:
+            size = data.stat().st_size
+        except OSError as error:
+            raise CorruptCheckpoint(f"{data} is missing: {error.strerror}") from error
+        if size != file.size:
+            raise CorruptCheckpoint(f"{data} has {size} bytes, the manifest says {file.size}")
+
+
 def sweep(root: Path) -> None:
     """Put right what a crash left: half-written folders go, a replaced one whose successor is missing comes back."""
     if not root.is_dir():

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import CheckpointError
-from .layout import read_manifest
+from .layout import check_files, read_manifest
 from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
 from .writer import byte_view
 
@@ -56,7 +56,7 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(self.path)
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
-        self.check_files()
+        check_files(self.path, self.manifest)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -155,21 +155,6 @@ class CheckpointReader:
         if entry is None:
             raise CheckpointError(f"{self.path} has no tensor {name}", "see CheckpointReader.tensors() for the names")
         return entry
-
-    def check_files(self) -> None:
-        """Every data file is there and as long as the manifest says.
-
-        Raises:
-            CorruptCheckpoint: names the file.
-        """
-        for file in self.manifest.files:
-            path = self.path / file.name
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise CorruptCheckpoint(f"{path} is missing: {error.strerror}") from error
-            if size != file.size:
-                raise CorruptCheckpoint(f"{path} has {size} bytes, the manifest says {file.size}")
 
     def problems(self) -> Iterator[str]:
         """Read everything; one line per damaged chunk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,12 +39,14 @@ def resume(
     source: Path,
     on_corrupt: Literal["previous", "error"],
     own_root: Path | None = None,
+    accept: Callable[[RunState], None] | None = None,
 ) -> tuple[Path, RunState] | None:
     """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
 
     Args:
         own_root: the folder this run saves to. Damaged checkpoints in it, and those newer than the one that was loaded,
             are renamed: the run will write those steps again.
+        accept: raises if the run's state does not suit the caller; called before anything is loaded.
 
     Raises:
         CheckpointError: it does not fit this run; or it is damaged, and there is no other or none is wanted.
@@ -57,7 +60,7 @@ def resume(
     damaged: list[Path] = []
     for path in paths:
         try:
-            run = _load(strategy, world, group, path)
+            run = _load(strategy, world, group, path, accept)
         except CorruptCheckpoint as error:
             if on_corrupt == "error" or paths == [source]:
                 raise CheckpointError(error.cause, _fix(path)) from error
@@ -95,7 +98,13 @@ def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
     layout.point_latest(root)
 
 
-def _load(strategy: Strategy, world: World, group: dist.ProcessGroup, path: Path) -> RunState:
+def _load(
+    strategy: Strategy,
+    world: World,
+    group: dist.ProcessGroup,
+    path: Path,
+    accept: Callable[[RunState], None] | None,
+) -> RunState:
     reader, problem = None, None
     try:
         reader = CheckpointReader(path)
@@ -105,6 +114,8 @@ def _load(strategy: Strategy, world: World, group: dist.ProcessGroup, path: Path
         agreed(group, problem)
         assert reader is not None
         manifest = reader.manifest
+        if accept is not None:
+            accept(manifest.run)
         ranges = by_name(strategy.load_targets())
         _check_names(group, manifest, ranges)
         generators = _rng_targets(manifest, world)

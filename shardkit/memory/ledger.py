@@ -80,7 +80,7 @@ class MemoryLedger:
         self._source: HasState | None = None
         self._due: bool | None = None
         self._steps_done = 0
-        self._step_times: list[tuple[float, float]] = []
+        self._step_times: list[tuple[float, float, float]] = []
         self._slow: tuple[int | None, int | None] = (None, None)
         self._slow_next = 0.0
         identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
@@ -168,14 +168,18 @@ class MemoryLedger:
         self.overhead_s += time.perf_counter() - began
         return state
 
-    def end_step(self, step: int, step_time_s: float, data_wait_s: float = 0.0) -> None:
-        """The step is over; its times go into the next row as means over the steps since the last gather."""
+    def end_step(self, step: int, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
+        """The step is over; its times go into the next row as means over the steps since the last gather.
+
+        Args:
+            busy_s: what this rank spent on its own, not waiting for others; slow ranks are found by it. Default: all.
+        """
         began = time.perf_counter()
         if self._source is not None and self._state is not None and self._state["optimizer"].total == 0:
             grads = self._state["grads"]
             self._state = {**count_state(self._source.state_tensors(), self.device), "grads": grads}
         self._source, self._due, self._steps_done = None, None, step
-        self._step_times.append((step_time_s, data_wait_s))
+        self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
         self.overhead_s += time.perf_counter() - began
 
     def gather(self, step: int) -> list[RankRow] | None:
@@ -205,11 +209,12 @@ class MemoryLedger:
         device, host = self._phases.overall()
         uss, children = self._slow_probes()
         n_steps = len(self._step_times)
-        times = [sum(values) / n_steps for values in zip(*self._step_times, strict=True)] if n_steps else [None, None]
+        times = [sum(values) / n_steps for values in zip(*self._step_times, strict=True)] if n_steps else [None] * 3
         return RankRow(
             identity=self._identities[self.rank],
             step_time_s=times[0],
             data_wait_s=times[1],
+            busy_s=times[2],
             host_mem=HostMemory(host.rss, host.peak_rss, uss, children, self._limit),
             device_mem=None
             if device is None

@@ -81,11 +81,16 @@ class Identity:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank at one gather."""
+    """One rank at one gather; times are means over the steps since the last one.
+
+    Attributes:
+        busy_s: waiting for data and in forward: the rank's own work, while a whole step includes waiting for others.
+    """
 
     identity: Identity
     step_time_s: float | None
     data_wait_s: float | None
+    busy_s: float | None
     host_mem: HostMemory
     device_mem: DeviceMemory | None
     state: Mapping[StateKind, StateBytes] | None
@@ -114,6 +119,7 @@ class RankRow:
             identity=_pick(Identity, obj),
             step_time_s=obj["step_time_s"],
             data_wait_s=obj["data_wait_s"],
+            busy_s=obj["busy_s"],
             host_mem=_pick(HostMemory, obj["host_mem"]),
             device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
             state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
@@ -131,7 +137,7 @@ def record(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:
 
 def encode(row: RankRow) -> list[int]:
     """The row's numbers as a list whose length is the same for every rank and step: times in µs, `None` as -1."""
-    numbers: list[int | None] = [_us(row.step_time_s), _us(row.data_wait_s), _us(row.overhead_s)]
+    numbers: list[int | None] = [_us(row.step_time_s), _us(row.data_wait_s), _us(row.busy_s), _us(row.overhead_s)]
     numbers += [row.alloc_retries, row.ooms]
     numbers += _values(HostMemory, row.host_mem)
     numbers += _values(DeviceMemory, row.device_mem)
@@ -145,7 +151,7 @@ def encode(row: RankRow) -> list[int]:
 def decode(identity: Identity, numbers: Sequence[int]) -> RankRow:
     """Inverse of `encode`; times come back rounded to a microsecond."""
     rest = iter([None if number == _NONE else int(number) for number in numbers])
-    step_time, data_wait, overhead, retries, ooms = (next(rest) for _ in range(5))
+    step_time, data_wait, busy, overhead, retries, ooms = (next(rest) for _ in range(6))
     host = _build(HostMemory, rest)
     device = _build(DeviceMemory, rest)
     state = {kind: _build(StateBytes, rest) for kind in KINDS}
@@ -156,6 +162,7 @@ def decode(identity: Identity, numbers: Sequence[int]) -> RankRow:
         identity=identity,
         step_time_s=_seconds(step_time),
         data_wait_s=_seconds(data_wait),
+        busy_s=_seconds(busy),
         host_mem=host,
         device_mem=device,
         state=counted or None,

@@ -10,7 +10,7 @@ from typing import Any
 from .rows import RankRow
 
 SLOW = 1.2
-"""A rank whose step time exceeds this multiple of the median is called slow."""
+"""A rank that is busy for more than this multiple of the median is called slow."""
 
 _METRICS: dict[str, Callable[[RankRow], float | None]] = {
     "peak_allocated": lambda row: None if row.device_mem is None else row.device_mem.peak_allocated,
@@ -34,10 +34,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose steps take longer than `SLOW` × the median; `ratio` = its time / median."""
+    """A rank that is busy for longer than `SLOW` × the median in a step; `ratio` = its time / median."""
 
     name: str
-    step_time_s: float
+    busy_s: float
     ratio: float
 
 
@@ -75,7 +75,7 @@ def _spread(values: Sequence[tuple[float, str]]) -> Spread:
 
 
 def _stragglers(rows: Sequence[RankRow]) -> list[Straggler]:
-    times = [(row.step_time_s, row.name) for row in rows if row.step_time_s is not None]
+    times = [(row.busy_s, row.name) for row in rows if row.busy_s is not None]
     if not times:
         return []
     middle = median(seconds for seconds, _ in times)

@@ -211,7 +211,7 @@ def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
         for name, spread in condensed.spreads.items():
             yield _spread_line(name, spread)
     for slow in condensed.stragglers:
-        yield f"slow: rank {slow.name} takes {slow.ratio:.2f} × the median step time (limit {SLOW} ×)"
+        yield f"slow: rank {slow.name} is busy for {slow.ratio:.2f} × the median of a step (limit {SLOW} ×)"
 
 
 def _spread_line(name: str, spread: Spread) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..config import RunConfig
 from ..dist import World
-from .base import OptimizerFactory, Shard, StateKind, Strategy
+from .base import OptimizerFactory, Shard, Strategy
 
-__all__ = ["OptimizerFactory", "Shard", "StateKind", "Strategy", "make_strategy"]
+__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
 def make_strategy(config: RunConfig, world: World) -> Strategy:

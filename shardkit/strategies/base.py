@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from ..memory.rows import StateKind
 from ..weights import Weights
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer from the (possibly sharded) model's parameters; called once by `Strategy.setup`."""
-
-StateKind = Literal["params", "master_params", "grads", "optimizer"]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from ..capability import mesh_shape
 from ..config import RunConfig
 from ..dist import World
+from ..memory.rows import StateKind
+from ..memory.state import module_state
 from ..precision import compute_dtype
 from ..weights import Weights
-from .base import OptimizerFactory, Shard, StateKind
-from .local import load_local_scalars, local_scalars
+from .base import OptimizerFactory, Shard
+from .local import clip_and_step, load_local_scalars, local_scalars
 from .states import buffer_shards, create_all_states
 
 
@@ -95,29 +97,19 @@ class FSDP:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(params, max_norm)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = clip_and_step(self.model, self.optimizer, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        for param in self.model.parameters():
-            yield "params", _local(param)
-            if param.grad is not None:
-                yield "grads", _local(param.grad)
+        yield from module_state(self.model, self.optimizer)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 yield from _unsharded_grads(module)
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield "optimizer", _local(value)
 
     def shards(self) -> Iterator[Shard]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves gathered what only a backward would release
         for fqn, param in self.model.named_parameters():
             assert isinstance(param, DTensor)
             replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0

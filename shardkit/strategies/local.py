@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from .base import Shard, StateKind
+from .base import Shard
 from .states import buffer_shards, scalars_of, set_scalars
 
 
 def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> torch.Tensor:
-    """Clip the total 2-norm, update, drop gradients; the norm before clipping, 0-d."""
+    """Clip the total 2-norm, update, drop gradients; the norm before clipping, 0-d (a DTensor for shards)."""
     params = [p for p in model.parameters() if p.grad is not None]
     if max_norm is not None:
         norm = nn.utils.clip_grad_norm_(params, max_norm)
@@ -21,18 +21,6 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: 
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """Parameters, gradients and per-parameter optimizer states as they lie in this process."""
-    for param in model.parameters():
-        yield "params", param
-        if param.grad is not None:
-            yield "grads", param.grad
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield "optimizer", value
 
 
 def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:

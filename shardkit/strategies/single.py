@@ -10,10 +10,12 @@ from torch import nn
 
 from ..config import RunConfig
 from ..dist import World
+from ..memory.rows import StateKind
+from ..memory.state import module_state
 from ..precision import autocast_forward, compute_dtype
 from ..weights import Weights
-from .base import OptimizerFactory, Shard, StateKind
-from .local import clip_and_step, load_local_scalars, local_scalars, local_shards, local_state
+from .base import OptimizerFactory, Shard
+from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
 from .states import create_all_states
 
 
@@ -47,7 +49,7 @@ class Single:
         return clip_and_step(self.model, self.optimizer, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        return local_state(self.model, self.optimizer)
+        return module_state(self.model, self.optimizer)
 
     def shards(self) -> Iterator[Shard]:
         return local_shards(self.model, self.optimizer, 0, 1)

@@ -17,8 +17,9 @@ from ..config import RunConfig
 from ..config_io import resolve_batch
 from ..dist import World
 from ..errors import BuildError, ConfigError
+from ..memory.rows import StateKind
 from ..weights import Weights
-from .base import OptimizerFactory, Shard, StateKind
+from .base import OptimizerFactory, Shard
 from .states import buffer_shards
 from .zero_config import STAGES, build_ds_config
 from .zero_load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars

@@ -62,14 +62,13 @@ def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mappi
             set_scalars(name, state, scalars)
     if hasattr(zero.optimizer, "ds_opt_adam"):
         _replay_bias_correction(zero.optimizer)
-    scaler = getattr(zero, "loss_scaler", None)
     for key, value in _loss_scaler(zero).items():
-        setattr(scaler, key, type(value)(scalars.get(f"engine.loss_scaler.{key}", value)))
+        setattr(zero.loss_scaler, key, type(value)(scalars.get(f"engine.loss_scaler.{key}", value)))
 
 
 def _loss_scaler(zero: Any) -> dict[str, float]:
-    scaler = getattr(zero, "loss_scaler", None)
-    values = vars(scaler) if hasattr(scaler, "__dict__") else {}
+    """Numbers of a dynamic loss scaler (fp16); a static one follows from the config."""
+    values = vars(zero.loss_scaler) if getattr(zero, "dynamic_loss_scale", False) else {}
     return {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 

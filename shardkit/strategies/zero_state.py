@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import Shard, StateKind
+from ..memory.rows import StateKind
+from .base import Shard
 
 
 def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:

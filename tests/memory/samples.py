@@ -19,6 +19,7 @@ def cpu_row(rank: int, peak_rss: int = 300 * MIB, step_time_s: float | None = 0.
     return RankRow(
         identity=Identity(rank, host, rank, "cpu"),
         step_time_s=step_time_s,
+        busy_s=step_time_s,
         data_wait_s=0.01,
         host_mem=HostMemory(200 * MIB, peak_rss, 150 * MIB, None, 2**33),
         device_mem=None,
@@ -34,6 +35,7 @@ def gpu_row(rank: int, peak: int = 3 * 2**30, host: str = "node1") -> RankRow:
     return RankRow(
         identity=Identity(rank, host, rank, "NVIDIA H200"),
         step_time_s=0.5,
+        busy_s=0.4,
         data_wait_s=0.0,
         host_mem=HostMemory(2**30, 2 * 2**30, 2**29, 2**28, 2**37),
         device_mem=DeviceMemory(2**30, peak, 2**31, peak + 2**30, 2**37),

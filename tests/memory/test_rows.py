@@ -32,6 +32,7 @@ ROWS = st.builds(
     identity=st.builds(Identity, st.integers(0, 4095), st.text(min_size=1), st.integers(0, 7), st.text()),
     step_time_s=seconds,
     data_wait_s=seconds,
+    busy_s=seconds,
     host_mem=st.builds(HostMemory, n_bytes, n_bytes, maybe, maybe, n_bytes),
     device_mem=st.none() | st.builds(DeviceMemory, *[n_bytes] * 5),
     state=st.none() | st.fixed_dictionaries({kind: st.builds(StateBytes, n_bytes, n_bytes) for kind in KINDS}),

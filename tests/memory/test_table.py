@@ -56,7 +56,7 @@ def test_sixteen_ranks_are_all_shown_in_order() -> None:
 def test_stragglers_are_named() -> None:
     rows = [cpu_row(rank, step_time_s=0.1) for rank in range(4)] + [cpu_row(4, step_time_s=0.13, host="node9")]
     assert [(slow.name, round(slow.ratio, 2)) for slow in summary(rows).stragglers] == [("4@node9", 1.3)]
-    assert "slow: rank 4@node9 takes 1.30 × the median step time" in render_table(rows)
+    assert "slow: rank 4@node9 is busy for 1.30 × the median of a step" in render_table(rows)
     assert not summary(rows[:4]).stragglers
 
 

@@ -135,7 +135,7 @@ def count_storages(state: Any) -> dict[str, int]:
     seen: set[int] = set()
     out: dict[str, int] = {}
     for kind, tensor in state:
-        storage = tensor.untyped_storage()
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()  # a DTensor's own part
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             out[kind] = out.get(kind, 0) + storage.nbytes()
@@ -148,7 +148,6 @@ FEATURE_SETTINGS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "checkpointed": {"activation.policy": "full"},
     "bf16": {"precision.mode": "bf16"},
-    "compiled": {"compile.enabled": True},
 }
 
 

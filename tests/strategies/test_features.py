@@ -49,12 +49,3 @@ def test_features_change_what_they_should(one_rank: dict[str, dict[str, list[flo
     assert one_rank["tied"]["single"] != plain
     assert one_rank["frozen"]["single"][0] == plain[0]
     assert one_rank["frozen"]["single"][-1] > plain[-1], "with half of the model frozen it learns less"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
-def test_compiled_blocks_give_the_same_losses(strategy: str, one_rank: dict[str, dict[str, list[float]]]) -> None:
-    got = run_ranks(
-        2, "tests.strategies.cases:feature_losses", names=[strategy], features=["compiled"], timeout=280
-    )[0]  # fmt: skip
-    assert got["compiled"][strategy] == pytest.approx(one_rank["plain"]["single"], abs=1e-4)

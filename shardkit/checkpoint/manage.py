@@ -1,0 +1,144 @@
+"""What `shardkit checkpoint` does: list, verify and remove the checkpoints of a run. Imports torch only to verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..errors import CheckpointError
+from . import layout
+from .manifest import Manifest
+
+State = Literal["complete", "damaged", "unfinished", "set aside"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint folder.
+
+    Attributes:
+        problem: why it is not usable; empty for a complete one (its bytes were not read: see `verify`).
+        is_latest: a resume would take this one.
+        is_best: lowest validation loss of the complete ones.
+    """
+
+    path: Path
+    state: State
+    problem: str = ""
+    manifest: Manifest | None = None
+    is_latest: bool = False
+    is_best: bool = False
+
+
+def folder(run: Path) -> Path:
+    """The checkpoint folder of a run directory, or `run` itself if it is one.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    for root in (run / "checkpoints", run):
+        if root.is_dir() and any(layout.step_of(p.with_suffix("")) is not None for p in root.iterdir()):
+            return root
+    if not run.is_dir():
+        raise CheckpointError(f"{run} is not a directory", "name the run.dir of a run")
+    raise CheckpointError(f"{run} holds no checkpoint", "name the run.dir of a run that saved one")
+
+
+def entries(run: Path) -> list[Entry]:
+    """Every checkpoint of a run, oldest first, with what a look at manifests and file sizes shows."""
+    root = folder(run)
+    complete = layout.checkpoints(root)
+    best = layout.best_of(complete)
+    found = [
+        _entry(p, p == best) for p in root.iterdir() if p.is_dir() and layout.step_of(p.with_suffix("")) is not None
+    ]
+    usable = [e for e in found if e.state == "complete"]
+    newest = max(usable, key=lambda e: e.path.name, default=None)
+    marked = [Entry(**{**vars(e), "is_latest": e is newest}) for e in found]
+    return sorted(marked, key=lambda e: e.path.name)
+
+
+def _entry(path: Path, is_best: bool) -> Entry:
+    if path.suffix in (layout.CORRUPT, layout.SUPERSEDED):
+        return Entry(path, "set aside", f"by a resume: {path.suffix[1:]}")
+    if path.suffix:
+        return Entry(path, "unfinished", "left by a crash, or being written: the next run sweeps it")
+    try:
+        manifest = layout.read_manifest(path)
+        layout.check_files(path, manifest)
+    except CheckpointError as error:
+        return Entry(path, "damaged", error.cause)
+    return Entry(path, "complete", manifest=manifest, is_best=is_best)
+
+
+def table(found: Sequence[Entry]) -> str:
+    """The entries as text: one line each."""
+    lines = [f"{'name':<24} {'state':<11} {'made by':<12} {'GiB':>8} {'val loss':>9}  {'created':<24} note"]
+    for e in found:
+        m = e.manifest
+        made_by = f"{m.strategy} × {m.world_size}" if m else ""
+        size = f"{m.n_bytes / 2**30:.3f}" if m else ""
+        loss = f"{m.run.val_loss:.4f}" if m and m.run.val_loss is not None else ""
+        notes = [name for name, marked in (("latest", e.is_latest), ("best", e.is_best)) if marked] + [e.problem]
+        note = ", ".join(n for n in notes if n)
+        created = m.created if m else ""
+        lines.append(
+            f"{e.path.name:<24} {e.state:<11} {made_by:<12} {size:>8} {loss:>9}  {created:<24} {note}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def select(run: Path, names: Sequence[str]) -> list[Path]:
+    """The checkpoint folders meant by step numbers or names.
+
+    Raises:
+        CheckpointError: one does not exist.
+    """
+    root = folder(run)
+    chosen = []
+    for name in names:
+        path = root / (layout.folder_name(int(name)) if name.isdigit() else name)
+        if layout.step_of(path.with_suffix("")) is None or not path.is_dir():
+            there = ", ".join(e.path.name for e in entries(run))
+            raise CheckpointError(f"{root} has no checkpoint {name}", f"name a step or one of: {there}")
+        chosen.append(path)
+    return chosen
+
+
+def verify(path: Path) -> list[str]:
+    """Read a checkpoint whole and compare every checksum; the problems found, none if it is intact."""
+    from .reader import CheckpointReader
+
+    try:
+        with CheckpointReader(path) as checkpoint:
+            return list(checkpoint.problems())
+    except CheckpointError as error:
+        return [error.cause]
+
+
+def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
+    """Delete checkpoints.
+
+    Raises:
+        CheckpointError: the run would be left with none that it can resume from, and `force` is off; or the files
+            cannot be deleted.
+    """
+    left = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
+    if not left and not force:
+        raise CheckpointError(
+            f"{run} would be left without a checkpoint to resume from", "add --force to delete it all"
+        )
+    root = folder(run)
+    for path in paths:
+        try:
+            layout.remove(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be deleted: {error.strerror}", "check its owner and mode") from error
+    layout.point_latest(root)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files of a checkpoint folder."""
+    return sum(p.stat().st_size for p in path.iterdir() if p.is_file())

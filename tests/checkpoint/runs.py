@@ -1,0 +1,84 @@
+"""Whole training runs, uninterrupted or stopped and resumed, as functions for `run_ranks`."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.job import start
+from shardkit.trainer import Trainer
+from tests.strategies.cases import PARTITION_ALL
+
+STEPS = 8
+
+
+def corpus(folder: Path) -> Path:
+    """A small text corpus."""
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 20)
+    return folder
+
+
+def settings(case: str, world: int, root: str, run: str, **extra: Any) -> dict[str, Any]:
+    strategy, *offloaded = case.split("+")
+    out: dict[str, Any] = {f"parallel.offload_{what}": "cpu" for what in offloaded}
+    out |= {
+        "data.path": f"{root}/text", "data.cache_dir": f"{root}/cache", "run.dir": f"{root}/{run}", "run.device": "cpu",
+        "parallel.strategy": strategy, "train.deterministic": True, "model.dropout": 0.1,
+        "train.max_steps": STEPS, "train.seq_len": 16, "model.max_seq_len": 16, "train.micro_batch_size": 12 // world,
+        "train.grad_accum_steps": 2, "train.eval_every": 3, "train.eval_batches": 1, "optim.lr": 3e-3,
+        "model.d_model": 36, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 3, "logging.every": 1000,
+        "logging.tensorboard": False, "checkpoint.every_steps": 1, "checkpoint.keep_last": 2,
+    }  # fmt: skip
+    if strategy == "zero3":
+        out["parallel.ds_config"] = PARTITION_ALL
+    if strategy == "hsdp":
+        out |= {"parallel.dp_replicate": 2, "parallel.dp_shard": world // 2}
+    if strategy == "ddp":
+        out["parallel.bucket_mb"] = 0.02  # several buckets, so that their layout matters
+    return out | extra
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing of the trainer's own code runs after it but `finally`."""
+
+
+def train(
+    case: str, root: str, run: str, stop_after: int | None = None, **extra: Any
+) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of the steps taken now."""
+    world, taken = dist.get_world_size(), []
+    try:
+        with start(None, settings(case, world, root, run, **extra)) as job:
+            for record in Trainer(job).recorded_steps():
+                taken.append((int(record["step"]), record["loss"], record["grad_norm"]))
+                if record["step"] == stop_after:
+                    raise Killed
+    except Killed:
+        pass
+    gc.collect()
+    torch.use_deterministic_algorithms(False)
+    return taken
+
+
+def interrupted(names: list[str], root: str, stops: tuple[int, ...] = (3, 6), **extra: Any) -> dict[str, Any]:
+    """Each case uninterrupted, and stopped at `stops`: (whole curve, curve in pieces, steps in metrics.jsonl)."""
+    out = {}
+    for case in names:
+        tag = f"{case}@{dist.get_world_size()}"
+        whole = train(case, root, f"{tag}-whole", **extra)
+        pieces = []
+        for stop in (*stops, None):
+            first = stop == stops[0]
+            pieces += train(case, root, f"{tag}-parts", stop, **{"run.resume": not first}, **extra)
+        recorded = [
+            json.loads(line) for line in (Path(root) / f"{tag}-parts" / "metrics.jsonl").read_text().splitlines()
+        ]
+        out[case] = (whole, pieces, [int(r["step"]) for r in recorded])
+    return out
