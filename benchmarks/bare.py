@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -159,6 +160,8 @@ def main() -> None:
     step(next(data))
     if dist.get_rank() == 0:
         print(f"first step done at {time.time():.4f}", flush=True)
+    del step
+    gc.collect()  # an FSDP2 model that outlives the group can abort the process at exit
     dist.destroy_process_group()
 
 

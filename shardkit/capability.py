@@ -83,7 +83,7 @@ DESCRIPTIONS: dict[str, str] = {
     "compile": "torch.compile per block",
     "tied_weights": "tied weights",
     "frozen_params": "frozen parameters",
-    "unused_params": "parameters without a gradient in some steps",
+    "unused_params": "parameters that the loss does not use (ZeRO still decays them)",
 }
 
 CUDA_ONLY: dict[str, str] = {

@@ -340,3 +340,78 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert re.search(r"slow: rank 1@\S+ is busy for 1\.[5-9]\d × the median", done.stdout), done.stdout
+
+
+RAGGED_TASK = '''
+import torch
+from torch import nn
+
+class Task:
+    """14 ragged samples, so that a global batch of 12 leaves 2 for the epoch's last step."""
+    def __init__(self, config): pass
+    def build_model(self): return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    def dataset(self, split):
+        g = torch.Generator().manual_seed(3)
+        return [(torch.randn(6, generator=g), 1 + i % 5) for i in range(14)] if split == "train" else None
+    def n_targets(self, batch): return int(batch[1].sum())
+    def loss(self, model, batch):
+        x, weight = batch
+        return (weight * (model(x).squeeze(-1) - x.sum(-1)).square()).sum()
+'''
+
+
+@pytest.mark.dist
+def test_a_short_last_batch_gives_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "ragged_task.py").write_text(RAGGED_TASK)
+    curves = []
+    for ranks in (0, 2, 3):
+        args = ["task.factory=ragged_task:Task", f"run.dir={tmp_path}/run{ranks}", "run.device=cpu",
+                "train.max_steps=5",
+                "train.micro_batch_size=2", "train.global_batch_size=12", "optim.lr=0.05"]  # fmt: skip
+        done = run(args, ranks=ranks, env={"PYTHONPATH": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+        steps = lines(tmp_path / f"run{ranks}" / "metrics.jsonl")
+        curves.append(([s["loss"] for s in steps], [s["tokens"] for s in steps]))
+    losses, tokens = curves[0]
+    assert tokens[1] < tokens[0] / 2, "every second step is the epoch's short one"
+    for other, other_tokens in curves[1:]:
+        assert other_tokens == tokens
+        assert other == pytest.approx(losses, abs=1e-5)
+
+
+def test_parameters_that_do_not_move_are_an_error(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "stuck_task.py").write_text(RAGGED_TASK.replace("return (weight *", "return 0.0 * (weight *"))
+    args = ["task.factory=stuck_task:Task", f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=2",
+            "train.micro_batch_size=2", "optim.name=sgd", "optim.weight_decay=0"]  # fmt: skip
+    done = run(args, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "no parameter changed in the first step" in done.stderr
+
+
+CONFIG_RANKS = {"quickstart": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "zero1": 2, "zero2": 2, "zero3": 2, "zero3_offload": 2,
+                "single_gpu_offload": 0}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", list(CONFIG_RANKS))
+def test_every_ready_made_config_trains(name: str, tmp_path: Path, text: Path) -> None:
+    assert {p.stem for p in (REPO / "configs").glob("*.yaml")} == set(CONFIG_RANKS)
+    small = [
+        "model.preset=debug",
+        "train.seq_len=64",
+        "train.micro_batch_size=2",
+        "train.max_steps=3",
+        "run.device=cpu",
+    ]
+    small += [
+        f"run.dir={tmp_path}/run",
+        f"data.path={text}",
+        f"data.cache_dir={tmp_path}/cache",
+        "train.eval_batches=2",
+    ]
+    done = run(["--config", f"configs/{name}.yaml", *small, "train.global_batch_size=null", "train.grad_accum_steps=1"],
+               ranks=CONFIG_RANKS[name], timeout=280)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3

@@ -1,0 +1,88 @@
+"""What only the DeepSpeed strategies have: a config of their own and a native op."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.config_io import load_config
+from shardkit.errors import ConfigError
+from shardkit.strategies.zero import first_compiler_error
+from shardkit.strategies.zero_config import build_ds_config
+from tests.test_train import REPO, environment, user_error
+
+
+def built(world: int = 4, accum: int = 3, numel: int | None = 1001, **settings: Any) -> dict[str, Any]:
+    values = {k.replace("__", "."): v for k, v in settings.items()}
+    return build_ds_config(
+        load_config(None, {"parallel.strategy": "zero2", **values}).config, world, accum, False, numel
+    )
+
+
+def test_batch_accumulation_and_clipping_reach_the_engine() -> None:
+    made = built(train__micro_batch_size=2, train__max_norm=0.7)
+    assert made["train_micro_batch_size_per_gpu"] == 2
+    assert made["gradient_accumulation_steps"] == 3
+    assert made["train_batch_size"] == 24
+    assert made["gradient_clipping"] == 0.7
+    assert built(train__max_norm=None)["gradient_clipping"] == 0.0
+
+
+def test_buckets_are_no_larger_than_the_model() -> None:
+    zero = built()["zero_optimization"]
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 1002  # even
+    assert built(numel=10**9, parallel__bucket_mb=1)["zero_optimization"]["reduce_bucket_size"] == 2**20 // 4
+
+
+def test_raw_keys_pass_through_and_may_repeat_ours() -> None:
+    raw = {"zero_optimization": {"overlap_comm": True, "stage": 2}, "wall_clock_breakdown": True}
+    made = built(parallel__ds_config=raw)
+    assert made["zero_optimization"]["overlap_comm"] is True
+    assert made["wall_clock_breakdown"] is True
+
+
+@pytest.mark.parametrize(
+    ("raw", "owner"),
+    [
+        ({"gradient_clipping": 5}, "train.max_norm"),
+        ({"train_batch_size": 7}, "train.global_batch_size"),
+        ({"zero_optimization": {"stage": 3}}, "parallel.strategy"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "parallel.offload_optimizer"),
+        ({"bf16": {"enabled": True}}, "precision.mode"),
+        ({"optimizer": {"type": "Adam"}}, "optim.name"),
+    ],
+)
+def test_a_raw_key_that_contradicts_is_refused_by_both_names(raw: dict[str, Any], owner: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(parallel__ds_config=raw)
+    assert owner in error.value.cause
+    assert "parallel.ds_config." in error.value.cause
+
+
+def test_the_first_compiler_error_is_found() -> None:
+    error = "cpu_adam.h:20:10: fatal error: Python.h: No such file or directory"
+    assert first_compiler_error(f"[1/3] c++ -MMD ...\n{error}\n compilation terminated.") == error
+
+
+@pytest.mark.deepspeed
+def test_a_build_that_fails_says_why_and_what_to_do(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken-g++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *-dump*|*-v) exec g++ "$@";; esac\n'  # says which version it is, compiles nothing
+        "echo 'adam.cpp:1:1: fatal error: no such header' >&2\n"
+        "exit 1\n"
+    )
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit.train", "parallel.strategy=zero2", "parallel.offload_optimizer=cpu",
+         f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=1"],
+        cwd=REPO, capture_output=True, text=True, timeout=200,
+        env=environment({"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}),
+    )  # fmt: skip
+    assert "building DeepSpeedCPUAdam" in done.stderr
+    user_error(done, "fatal error: no such header", "apt-get install g++")

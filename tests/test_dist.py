@@ -1,0 +1,56 @@
+"""Devices and groups: what cannot work is refused, what is joined is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardkit.config import RunConfig, RunSection
+from shardkit.dist import choose_device, process_groups
+from shardkit.errors import ConfigError, LaunchError
+from shardkit.launch.env import SINGLE, RankEnv
+
+
+def config(device: str) -> RunConfig:
+    return RunConfig(run=RunSection(device=device))  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    env = RankEnv(0, 4, 0, 4, 0, 1, "torchelastic")
+    with pytest.raises(LaunchError, match="4 ranks on this machine, but torch sees 2 GPU"):
+        choose_device(config("auto"), env)
+    assert choose_device(config("cpu"), env).type == "cpu"
+
+
+def test_auto_takes_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(config("auto"), SINGLE).type == "cpu"
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        choose_device(config("cuda"), SINGLE)
+
+
+def test_groups_are_left_on_success() -> None:
+    with process_groups(config("cpu"), SINGLE) as world:
+        assert world.sum([1.5, 2.0]) == [1.5, 2.0]
+        assert world.gather("x") == ["x"]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_groups_are_left_on_errors(kind: type[BaseException]) -> None:
+    with pytest.raises(kind), process_groups(config("cpu"), SINGLE):
+        raise kind
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_the_callers_own_is_used_and_kept() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with process_groups(config("cpu"), SINGLE) as world:
+            assert world.sum([2.0]) == [2.0]
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
