@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from . import bare
-from .common import REPO, environment, median_ci, write_result
+from .common import REPO, RESULTS, environment, median_ci, write_result
 
 ENGINES = ("ddp", "fsdp", "zero2")
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
@@ -166,7 +166,7 @@ def main() -> None:
     if args.worker:
         worker(*args.worker, count=args.pairs)
         return
-    results: dict[str, Any] = {}
+    results = earlier()
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
@@ -175,6 +175,13 @@ def main() -> None:
             show(engine, results[engine])
     path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
     print(f"written: {path}  ({environment()['cpu']})")
+
+
+def earlier() -> dict[str, Any]:
+    """What was measured before: engines can be measured one at a time."""
+    path = RESULTS / "overhead.json"
+    found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    return found
 
 
 def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> dict[str, Any]:
@@ -194,6 +201,7 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
             begins[arm].append(first_step_seconds(arm, engine, tokens, folder))
     start_ratios = [a / b for a, b in zip(begins["shardkit"], begins["bare"], strict=True)]
     return {
+        "measured": {key: environment()[key] for key in ("commit", "date")},
         "step_time": {"ratio": median_ci(ratios), "median_s": median(times["bare"]), "samples": times},
         "loss_difference": paired["loss_difference"],
         "ledger_share_of_step_time": paired["ledger_share"],

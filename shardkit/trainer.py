@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 
 from . import rundir
-from .accumulate import StepOutput, to_device, train_step
+from .accumulate import StepOutput, train_step
 from .checkpoint.checkpointer import Checkpointer, SaveReport
 from .checkpoint.manifest import RunState
 from .config_io import resolve_batch
-from .data.loader import StepBatch, StepLoader, eval_batches
+from .data.loader import StepBatch, StepLoader
 from .data.sampler import BatchPlan, State
 from .errors import CheckpointError, ConfigError, DataError, TrainingError
+from .evaluate import evaluate, report
 from .job import Job, not_finite
 from .memory.jsonl import append_jsonl
-from .memory.table import render_table, write_jsonl
+from .memory.table import write_jsonl
 from .metrics import MetricsWriter
 from .models.flops import gpu_peak_flops
 from .optim import lr_at
@@ -156,7 +157,7 @@ class Trainer:
             if self.world.is_main:
                 print(f"nothing to do: the run is at step {self.step} of train.max_steps={self.config.train.max_steps}")
         elif self.world.is_main:
-            self._report(outcome)
+            report(self.job, self.task, self.run_dir, outcome.val_loss)
         return outcome
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
@@ -215,8 +216,8 @@ class Trainer:
                 self.world.shorten_timeout(self.config.run.step_timeout_s)
             if self._gather_due():
                 self._gather_memory()
-            if self._eval_due():
-                record["val_loss"] = self.evaluate()
+            if self.val_data is not None and self._eval_due():
+                record["val_loss"] = evaluate(self.job, self.task, self.val_data)
             began = time.perf_counter()
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
@@ -293,31 +294,8 @@ class Trainer:
             write_jsonl(self.run_dir / "memory.jsonl", self.step, rows)
 
     def _eval_due(self) -> bool:
-        if self.val_data is None:
-            return False
         every = self.config.train.eval_every
         return self.step == self.config.train.max_steps or (every is not None and self.step % every == 0)
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over at most `train.eval_batches` micro-batches per rank of the validation split; collective."""
-        assert self.val_data is not None
-        model = self.job.model
-        model.eval()
-        loss_sum, count = torch.zeros((), device=self.world.device), 0.0
-        train = self.config.train
-        batches = eval_batches(
-            self.val_data, train.micro_batch_size, self.world.rank, self.world.size, train.eval_batches,
-            getattr(self.task, "collate", None),
-        )  # fmt: skip
-        for batch, is_filler in batches:
-            loss = self.task.loss(model, to_device(batch, self.world.device)).float()
-            if not is_filler:
-                loss_sum += loss
-                count += self.task.n_targets(batch)
-        model.train()
-        total, n = self.world.sum([float(loss_sum), count])
-        return total / max(n, 1.0)
 
     def _fingerprint(self) -> list[torch.Tensor]:
         """The first elements of each local weight shard, to see that the first step changes them."""
@@ -338,19 +316,3 @@ class Trainer:
             peak = gpu_peak_flops(torch.cuda.get_device_name(self.world.device), self.config.precision.mode)
         train = self.config.train
         return Progress(train.max_steps, self.step, self.config.logging.every, flops() if flops else None, peak)
-
-    def _report(self, outcome: Outcome) -> None:
-        print(render_table(self.job.ledger.last_rows))
-        if outcome.val_loss is not None:
-            print(f"validation loss: {outcome.val_loss:.4f}")
-            describe = getattr(self.task, "describe", dict)
-            for name, value in describe().items():
-                gain = (
-                    f"  (validation loss is {100 * (1 - outcome.val_loss / value):.1f} % below)"
-                    if "cross_entropy" in name
-                    else ""
-                )
-                print(f"{name.replace('_', ' ')}: {value:.4f}{gain}")
-        print("files written:")
-        for path in rundir.files_in(self.run_dir):
-            print(f"  {path} ({path.stat().st_size:,} bytes)")

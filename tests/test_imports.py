@@ -40,9 +40,9 @@ LAYERS: list[set[str]] = [
     {"strategies"},
     {"parallelize", "accumulate"},
     {"checkpoint"},
-    {"job", "rundir", "progress"},
-    {"trainer", "plan"},
-    {"train", "cli"},
+    {"job", "rundir", "progress", "evaluate"},
+    {"trainer", "plan", "bandwidth"},
+    {"train", "cli", "cli_launch"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -11,6 +11,8 @@ from .rows import RankRow
 
 SLOW = 1.2
 """A rank that is busy for more than this multiple of the median is called slow."""
+NOTICEABLE = 0.1
+"""... if the difference is more than this share of a step: the rest is noise."""
 
 _METRICS: dict[str, Callable[[RankRow], float | None]] = {
     "peak_allocated": lambda row: None if row.device_mem is None else row.device_mem.peak_allocated,
@@ -75,9 +77,13 @@ def _spread(values: Sequence[tuple[float, str]]) -> Spread:
 
 
 def _stragglers(rows: Sequence[RankRow]) -> list[Straggler]:
-    times = [(row.busy_s, row.name) for row in rows if row.busy_s is not None]
+    times = [(row.busy_s, row.name, row.step_time_s or row.busy_s) for row in rows if row.busy_s is not None]
     if not times:
         return []
-    middle = median(seconds for seconds, _ in times)
-    slow = [Straggler(name, seconds, seconds / middle) for seconds, name in times if seconds > SLOW * middle > 0]
+    middle = median(seconds for seconds, _, _ in times)
+    slow = [
+        Straggler(name, seconds, seconds / middle)
+        for seconds, name, step in times
+        if seconds > SLOW * middle > 0 and seconds - middle > NOTICEABLE * step
+    ]
     return sorted(slow, key=lambda straggler: -straggler.ratio)

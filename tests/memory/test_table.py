@@ -132,3 +132,8 @@ def test_missing_times_and_states_show_as_dashes() -> None:
     text = render_table([replace(cpu_row(0), step_time_s=None, state=None)])
     assert line_of(text, "0")[2:6] == ["–"] * 4
     assert line_of(text, "0")[-1] == "–"
+
+
+def test_a_difference_that_costs_no_time_is_not_called_slow() -> None:
+    rows = [replace(cpu_row(rank, step_time_s=0.5), busy_s=0.01 if rank else 0.02) for rank in range(3)]
+    assert not summary(rows).stragglers
