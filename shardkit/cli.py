@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from . import __version__
+from . import __version__, cli_launch
 from .errors import ShardkitError, report
 
 PACKAGE = Path(__file__).parent
@@ -73,6 +73,9 @@ def capability() -> None:
     from .capability import markdown_table
 
     typer.echo(markdown_table())
+
+
+cli_launch.register(app)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

@@ -10,7 +10,6 @@ from . import rundir
 from .accumulate import to_device
 from .data.loader import eval_batches
 from .job import Job
-from .memory.table import render_table
 from .tasks.base import Dataset, Task
 
 
@@ -34,6 +33,8 @@ def evaluate(job: Job, task: Task, data: Dataset) -> float:
 
 def report(job: Job, task: Task, run_dir: Path, val_loss: float | None) -> None:
     """Print every rank's memory, the validation loss beside the task's baseline, and the files written; on rank 0."""
+    from .memory.table import render_table  # loads rich: not before the first step
+
     print(render_table(job.ledger.last_rows))
     if val_loss is not None:
         print(f"validation loss: {val_loss:.4f}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from .memory.jsonl import append_jsonl
+
+_LOG = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -21,24 +25,33 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, tensorboard: bool, done: int = 0) -> None:
         self._purge_step = done + 1 if done else None
-        self._file: IO[str] = (run_dir / "metrics.jsonl").open("a")
+        self._path = run_dir / "metrics.jsonl"
         self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
         self._board: Any = None
 
     def write(self, record: dict[str, float]) -> None:
         clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
-        if self._tensorboard_dir is not None:
-            if self._board is None:  # its import takes most of a second: after the first step, not before
-                from torch.utils.tensorboard import SummaryWriter
+        append_jsonl(self._path, clean)
+        if self._tensorboard_dir is None:
+            return
+        try:
+            self._show(record)
+        except OSError as error:  # a full disk ends the pictures, not the run
+            _LOG.warning("no more TensorBoard events from step %d on: %s", record["step"], error)
+            self._tensorboard_dir = self._board = None
 
-                self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
-            for key, value in record.items():
-                if key != "step":
-                    self._board.add_scalar(f"train/{key}", value, int(record["step"]))
+    def _show(self, record: dict[str, float]) -> None:
+        if self._board is None:  # its import takes most of a second: after the first step, not before
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
+        for key, value in record.items():
+            if key != "step":
+                self._board.add_scalar(f"train/{key}", value, int(record["step"]))
 
     def close(self) -> None:
-        self._file.close()
         if self._board is not None:
-            self._board.close()
+            try:
+                self._board.close()
+            except OSError as error:
+                _LOG.warning("the last TensorBoard events are lost: %s", error)

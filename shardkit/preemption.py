@@ -11,6 +11,17 @@ PREEMPTED = 75
 """Exit code of a run that saved and stopped because it was asked to (EX_TEMPFAIL of sysexits.h: try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
+_came_early: set[int] = set()
+
+
+def note_early() -> None:
+    """From now on SIGUSR2 is noted for the run that is about to start, which takes seconds: it would be lost, or kill.
+
+    SIGTERM still ends the process: there is nothing to save yet. For a process's entry, in the main thread.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, lambda number, _: _came_early.add(number))
+
 
 class StopRequest:
     """Notes SIGTERM and SIGUSR2 between `listen` and `close`; the handlers do nothing else.
@@ -29,6 +40,8 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._note)
+            self._seen |= _came_early
+            _came_early.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._seen.add(number)

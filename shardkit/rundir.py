@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -96,6 +97,8 @@ def rewind(path: Path, step: int) -> None:
             draft = file.with_suffix(".tmp")
             draft.write_text("".join(kept))
             draft.replace(file)
+    if step == 0 and (path / "tensorboard").exists():  # otherwise its reader is told what to forget
+        shutil.rmtree(path / "tensorboard")
 
 
 def _step_of(line: str) -> float:
@@ -110,7 +113,26 @@ def _clear(path: Path) -> None:
     for name in FILES:
         (path / name).unlink(missing_ok=True)
     for name in FOLDERS:
-        shutil.rmtree(path / name, ignore_errors=False) if (path / name).exists() else None
+        folder = path / name
+        if not folder.exists():
+            continue
+        if name in ("logs", ".rendezvous"):
+            _clear_but_in_use(folder)
+        else:
+            shutil.rmtree(folder)
+
+
+def _clear_but_in_use(folder: Path) -> None:
+    """Delete a folder's entries, except what this job's launcher is writing to (SHARDKIT_KEEP, absolute paths)."""
+    kept = [Path(entry).resolve() for entry in os.environ.get("SHARDKIT_KEEP", "").split(os.pathsep) if entry]
+    for entry in folder.iterdir():
+        resolved = entry.resolve()
+        if any(path == resolved or path.is_relative_to(resolved) for path in kept):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def files_in(path: Path) -> list[Path]:
@@ -137,8 +159,6 @@ def environment() -> dict[str, Any]:
 
 
 def _cpus() -> int:
-    import os
-
     return os.cpu_count() or 1
 
 

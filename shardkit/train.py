@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from .config_io import LoadedConfig, load_config
 from .errors import ShardkitError, report
+from .launch import failure, restart
+from .preemption import PREEMPTED, note_early
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -26,30 +28,41 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; returns the process's exit code (see docs/reference.md)."""
+    note_early()
     args = parse(argv)
     try:
         loaded = load_config(args.config, args.overrides)
+        if restart.is_restart():
+            again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
+            loaded = load_config(args.config, [*args.overrides, *again])
         if args.print_config:
             print(loaded.render(), end="")
             return 0
         return run(loaded)
     except ShardkitError as error:
+        failure.record(error)
         if args.debug:
             raise
         # Such errors are the same on every rank of a machine, or agreed on by all: say it once.
-        return report(error) if os.environ.get("LOCAL_RANK", "0") == "0" else error.exit_code
+        local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
+        return report(error) if local_rank == "0" else error.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        failure.record(error)
+        raise
 
 
 def run(loaded: LoadedConfig) -> int:
     from .job import start
-    from .preemption import PREEMPTED
     from .trainer import Trainer
 
     with start(loaded) as job:
         outcome = Trainer(job).fit()
-    return PREEMPTED if outcome.stopped_by else 0
+    if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
+        return 0
+    # shardkit's launcher reads it from the record: torchrun would take 75 for a failure and end the other ranks.
+    return 0 if failure.record_stop(PREEMPTED, outcome.stopped_by) else PREEMPTED
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from .errors import CheckpointError, ConfigError, DataError, TrainingError
 from .evaluate import evaluate, report
 from .job import Job, not_finite
 from .memory.jsonl import append_jsonl
-from .memory.table import write_jsonl
+from .memory.rows import record as memory_record
 from .metrics import MetricsWriter
 from .models.flops import gpu_peak_flops
 from .optim import lr_at
@@ -30,6 +30,7 @@ from .preemption import StopRequest
 from .progress import Progress
 from .tasks.base import Dataset
 from .tasks.load import load_task
+from .watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Trainer:
             init_parameter=getattr(self.task, "init_parameter", None),
         )
         self.stop = StopRequest()
+        hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
+        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit)
+        self.loss = self.watchdog.around(self.task.loss)
         self.checkpoints = Checkpointer(
             job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
@@ -167,6 +171,7 @@ class Trainer:
         progress = self._progress() if self.world.is_main else None
         failed = True
         self.stop.listen()
+        self.watchdog.start()
         try:
             for record in self.steps():
                 if writer is not None and progress is not None:
@@ -175,6 +180,7 @@ class Trainer:
                 yield record
             failed = False
         finally:
+            self.watchdog.stop()
             self.loader.close()
             if progress is not None:
                 progress.close()
@@ -198,7 +204,9 @@ class Trainer:
             before = self._fingerprint() if first else []
             lr = self._set_lr()
             self.job.ledger.begin_step(self.step, due=self._gather_due())
+            self.watchdog.beat(self.step, "forward")
             out = self._train_step(batch, targets)
+            self.watchdog.beat(self.step, "data and reduction")
             position, next_wait = batch.state_after, 0.0
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
                 batch, next_wait = self._next_batch()
@@ -214,21 +222,24 @@ class Trainer:
             if first:
                 self._check_moved(before, lr)
                 self.world.shorten_timeout(self.config.run.step_timeout_s)
+                self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due():
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
-                record["val_loss"] = evaluate(self.job, self.task, self.val_data)
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    record["val_loss"] = evaluate(self.job, self.task, self.val_data)
             began = time.perf_counter()
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
-                began += self._save(position, record.get("val_loss"))
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    began += self._save(position, record.get("val_loss"))
             if self.stop.agreed:
                 return
             targets, wait = next_targets, next_wait
 
     def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
         return train_step(
-            self.job.strategy, self.job.ledger, batch.micro_batches, self.task.loss, targets, self.world.size,
+            self.job.strategy, self.job.ledger, batch.micro_batches, self.loss, targets, self.world.size,
             self.world.device, self.config.train.max_norm,
         )  # fmt: skip
 
@@ -291,7 +302,7 @@ class Trainer:
     def _gather_memory(self) -> None:
         rows = self.job.ledger.gather(self.step)
         if rows is not None:
-            write_jsonl(self.run_dir / "memory.jsonl", self.step, rows)
+            append_jsonl(self.run_dir / "memory.jsonl", memory_record(self.step, time.time(), rows))
 
     def _eval_due(self) -> bool:
         every = self.config.train.eval_every

@@ -54,3 +54,13 @@ def test_a_group_of_the_callers_own_is_used_and_kept() -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_task_that_srun_gave_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    env = RankEnv(3, 8, 3, 4, 0, 2, "slurm")
+    with pytest.raises(LaunchError, match="4 ranks on this machine, but torch sees 1 GPU"):
+        choose_device(config("auto"), env)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "h100:1")
+    assert choose_device(config("auto"), env) == torch.device("cuda", 0)

@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"strategies"},
     {"parallelize", "accumulate"},
     {"checkpoint"},
-    {"job", "rundir", "progress", "evaluate"},
+    {"job", "rundir", "progress", "evaluate", "watchdog"},
     {"trainer", "plan", "bandwidth"},
     {"train", "cli", "cli_launch"},
 ]

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..config import CheckpointConfig
 from ..dist import World
@@ -21,12 +20,12 @@ from ..errors import CheckpointError
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import layout, rng
-from .agree import first_failure
-from .manifest import RunState
-from .planner import CHUNK_BYTES, Ranges, RangeSavePlanner, by_name
-from .resume import resume
+from .manifest import CHUNK_BYTES, RunState
 from .staging import Staging
-from .writer import RangeWriter
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
+    from .planner import Ranges
+    from .writer import RangeWriter
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class Checkpointer:
     Args:
         root: the folder of the checkpoints; on a file system that all ranks share.
         timeout_s: longest wait for the slowest rank's write.
+        meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
     """
 
@@ -67,11 +67,13 @@ class Checkpointer:
         root: str | Path,
         *,
         timeout_s: float = 1800,
+        meeting_s: float = 30,
         chunk_bytes: int = CHUNK_BYTES,
         on_done: Callable[[SaveReport], None] | None = None,
     ) -> None:
         self._strategy, self._world, self._config = strategy, world, config
         self.root = Path(root)
+        self._meeting_s = meeting_s
         self._chunk_bytes = chunk_bytes
         self._on_done = on_done
         # Its own group: a save in a thread must not interleave with the collectives of the step.
@@ -117,6 +119,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (named).
         """
+        from .writer import RangeWriter
+
         began = time.monotonic()
         self.wait()
         self._meet(run.step)
@@ -148,14 +152,16 @@ class Checkpointer:
     def _meet(self, step: int) -> None:
         """Notice a rank that does not come before anything is written."""
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=30), wait_all_ranks=True)
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
         except RuntimeError as error:
             raise CheckpointError(
-                f"not all ranks came to save step {step} within 30 s: {str(error).splitlines()[0]}",
+                f"not all ranks came to save step {step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
                 "look at the missing ranks' logs; every rank has to call save after the same step",
             ) from error
 
     def _ranges(self) -> Ranges:
+        from .planner import by_name
+
         ranges = by_name(self._strategy.shards())
         for kind, state in rng.capture(self._world.device).items():
             name = f"rng.{self._world.rank}.{kind}"
@@ -171,6 +177,12 @@ class Checkpointer:
     def _write(
         self, writer: RangeWriter, ranges: Ranges, step: int, began: float, blocking_s: float | None
     ) -> SaveReport:
+        from torch.distributed.checkpoint import state_dict_saver as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from .agree import first_failure
+        from .planner import RangeSavePlanner
+
         problem: str | None = None
         try:
             dcp.save(
@@ -234,6 +246,8 @@ class Checkpointer:
             CheckpointError: it does not fit this run, or is damaged and `on_corrupt` or the lack of others forbids to
                 go on.
         """
+        from .resume import resume
+
         where, on_corrupt = Path(source), self._config.on_corrupt
         found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
         if found is not None:

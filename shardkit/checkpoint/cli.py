@@ -10,7 +10,6 @@ import typer
 app = typer.Typer(name="checkpoint", help="List, verify and remove a run's checkpoints.", no_args_is_help=True)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its checkpoints folder.")]
-# typer reads annotations at run time: `list[str] | None` needs Python 3.10 only, but Optional is what it documents.
 Which = Annotated[list[str] | None, typer.Argument(metavar="[STEP]...", help="Step numbers or folder names.")]
 
 

@@ -131,12 +131,12 @@ def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
             f"{run} would be left without a checkpoint to resume from", "add --force to delete it all"
         )
     root = folder(run)
-    for path in paths:
-        try:
+    try:
+        for path in paths:
             layout.remove(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be deleted: {error.strerror}", "check its owner and mode") from error
-    layout.point_latest(root)
+        layout.point_latest(root)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be deleted: {error.strerror}", "check its owner") from error
 
 
 def size_of(path: Path) -> int:

@@ -17,6 +17,7 @@ READABLE = (1,)
 """Schemas this version loads: its own and the one before."""
 
 FILE_NAME = "manifest.json"
+CHUNK_BYTES = 64 * 2**20
 BLOCK_BYTES = 2**20
 """Bytes under one checksum: what a reader of a part of a chunk reads too much, at most, at each end."""
 DTYPE_BYTES = {
@@ -173,7 +174,7 @@ def parse(content: bytes, where: str) -> Manifest:
                 "use the version of shardkit it was made with, or a newer one",
             )
         return _manifest(body)
-    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where} is not a manifest: {type(error).__name__}: {error}") from error
 
 

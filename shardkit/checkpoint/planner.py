@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.planner import (
 
 from ..errors import CheckpointError
 from ..strategies.base import Shard
-from .manifest import DTYPE_BYTES, Manifest, TensorEntry, find_hole
+from .manifest import CHUNK_BYTES, DTYPE_BYTES, Manifest, TensorEntry, find_hole
 
-CHUNK_BYTES = 64 * 2**20
 Ranges = dict[str, list[Shard]]
 """The local ranges of each logical tensor: the state dict of a save or a load."""
 

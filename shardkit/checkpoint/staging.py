@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from .planner import Ranges
+if TYPE_CHECKING:
+    from .planner import Ranges
 
 
 class Staging:

@@ -59,17 +59,20 @@ def save_all(names: list[str], root: str, **extra: Any) -> dict[str, list[float]
     return out
 
 
-def load_all(pairs: list[tuple[str, str]], root: str, **extra: Any) -> dict[tuple[str, str], Any]:
+def load_all(
+    pairs: list[tuple[str, str]], root: str, count: int = GO_ON, **extra: Any
+) -> dict[tuple[str, str], tuple[list[str], list[float]]]:
     """Load root/<source> into each target case; (names not equal to the file's, next losses) of each pair."""
     world, out = dist.get_world_size(), {}
-    for source, target in pairs:
+    for target in dict.fromkeys(target for _, target in pairs):
         with start(None, settings(target, world, **extra)) as job:
             cases.wrap(job)
             checkpoints = checkpointer(job, Path(root) / f"{target}@{world}")
-            found = checkpoints.resume(Path(root) / source)
-            assert found is not None
-            differing = differences(job, found[0])
-            out[source, target] = (differing, steps(job, found[1].step, GO_ON))
+            for source in [s for s, t in pairs if t == target]:
+                found = checkpoints.resume(Path(root) / source)
+                assert found is not None
+                differing = differences(job, found[0])
+                out[source, target] = (differing, steps(job, found[1].step, count))
             checkpoints.close()
         gc.collect()
     return out

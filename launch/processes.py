@@ -1,0 +1,88 @@
+"""Starting a process so that nothing of it survives: not its workers, nor theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """From now on processes below this one become its children when their parent dies, so that none gets lost."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    """Start `argv` out of reach of the terminal's Ctrl-C; it gets SIGTERM if this process dies.
+
+    Raises:
+        FileNotFoundError: the program does not exist.
+    """
+    parent = os.getpid()
+
+    def tie_to_parent() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return subprocess.Popen(
+        list(argv), env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        start_new_session=True, preexec_fn=tie_to_parent,
+    )  # fmt: skip
+
+
+def descendants(pid: int | None = None) -> list[int]:
+    """Process ids below `pid` (default: this process), parents first; zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found, queue = [], [os.getpid() if pid is None else pid]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
+    """Pass `signum` on, wait up to `grace_s`, then kill all that is left of it."""
+    if process.poll() is None:
+        process.send_signal(signum)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    sweep()
+    process.wait()
+
+
+def sweep(timeout_s: float = 2.0) -> list[int]:
+    """Kill every process below this one; returns those there were. Only for a process that owns all its children."""
+    killed: list[int] = []
+    deadline = time.monotonic() + timeout_s
+    while (left := descendants()) and time.monotonic() < deadline:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            killed.append(pid)
+        time.sleep(0.02)  # the kernel takes a moment; orphans of the killed turn up in the next round
+    return sorted(set(killed))
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

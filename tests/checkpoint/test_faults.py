@@ -1,0 +1,270 @@
+"""Kills, cut files, flipped bits, full disks: never a wrong load, never a lost older checkpoint."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardkit.checkpoint import layout, manage
+from shardkit.checkpoint import writer as writer_module
+from shardkit.checkpoint.manifest import RunState
+from shardkit.errors import CheckpointError
+from tests.checkpoint import fakes, killed
+from tests.ranks import RankError, run_ranks
+
+
+def resumed(root: Path, **config: Any) -> int | None:
+    """The step that a resume finds, after checking that its values are right."""
+    strategy = fakes.Plain()
+    checkpoints = fakes.checkpointer(root, strategy, **config)
+    try:
+        found = checkpoints.resume(root)
+    finally:
+        checkpoints.close()
+    if found is None:
+        return None
+    assert strategy.holds(found[1].step), "loaded, but wrongly"
+    return found[1].step
+
+
+def damage(path: Path, how: str, chance: random.Random) -> None:
+    """Truncate a random file of a checkpoint, flip a bit in it, zero a stretch, or delete it."""
+    file = chance.choice(sorted(path.iterdir()))
+    content = bytearray(file.read_bytes())
+    at = chance.randrange(len(content))
+    if how == "truncate":
+        content = content[:at]
+    elif how == "flip":
+        content[at] ^= 1 << chance.randrange(8)
+    elif how == "zero":
+        content[at : at + 4096] = bytes(len(content[at : at + 4096]))
+    else:
+        file.unlink()
+        return
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["truncate", "flip", "zero", "delete"])
+def test_damage_at_random_places_never_loads_wrongly(how: str, saved: Path, tmp_path: Path) -> None:
+    chance = random.Random(how)
+    fell_back = 0
+    for trial in range(35 if how != "delete" else 5):
+        root = tmp_path / f"trial{trial}"
+        shutil.copytree(saved, root)
+        damage(root / "step_00000003", how, chance)
+        step = resumed(root)
+        assert step in (2, 3), "the one before is intact"
+        fell_back += step == 2
+        if step == 2:
+            assert (root / "step_00000003.corrupt").is_dir(), "kept for a look, out of the way"
+            assert (root / "latest").read_text() == "step_00000002\n"
+        assert (root / "step_00000001").is_dir()
+        assert (root / "step_00000002").is_dir()
+        shutil.rmtree(root)
+    assert fell_back, "no damage was noticed: is anything checked?"
+
+
+def test_several_damaged_ones_are_passed_over(saved: Path) -> None:
+    for step in (2, 3):
+        (saved / layout.folder_name(step) / "manifest.json").unlink()
+    assert resumed(saved) == 1
+
+
+def test_none_intact_is_an_error(saved: Path) -> None:
+    for path in layout.checkpoints(saved):
+        os.truncate(path / "rank_00000.bin", 100)
+    with pytest.raises(CheckpointError, match="none of the 3"):
+        resumed(saved)
+
+
+def test_on_corrupt_error_stops_and_names_the_file(saved: Path) -> None:
+    os.truncate(saved / "step_00000003" / "rank_00000.bin", 100)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.bin has 100 bytes") as caught:
+        resumed(saved, on_corrupt="error")
+    assert "step_00000002" in caught.value.fix
+    assert (saved / "step_00000003").is_dir(), "nothing was moved"
+
+
+def test_a_retention_after_a_fallback_keeps_the_good_ones(saved: Path) -> None:
+    os.truncate(saved / "step_00000003" / "rank_00000.bin", 100)
+    strategy = fakes.Plain()
+    checkpoints = fakes.checkpointer(saved, strategy, keep_last=1, keep_best=False)
+    assert checkpoints.resume(saved) is not None
+    strategy.fill(3)
+    checkpoints.save(RunState(step=3))
+    checkpoints.close()
+    assert [p.name for p in layout.checkpoints(saved)] == ["step_00000003"]
+    assert resumed(saved) == 3
+
+
+def test_resuming_from_an_older_one_sets_the_newer_aside(saved: Path) -> None:
+    strategy = fakes.Plain()
+    checkpoints = fakes.checkpointer(saved, strategy)
+    checkpoints.resume(saved / "step_00000001")
+    checkpoints.close()
+    assert strategy.holds(1)
+    assert sorted(p.name for p in saved.iterdir() if p.is_dir()) == [
+        "step_00000001", "step_00000002.superseded", "step_00000003.superseded",
+    ]  # fmt: skip
+    assert resumed(saved) == 1, "the run goes on from there, also after its next crash"
+
+
+def test_another_runs_checkpoints_are_left_alone(saved: Path, tmp_path: Path) -> None:
+    os.truncate(saved / "step_00000003" / "rank_00000.bin", 100)
+    before = sorted(p.name for p in saved.iterdir())
+    strategy = fakes.Plain()
+    checkpoints = fakes.checkpointer(tmp_path / "mine", strategy)
+    found = checkpoints.resume(saved)
+    checkpoints.close()
+    assert found is not None
+    assert found[1].step == 2
+    assert sorted(p.name for p in saved.iterdir()) == before
+
+
+class TestAFullDisk:
+    def test_too_little_space_fails_the_save_only(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stat = os.statvfs(saved)
+        strategy = fakes.Plain()
+        strategy.fill(4)
+        checkpoints = fakes.checkpointer(saved, strategy)
+        with monkeypatch.context() as patch:
+            full = os.statvfs_result((*stat[:3], 0, 0, *stat[5:]))
+            patch.setattr(writer_module.os, "statvfs", lambda _: full)
+            report = checkpoints.save(RunState(step=4))
+        assert report is not None
+        assert report.error is not None
+        assert "GiB free" in report.error
+        assert checkpoints.failures == 1
+        assert resumed(saved) == 3
+        strategy.fill(5)
+        report = checkpoints.save(RunState(step=5))
+        checkpoints.close()
+        assert report is not None
+        assert report.error is None, "there is space again"
+        assert resumed(saved) == 5
+
+    @pytest.mark.dist
+    @pytest.mark.parametrize("async_save", [False, True])
+    def test_one_rank_without_space_fails_the_save_on_all(self, async_save: bool, tmp_path: Path) -> None:
+        reports = run_ranks(
+            2, "tests.checkpoint.test_faults:save_with_a_full_rank", root=str(tmp_path), async_save=async_save
+        )
+        for errors, failures in reports:
+            assert errors[0] is None
+            assert errors[1] is not None and "rank 1" in errors[1] and "too large" in errors[1]
+            assert errors[2] is None
+            assert failures == 1
+        assert [p.name for p in layout.checkpoints(tmp_path)] == ["step_00000003", "step_00000001"]
+        assert not list(tmp_path.glob("*.tmp")), "what was written of it is gone"
+
+
+def save_with_a_full_rank(root: str, async_save: bool) -> tuple[list[str | None], int]:
+    """Three saves; at the second, rank 1 may write only 100 KB per file."""
+    import resource
+
+    strategy = fakes.Plain(dist.get_rank(), dist.get_world_size())
+    errors: list[str | None] = []
+    checkpoints = fakes.checkpointer(
+        root, strategy, async_save=async_save, on_done=lambda report: errors.append(report.error)
+    )
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for step in (1, 2, 3):
+        limited = step == 2 and dist.get_rank() == 1
+        limit = 100_000 if limited else resource.RLIM_INFINITY
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        strategy.fill(step)
+        checkpoints.save(RunState(step=step))
+    checkpoints.close()
+    return errors, checkpoints.failures
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="not all ranks came to save step 1 within 1 s.*1"):
+        run_ranks(2, "tests.checkpoint.test_faults:only_rank_0_saves", root=str(tmp_path))
+    assert not layout.checkpoints(tmp_path)
+
+
+def only_rank_0_saves(root: str) -> None:
+    checkpoints = fakes.checkpointer(root, fakes.Plain(dist.get_rank(), dist.get_world_size()), meeting_s=1)
+    if dist.get_rank() == 0:
+        checkpoints.save(RunState(step=1))
+    else:
+        signal.pause()  # ended by the helper once rank 0 has failed
+
+
+def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> list[int]:
+    """Start two ranks that save without end, kill them at a random moment, look at what is left; the steps reached."""
+    chance, context = random.Random(seed), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "tests.checkpoint.fakes"])
+    reached = []
+    for trial in range(kills):
+        said = root.parent / f"said{trial}"
+        ranks = [
+            context.Process(
+                target=killed.save_forever,
+                args=(str(root), str(root.parent / f"store{trial}"), rank, 2, f"{said}.{rank}", async_save),
+            )
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            _until_it_saves(Path(f"{said}.0"), ranks)
+            # The moment is random on purpose: anywhere in one of the next saves.
+            ended = connection.wait([p.sentinel for p in ranks], timeout=chance.uniform(0, 0.15))
+            assert not ended, "a rank failed by itself"
+        finally:
+            for process in chance.sample(ranks, 2):
+                process.kill()
+                process.join()
+        reached.append(_look(root, Path(f"{said}.0")))
+    return reached
+
+
+def _until_it_saves(said: Path, ranks: list[Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not said.exists():
+        assert time.monotonic() < deadline
+        assert not connection.wait([p.sentinel for p in ranks], timeout=0.005), "a rank failed by itself"
+
+
+def _look(root: Path, said: Path) -> int:
+    """After a kill: everything that looks like a checkpoint is one, and what was said to be done is there."""
+    lines = said.read_text().split("\n")[:-1]  # a last line without its end was cut by the kill
+    announced = int(lines[-1]) if lines else 0
+    found = layout.checkpoints(root)
+    for path in found:
+        assert manage.verify(path) == [], path
+    newest = layout.step_of(found[0])
+    assert newest is not None
+    assert newest >= announced, "a checkpoint that was done is gone"
+    return newest
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("async_save", [False, True])
+def test_killed_during_saves(async_save: bool, tmp_path: Path) -> None:
+    reached = kill_during_saves(tmp_path / "checkpoints", 6, seed=int(async_save), async_save=async_save)
+    assert reached == sorted(reached)
+    assert reached[-1] > reached[0]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_killed_during_saves_many_times(async_save: bool, tmp_path: Path) -> None:
+    reached = kill_during_saves(tmp_path / "checkpoints", 60, seed=10 + int(async_save), async_save=async_save)
+    assert reached == sorted(reached)

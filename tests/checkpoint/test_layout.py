@@ -1,0 +1,82 @@
+"""The checkpoint folder after crashes, replacements and retention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardkit.checkpoint import layout
+from tests.checkpoint import fakes
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def make(root: Path, *folders: str) -> Path:
+    for name in folders:
+        (root / name).mkdir(parents=True)
+        (root / name / "file").write_text(name)
+    return root
+
+
+def test_checkpoints_are_sorted_by_number_not_by_name(tmp_path: Path) -> None:
+    make(tmp_path, "step_00000002", "step_100000000", "step_00000010", "step_x", "other", "step_00000011.tmp")
+    assert [layout.step_of(p) for p in layout.checkpoints(tmp_path)] == [100000000, 10, 2]
+
+
+def test_a_crash_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    make(tmp_path, "step_00000001", "step_00000002.tmp", "step_00000003.deleted")
+    (tmp_path / "latest.tmp").write_text("x")
+    layout.sweep(tmp_path)
+    assert [p.name for p in layout.checkpoints(tmp_path)] == ["step_00000001"]
+    assert not any(name.startswith("step") and "." in name for name in names(tmp_path))
+
+
+def test_a_crash_between_the_renames_of_a_replacement_brings_the_old_one_back(tmp_path: Path) -> None:
+    make(tmp_path, "step_00000001.old", "step_00000001.tmp")
+    layout.sweep(tmp_path)
+    assert names(tmp_path) == ["step_00000001"]
+    assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001.old"
+
+
+def test_a_crash_after_the_renames_of_a_replacement_keeps_the_new_one(tmp_path: Path) -> None:
+    make(tmp_path, "step_00000001", "step_00000001.old")
+    layout.sweep(tmp_path)
+    assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001"
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_sweep_leaves_what_is_not_its_own(tmp_path: Path) -> None:
+    make(tmp_path, "notes.tmp", "mine.deleted", "step_00000001.corrupt", "step_00000002.superseded")
+    before = names(tmp_path)
+    layout.sweep(tmp_path)
+    assert names(tmp_path) == before
+
+
+def test_publishing_replaces_what_is_there(tmp_path: Path) -> None:
+    make(tmp_path, "step_00000001", "step_00000001.tmp", "step_00000001.old")
+    layout.publish(tmp_path / "step_00000001.tmp", tmp_path / "step_00000001")
+    assert names(tmp_path) == ["step_00000001"]
+    assert (tmp_path / "step_00000001" / "file").read_text() == "step_00000001.tmp"
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "left"),
+    [(2, False, [4, 5]), (2, True, [3, 4, 5]), (3, True, [3, 4, 5]), (None, False, [1, 2, 3, 4, 5]), (1, True, [3, 5])],
+)
+def test_retention(keep_last: int | None, keep_best: bool, left: list[int], alone: None, tmp_path: Path) -> None:
+    fakes.save_steps(str(tmp_path), [1, 2, 3, 4, 5], keep_last=keep_last, keep_best=keep_best)  # 3 has the best loss
+    assert sorted(layout.step_of(p) or 0 for p in layout.checkpoints(tmp_path)) == left
+    assert (tmp_path / "latest").read_text() == "step_00000005\n"
+
+
+def test_latest_names_the_newest_that_is_left(saved: Path) -> None:
+    layout.remove(saved / "step_00000003")
+    layout.point_latest(saved)
+    assert (saved / "latest").read_text() == "step_00000002\n"
+    for step in (1, 2):
+        layout.remove(saved / layout.folder_name(step))
+    layout.point_latest(saved)
+    assert not (saved / "latest").exists()

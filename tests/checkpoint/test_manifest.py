@@ -1,0 +1,138 @@
+"""The manifest says what was written, and believes nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.checkpoint.manifest import (
+    Chunk,
+    CorruptCheckpoint,
+    DataFile,
+    Manifest,
+    RunState,
+    TensorEntry,
+    _canonical,
+    _digest,
+    dump,
+    find_hole,
+    parse,
+)
+from shardkit.errors import CheckpointError
+
+WEIGHT = TensorEntry("model.w", "float32", (10, 3), (Chunk(0, 20, 0, 0, (7,)), Chunk(20, 10, 1, 64, (8,))))
+MANIFEST = Manifest(
+    run=RunState(5, 100, 1, 0, 40, 1000, 2.5, {"note": "x"}),
+    strategy="zero2",
+    world_size=2,
+    created="2026-01-01T00:00:00+0000",
+    versions={"torch": "2.13"},
+    files=(DataFile("rank_00000.bin", 80), DataFile("rank_00001.bin", 104)),
+    tensors={"model.w": WEIGHT},
+    scalars={"optim.w.step": 5},
+)
+
+
+def changed(**body: Any) -> bytes:
+    """The manifest with some keys replaced and the digest made to fit: what a hostile author would write."""
+    document = json.loads(dump(MANIFEST))["manifest"]
+    for path, value in body.items():
+        *parents, last = path.split("__")
+        place = document
+        for key in parents:
+            place = place[key]
+        place[last] = value
+    text = _canonical(document)
+    return f'{{"digest":"{_digest(text)}","manifest":{text}}}'.encode()
+
+
+def test_what_is_written_is_read() -> None:
+    assert parse(dump(MANIFEST), "m") == MANIFEST
+
+
+@settings(max_examples=300, deadline=None)
+@given(at=st.integers(0, len(dump(MANIFEST)) - 1), mask=st.integers(1, 255))
+def test_a_flipped_byte_is_noticed_or_means_nothing(at: int, mask: int) -> None:
+    content = bytearray(dump(MANIFEST))
+    content[at] ^= mask
+    try:
+        assert parse(bytes(content), "m") == MANIFEST
+    except CheckpointError:
+        pass
+
+
+@given(length=st.integers(0, len(dump(MANIFEST)) - 2))
+def test_a_truncated_manifest_is_noticed(length: int) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        parse(dump(MANIFEST)[:length], "m")
+
+
+HOSTILE = {
+    "path outside": dict(files=[["../../etc/passwd", 80], ["rank_00001.bin", 104]]),
+    "absolute path": dict(files=[["/etc/passwd", 80], ["rank_00001.bin", 104]]),
+    "huge shape": dict(world_size=10**30),
+    "world of none": dict(world_size=0),
+    "text as number": dict(run__step="5"),
+    "true as number": dict(run__step=True),
+    "infinite scalar": dict(scalars={"optim.w.step": "Infinity"}),
+    "other byte order": dict(byte_order="big"),
+    "tiny blocks": dict(block_bytes=1),
+}
+
+
+@pytest.mark.parametrize("case", list(HOSTILE))
+def test_impossible_values_are_refused(case: str) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        parse(changed(**HOSTILE[case]), "m")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "complex64", "shape": [10, 3], "chunks": []},
+        {"dtype": "float32", "shape": [-10, 3], "chunks": []},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 0, 0, [7]]]},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 0, 0, [7]], [10, 20, 1, 0, [8]]]},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 0, -4, [7]], [20, 10, 1, 64, [8]]]},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 0, 4, [7]], [20, 10, 1, 64, [8]]]},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 5, 0, [7]], [20, 10, 1, 64, [8]]]},
+        {"dtype": "float32", "shape": [10, 3], "chunks": [[0, 20, 0, 0, []], [20, 10, 1, 64, [8]]]},
+    ],
+    ids=["dtype", "negative shape", "hole", "overlap", "negative offset", "behind the end", "no such file", "no crc"],
+)
+def test_impossible_tensors_are_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        parse(changed(tensors={"model.w": entry}), "m")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"digest":1,"manifest":[]}', b"[" * 100_000, b"9" * 10_000],
+    ids=["empty", "object", "list", "null", "not utf-8", "wrong types", "deep", "long number"],
+)
+def test_what_is_no_manifest_is_refused(content: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        parse(content, "m")
+
+
+def test_an_unknown_schema_is_named() -> None:
+    with pytest.raises(CheckpointError, match="schema 99") as caught:
+        parse(changed(schema=99), "m")
+    assert not isinstance(caught.value, CorruptCheckpoint), "it is not damaged: the one before it is no replacement"
+
+
+@given(st.lists(st.integers(1, 5), max_size=6), st.data())
+def test_find_hole_agrees_with_counting(lengths: list[int], data: st.DataObject) -> None:
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    ranges = list(zip(starts, lengths, strict=True))
+    total = sum(lengths)
+    assert find_hole(total, ranges) is None
+    assert find_hole(total + 1, ranges) == total
+    if ranges:
+        ranges.pop(data.draw(st.integers(0, len(ranges) - 1)))
+        held = {i for start, length in ranges for i in range(start, start + length)}
+        assert find_hole(total, ranges) == min(set(range(total)) - held)

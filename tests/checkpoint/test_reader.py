@@ -1,0 +1,86 @@
+"""Any range of any tensor comes back as it was written, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardkit.checkpoint import reader as reader_module
+from shardkit.checkpoint.manifest import BLOCK_BYTES, CorruptCheckpoint
+from shardkit.checkpoint.reader import CheckpointReader
+from shardkit.errors import CheckpointError
+from tests.checkpoint import fakes
+
+
+@pytest.fixture
+def whole(saved: Path) -> fakes.Plain:
+    plain = fakes.Plain()
+    plain.fill(3)
+    return plain
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_range_is_what_was_written(saved: Path, whole: fakes.Plain, data: st.DataObject) -> None:
+    with CheckpointReader(saved / "step_00000003") as checkpoint:
+        name = data.draw(st.sampled_from(list(whole.wholes)))
+        numel = whole.wholes[name].numel()
+        start = data.draw(st.integers(0, numel))
+        length = data.draw(st.integers(0, numel - start))
+        assert torch.equal(checkpoint.read(name, start, length), whole.wholes[name][start : start + length])
+
+
+def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> None:
+    with CheckpointReader(saved / "step_00000003") as checkpoint:
+        found = checkpoint.tensors()
+    assert found["optim.0.exp_avg"] == reader_module.TensorInfo((50_000,), torch.bfloat16)
+    assert {n for n in found if not n.startswith("rng.")} == set(whole.wholes)
+
+
+def test_a_part_of_a_chunk_costs_no_more_than_its_blocks(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardkit.checkpoint.checkpointer import Checkpointer
+    from shardkit.checkpoint.manifest import RunState
+    from shardkit.config import CheckpointConfig
+
+    plain = fakes.Plain(n_elements=2**21)  # 8 MiB: one chunk, eight blocks
+    checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)  # type: ignore[arg-type]
+    checkpoints.save(RunState(step=1))
+    checkpoints.close()
+    read = []
+    real = reader_module.os.preadv
+    monkeypatch.setattr(
+        reader_module.os, "preadv", lambda fd, buffers, at: read.append(real(fd, buffers, at)) or read[-1]
+    )
+    with CheckpointReader(tmp_path / "step_00000001") as checkpoint:
+        checkpoint.read("model.0", 1000, 300_000)
+    assert 4 * 300_000 <= sum(read) <= 4 * 300_000 + 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("args", [(-1, 2), (0, 50_001), (50_000, 1)])
+def test_a_range_outside_the_tensor_is_refused(saved: Path, args: tuple[int, int]) -> None:
+    with CheckpointReader(saved / "step_00000003") as checkpoint, pytest.raises(ValueError, match=r"model\.0"):
+        checkpoint.read("model.0", *args)
+
+
+def test_an_unknown_tensor_is_named(saved: Path) -> None:
+    with CheckpointReader(saved / "step_00000003") as checkpoint, pytest.raises(CheckpointError, match=r"model\.nope"):
+        checkpoint.read("model.nope")
+
+
+def test_a_link_in_place_of_a_data_file_is_not_followed(saved: Path, tmp_path: Path) -> None:
+    data = saved / "step_00000003" / "rank_00000.bin"
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    with CheckpointReader(saved / "step_00000003") as checkpoint, pytest.raises(CorruptCheckpoint):
+        checkpoint.read("model.0")
+
+
+def test_a_missing_manifest_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        CheckpointReader(tmp_path)

@@ -1,0 +1,257 @@
+"""A run that was stopped and resumed is the run that was not, bit for bit; and what a resume refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.checkpoint import layout
+from tests.checkpoint import runs
+from tests.ranks import run_ranks
+from tests.test_train import REPO, environment, lines, user_error
+
+DISTRIBUTED = ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero3+optimizer"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    runs.corpus(folder / "text")
+    return folder
+
+
+def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> None:
+    for result in run_ranks(
+        world, "tests.checkpoint.runs:interrupted", timeout=600, names=names, root=str(root), **extra
+    ):
+        for case, (whole, pieces, recorded) in result.items():
+            where = f"{case} on {world} ranks"
+            assert [step for step, *_ in pieces] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8], (
+                f"{where}: the save comes after a step"
+            )
+            last = {step: rest for step, *rest in pieces}
+            for step, *rest in whole:
+                assert last[step] == rest, f"{where}, step {step}: (loss, norm) {last[step]} instead of {rest}"
+            assert recorded == list(range(1, runs.STEPS + 1)), f"{where}: metrics.jsonl has each step once"
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 3])
+def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(world: int, root: Path) -> None:
+    check_bitwise(world, ["single", "zero3+optimizer"] if world == 1 else DISTRIBUTED, root)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: Path, tmp_path: Path) -> None:
+    runs.corpus(tmp_path / "text")
+    names = [*DISTRIBUTED, "hsdp"] if world == 4 else DISTRIBUTED
+    check_bitwise(world, names, tmp_path, **{"checkpoint.async_save": async_save})
+
+
+def command(root: Path, *overrides: str, ranks: int = 2) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    values = runs.settings("fsdp" if ranks else "single", max(ranks, 1), str(root), "run")
+    settings = [
+        f"{k}={'null' if v is None else str(v).lower() if isinstance(v, bool) else v}" for k, v in values.items()
+    ]
+    return [sys.executable, *launcher, "-m", "shardkit.train", *settings, *overrides]
+
+
+def run(root: Path, *overrides: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(root, *overrides, ranks=ranks), cwd=REPO, env=environment(), capture_output=True, text=True, timeout=180
+    )  # fmt: skip
+
+
+def losses(root: Path) -> list[float]:
+    return [record["loss"] for record in lines(root / "run" / "metrics.jsonl")]
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    runs.corpus(tmp_path / "text")
+    return tmp_path
+
+
+@pytest.mark.dist
+def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The whole command, SIGKILL to every process, the same command again."""
+    other = tmp_path_factory.mktemp("whole")
+    runs.corpus(other / "text")
+    # tensorboard on: its events are to hold each step once too
+    same = ["run.resume=true", "train.max_steps=30", "logging.tensorboard=true"]
+    whole = run(other, *same, ranks=2)
+    assert whole.returncode == 0, whole.stderr
+    first = subprocess.Popen(
+        command(fresh, *same), cwd=REPO, env=environment(), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics = fresh / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 90
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 7:
+            assert first.poll() is None, "ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)  # looks for the moment; nothing depends on how often
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    done = run(fresh, *same, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stderr
+    assert [r["step"] for r in lines(metrics)] == list(range(1, 31))
+    assert losses(fresh) == losses(other)
+    memory = [r["step"] for r in lines(fresh / "run" / "memory.jsonl")]
+    assert memory == [r["step"] for r in lines(other / "run" / "memory.jsonl")]
+    assert board_steps(fresh / "run" / "tensorboard") == list(range(1, 31))
+    assert len(list((fresh / "run" / "logs").glob("config.*.yaml"))) == 1, "the first start's settings are kept"
+
+
+def board_steps(folder: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+@pytest.mark.dist
+def test_another_world_size_goes_on_within_rounding(fresh: Path) -> None:
+    # The global batch stays 24: 12 × 2 alone, 6 × 2 on two ranks.
+    extra = ["model.dropout=0", "checkpoint.every_steps=4"]
+    assert run(fresh, *extra).returncode == 0
+    alone = losses(fresh)
+    layout.remove(fresh / "run" / "checkpoints" / "step_00000008")
+    done = run(fresh, *extra, "run.resume=true", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert losses(fresh) == pytest.approx(alone, abs=1e-5)
+    assert losses(fresh)[:4] == alone[:4]
+
+
+def test_resume_without_a_run_starts_one(fresh: Path) -> None:
+    done = run(fresh, "run.resume=true", "train.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert "from the start" in done.stderr
+    assert len(losses(fresh)) == 2
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> None:
+    assert run(fresh, "train.max_steps=2", "checkpoint.every_steps=null", "checkpoint.at_end=false").returncode == 0
+    assert not (fresh / "run" / "checkpoints" / "latest").exists()
+    done = run(fresh, "train.max_steps=2", "run.resume=true")
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in lines(fresh / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_finished_run_has_nothing_to_do(fresh: Path) -> None:
+    assert run(fresh, "train.max_steps=2").returncode == 0
+    before = losses(fresh)
+    done = run(fresh, "train.max_steps=2", "run.resume=true")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to do" in done.stdout
+    assert losses(fresh) == before
+
+
+def test_a_finished_run_is_made_longer(fresh: Path) -> None:
+    assert run(fresh, "train.max_steps=2").returncode == 0
+    done = run(fresh, "train.max_steps=4", "run.resume=true")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(fresh)) == 4
+
+
+def test_another_run_starts_from_a_checkpoint(fresh: Path) -> None:
+    assert run(fresh, "train.max_steps=2").returncode == 0
+    start = fresh / "run" / "checkpoints" / "step_00000001"
+    done = run(fresh, "train.max_steps=3", f"run.resume={start}", f"run.dir={fresh / 'other'}")
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in lines(fresh / "other" / "metrics.jsonl")] == [2, 3]
+    assert lines(fresh / "other" / "metrics.jsonl")[0]["loss"] == losses(fresh)[1]
+
+
+REFUSED = {
+    "another seed": (["run.resume=true", "train.seed=7"], ["train.seed=7", "train.seed=0"]),
+    "other data": (["run.resume=true", "train.seq_len=8"], ["samples", "train.seq_len"]),
+    "another order": (["run.resume=true", "data.shuffle=false"], ["data.shuffle"]),
+    "another model": (["run.resume=true", "model.d_model=48"], ["[", "48]", "in this run"]),
+    "more layers": (["run.resume=true", "model.n_layers=3"], ["has no model.blocks.2"]),
+    "fewer layers": (["run.resume=true", "model.n_layers=1"], ["holds model.blocks.1", "no place"]),
+    "another optimizer": (["run.resume=true", "optim.name=sgd"], ["holds optim.", "optim.name"]),
+    "momentum that was not saved": (["run.resume=true", "optim.name=sgd", "optim.momentum=0.9"], ["optim.", "optim.name"]),
+    "no such checkpoint": (["run.resume=/nowhere", "run.dir=elsewhere"], ["/nowhere", "no checkpoint"]),
+    "resume and overwrite": (["run.resume=true", "run.overwrite=true"], ["resume", "overwrite"]),
+    "a run is there": ([], ["already holds a run", "run.resume=true"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    runs.corpus(folder / "text")
+    assert run(folder, "train.max_steps=2").returncode == 0
+    return folder
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_does_not_fit_is_refused_in_two_lines(case: str, finished: Path, tmp_path: Path) -> None:
+    overrides, said = REFUSED[case]
+    before = losses(finished), sorted(p.name for p in (finished / "run" / "checkpoints").iterdir())
+    extra = [o.replace("elsewhere", str(tmp_path / "new")) for o in overrides]
+    user_error(run(finished, "train.max_steps=4", *extra), *said)
+    assert (losses(finished), sorted(p.name for p in (finished / "run" / "checkpoints").iterdir())) == before
+
+
+def test_a_run_saves_by_time(fresh: Path) -> None:
+    done = run(fresh, "checkpoint.every_steps=null", "checkpoint.every_minutes=0.00001", "checkpoint.keep_last=null")
+    assert done.returncode == 0, done.stderr
+    assert len(layout.checkpoints(fresh / "run" / "checkpoints")) == runs.STEPS
+
+
+def test_saves_are_noted_with_what_they_cost(fresh: Path) -> None:
+    done = run(fresh, "checkpoint.async_save=true", "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
+    assert [s["step"] for s in saves] == [1, 2, 3]
+    for save in saves:
+        assert save["error"] is None
+        assert 0 < save["blocking_s"] <= save["total_s"]
+        files = (fresh / "run" / "checkpoints").glob("step_*/rank_00000.bin")
+        assert save["staging_bytes"] == pytest.approx(next(files).stat().st_size, rel=0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_saves_and_stops(number: signal.Signals, fresh: Path) -> None:
+    never = ["checkpoint.every_steps=null", "train.max_steps=100000", "train.eval_batches=0"]
+    process = subprocess.Popen(
+        command(fresh, *never, ranks=0), cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    metrics = fresh / "run" / "metrics.jsonl"
+    try:
+        deadline = time.monotonic() + 90
+        while not metrics.exists() or not metrics.read_text():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)  # looks for the first step; nothing depends on how often
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 75, stderr
+    newest = layout.checkpoints(fresh / "run" / "checkpoints")[0]
+    assert layout.step_of(newest) == json.loads(metrics.read_text().splitlines()[-1])["step"]

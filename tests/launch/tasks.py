@@ -1,0 +1,57 @@
+"""Tasks that go wrong in a chosen way, on a chosen rank and step: `task.args.how`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardkit.errors import DataError
+
+
+class Troubled:
+    """A linear model; after `calls` losses rank `rank` does `how`, in the first attempt only."""
+
+    def __init__(self, config: Any, how: str, rank: int = 1, calls: int = 3) -> None:
+        self.how, self.calls_left = how, calls
+        self.here = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == rank
+        self.again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 2)
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        if split == "val":
+            return None
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(4, generator=generator) for _ in range(64)]
+
+    def n_targets(self, batch: torch.Tensor) -> int:
+        return len(batch)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0 and self.here and not self.again:
+            self.go_wrong()
+        if self.how == "wait":
+            time.sleep(0.05)
+        return model(batch).square().sum()  # type: ignore[no-any-return]
+
+    def go_wrong(self) -> None:
+        if self.how == "raise":
+            raise ValueError("the cat sat on the GPU")
+        if self.how == "refuse":
+            raise DataError("sample 7 is empty", "remove it")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "hang":
+            threading.Event().wait()
+        if self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.how == "abort":
+            os.abort()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit import bandwidth
+from shardkit.launch import doctor, doctor_host
+from shardkit.launch.doctor import Check
+from shardkit.launch.gpus import ranks_per_node, visible_gpus
+from tests.launch.jobs import REPO, environment
+
+
+def shardkit_doctor(*args: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "shardkit.cli", "doctor", *args],
+        cwd=REPO, env=environment(**env), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(tmp_path: Path) -> None:
+    done = shardkit_doctor("--run-dir", str(tmp_path / "runs"), RANK="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL  rank variables" in done.stdout and "RANK='1' is set, but WORLD_SIZE is not" in done.stdout
+    for name in ("python", "torch", "DeepSpeed ops", "compiler", "host memory", "/dev/shm", "run directory"):
+        assert any(line[6:].startswith(name) for line in done.stdout.splitlines()), name
+    assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
+
+
+@pytest.mark.dist
+def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    args = ["--json", "--calibrate", "--device", "cpu", "--run-dir", str(tmp_path / "runs")]
+    done = shardkit_doctor(*args, launcher=launcher, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    found = json.loads(done.stdout)
+    measured = found["measured"]
+    assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
+    assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"])
+    assert measured["latency_s"][0] == 0 and measured["latency_s"][1] > 0
+    (kept,) = json.loads((tmp_path / "cache/shardkit/calibration.json").read_text()).values()
+    assert kept == measured
+    assert {check["status"] for check in found["checks"]} <= {"pass", "warn", "fail"}
+    assert all(check["fix"] for check in found["checks"] if check["status"] != "pass")
+
+
+def test_slow_ranks_and_wrong_clocks_are_named() -> None:
+    constants = {
+        "matmul_flops": [1e13, 1e13, 0.5e13, 1e13], "copy_bytes_per_s": [1e10] * 4, "all_reduce": [], "all_gather": [],
+        "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
+    }  # fmt: skip
+    found = {check.name: check for check in bandwidth.findings(constants, ["a", "a", "b", "b"])}
+    assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
+    assert found["copies per rank"].status == "pass"
+    assert "rank 3@b" in found["latency"].found
+    assert found["clocks"].status == "warn" and "chrony" in found["clocks"].fix
+
+
+def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.12: cannot open shared object file' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    (check,) = doctor.torch_checks(str(broken))
+    assert check.status == "fail" and "libcudart.so.12" in check.found and check.fix
+
+
+def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor_host, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)}
+    )
+    status = {check.name: check.status for check in doctor_host.packages()}
+    assert status == {"torch version": "fail", "no-such-package-at-all": "fail", "pydantic version": "pass"}
+
+
+def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
+    (full,) = doctor_host.disk("run directory", tmp_path, n_bytes=2**60)
+    assert full.status == "fail" and full.fix
+    (gone,) = doctor_host.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
+    assert gone.status == "fail" and "cannot be written" in gone.found
+
+
+@pytest.mark.parametrize(("limit", "found"), [("1073741824", 2**30), ("max", None)])
+def test_the_cgroups_memory_limit(limit: str, found: int | None, tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(limit + "\n")
+    assert doctor_host.cgroup_memory_limit(tmp_path) == found
+
+
+def test_the_worst_finding_decides() -> None:
+    fine, bad = Check("a", "pass", "x"), Check("b", "fail", "y", "do z")
+    assert doctor.worst([fine, bad]) == "fail" and doctor.worst([fine]) == "pass"
+    assert doctor.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert visible_gpus({}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert ranks_per_node("3", "auto") == 3

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import ConfigError, TrainingError
+from shardkit.launch import exit_codes
+from shardkit.launch.failure import Failure, exit_code_of, explain, in_torchrun_log, merged, read, record
+
+# As torchrun 2.9 to 2.13 writes it.
+TORCHRUN = """
+============================================================
+shardkit.train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_10:00:01
+  host      : n2
+  rank      : 3 (local_rank: 1)
+  exitcode  : 1 (pid: 11)
+  error_file: /x/error.json
+  traceback : Traceback (most recent call last):
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_10:00:00
+  host      : n1
+  rank      : 2 (local_rank: 0)
+  exitcode  : -9 (pid: 10) (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 10
+============================================================
+"""
+
+
+def recorded(folder: Path, rank: int, error: BaseException) -> Path:
+    try:
+        raise error
+    except BaseException as caught:
+        path = record(caught, {"TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}.json"), "RANK": str(rank)})
+    assert path is not None
+    return path
+
+
+def test_the_rank_that_lost_its_peer_is_not_blamed_though_it_was_first(tmp_path: Path) -> None:
+    peer = recorded(tmp_path, 0, RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:51363"))
+    origin = recorded(tmp_path, 1, ValueError("bad sample"))
+    found = read([peer, origin])
+    assert [failure.rank for failure in found] == [1, 0]
+    shown = explain(found, "LOGS")
+    assert "error: rank 1 failed: ValueError: bad sample" in shown and "in recorded" in shown
+    assert "1 other rank(s) ended because of it: 0" in shown and "Connection closed" not in shown
+    assert shown.endswith("logs: LOGS")
+
+
+def test_a_killed_rank_comes_before_an_exception_of_a_peer(tmp_path: Path) -> None:
+    lost = recorded(tmp_path, 3, RuntimeError("Connection reset by peer"))
+    found = merged(read([lost]), in_torchrun_log(TORCHRUN))
+    assert [(f.rank, f.exit_code) for f in found] == [(2, -9), (3, 1)]
+    assert exit_code_of(found) == 137
+    assert "out of host memory: the kernel killed 1 process" in explain(found, "L", oom_kills=1)
+
+
+def test_user_errors_are_two_lines(tmp_path: Path) -> None:
+    found = read([recorded(tmp_path, rank, ConfigError("x=1", "set x=2")) for rank in (0, 1)])
+    assert explain(found, "L") == "error: x=1\n  fix: set x=2"
+    assert exit_code_of(found) == 2
+
+
+def test_a_run_that_went_wrong_keeps_its_fix_and_its_logs(tmp_path: Path) -> None:
+    found = read([recorded(tmp_path, 0, TrainingError("loss is nan", "lower optim.lr"))])
+    assert explain(found, "L").splitlines() == ["error: loss is nan", "  fix: lower optim.lr", "  logs: L"]
+    assert exit_code_of(found) == 1
+
+
+def test_a_rank_that_torchrun_had_to_kill_does_not_hide_why_the_job_ended(tmp_path: Path) -> None:
+    watchdog = recorded(tmp_path, 0, TrainingError("no progress for 4 s: rank 2 did not answer", "see the stacks"))
+    found = merged(read([watchdog]), in_torchrun_log(TORCHRUN))
+    assert explain(found, "L").startswith("error: no progress for 4 s")
+    assert exit_code_of(found) == 1
+
+
+def test_only_lost_peers_point_elsewhere(tmp_path: Path) -> None:
+    found = read([recorded(tmp_path, 0, RuntimeError("Connection closed by peer"))])
+    assert "the first error is on another node" in explain(found, "L")
+
+
+def test_files_of_other_programs_and_half_written_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "4"
+    folder.mkdir()
+    foreign = folder / "error.json"
+    foreign.write_text(
+        json.dumps({"message": {"message": "E: x", "extraInfo": {"py_callstack": "T", "timestamp": "7"}}})
+    )
+    (tmp_path / "half").write_text('{"message": ')
+    (failure,) = read([foreign, tmp_path / "half", tmp_path / "missing"])
+    assert failure == Failure(4, 1, 7.0, "E: x", "T")
+
+
+def test_torch_can_read_our_file(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = recorded(tmp_path, 1, ValueError("bad"))
+    assert "ValueError: bad" in str(ProcessFailure(1, 10, 1, str(path)).message)
+
+
+def test_without_a_launcher_nothing_is_written() -> None:
+    assert record(ValueError("x"), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "cause"),
+    [
+        (-9, "killed by SIGKILL (exit code -9)", "memory"),
+        (137, "killed by SIGKILL (exit code 137)", "memory"),
+        (143, "killed by SIGTERM (exit code 143)", "scheduler"),
+        (-11, "killed by SIGSEGV (exit code -11)", "native code"),
+        (-6, "killed by SIGABRT (exit code -6)", "NCCL's watchdog"),
+        (-7, "killed by SIGBUS (exit code -7)", "/dev/shm"),
+        (1, "exit code 1", ""),
+        (255, "exit code 255", ""),
+    ],
+)
+def test_exit_codes_are_decoded(code: int, text: str, cause: str) -> None:
+    assert exit_codes.describe(code) == text
+    assert cause in exit_codes.likely_cause(code)[0]

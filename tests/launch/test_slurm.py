@@ -1,0 +1,192 @@
+"""The batch script as text, and what bash and the commands make of hostile names. Real clusters: tests/slurm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import startup
+from shardkit.errors import ConfigError, LaunchError
+from shardkit.launch import slurm, snapshot, submit
+from shardkit.launch.batch import read_batch, step_argv
+from shardkit.launch.job import JobSpec, SlurmOptions
+from shardkit.launch.slurm import render_sbatch
+from tests.launch.jobs import REPO, environment
+
+GOLDEN = Path(__file__).with_name("golden")
+BASE = JobSpec(
+    config="/data/runs/a/submit/config.yaml", run_dir="/data/runs/a", nproc_per_node=8, nodes=(2, 2), gpus_per_node=8,
+    python="/opt/venv/bin/python", cwd="/home/me/project", name="shardkit-a",
+    slurm=SlurmOptions(time="4:00:00", partition="gpu", account="lab"),
+)  # fmt: skip
+HOSTILE = """a b"c'd $(touch hacked) `id` ; rm -rf x # &|>*?é %j"""
+CASES = {
+    "torchrun": BASE,
+    "srun": replace(BASE, slurm=replace(BASE.slurm, style="srun", cpus_per_task=12, qos="long", mem="500G")),
+    "array": replace(
+        BASE, overrides=("train.seed=%a",), slurm=SlurmOptions(array="0-3%2", dependency="afterok:12", exclude="n[1-2]")
+    ),
+    "container": replace(BASE, max_restarts=2, slurm=SlurmOptions(container="nvcr.io#nvidia/pytorch", max_requeues=3)),
+    "hostile": replace(
+        BASE, name=HOSTILE, run_dir=f"/data/{HOSTILE}", config=f"/data/{HOSTILE}/c.yaml", cwd=f"/home/{HOSTILE}",
+        python=f"/opt/{HOSTILE}/python", overrides=(f"data.path={HOSTILE}",), slurm=SlurmOptions(extra=("--nice=5",)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_script_is_the_recorded_one(name: str) -> None:
+    """Record anew, after looking at the difference: SHARDKIT_RECORD=1 pytest tests/launch/test_slurm.py."""
+    path, script = GOLDEN / f"{name}.sbatch", render_sbatch(CASES[name])
+    if os.environ.get("SHARDKIT_RECORD") == "1":
+        path.write_text(script)
+    assert script == path.read_text()
+    assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
+
+
+def test_bash_hands_hostile_words_on_unchanged(tmp_path: Path) -> None:
+    python = tmp_path / "my $(touch hacked) python"
+    python.write_text('#!/bin/bash\n[ "$1" = -c ] || printf "%s\\0" "$@"\n')
+    python.chmod(0o755)
+    script = render_sbatch(replace(CASES["hostile"], python=str(python)))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    words = done.stdout.split("\0")[:-1]
+    assert words == ["-m", "shardkit.launch.batch", "torchrun", f"/data/{HOSTILE}/c.yaml", f"data.path={HOSTILE}"]
+    assert os.listdir(tmp_path) == [python.name]
+
+
+@pytest.mark.parametrize("change", [{"name": "a\nb"}, {"run_dir": "/a\\b"}, {"run_dir": "/a\n#SBATCH --wrap=id"}])
+def test_what_no_quoting_can_carry_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(LaunchError):
+        render_sbatch(replace(BASE, **change))  # type: ignore[arg-type]
+
+
+def test_the_srun_command() -> None:
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "3",
+    }
+    batch = read_batch(["srun", "-", "run.dir=/r/a%b"], environ)
+    argv = step_argv(batch, environ)
+    assert argv[:5] == ["srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"]
+    assert "--cpus-per-task=3" in argv and "--output=/r/a%%b/logs/slurm-7.0/rank-%t.log" in argv
+    assert argv[-3:] == ["-m", "shardkit.train", "run.dir=/r/a%b"]
+
+
+def test_array_tasks_have_their_own_directory_and_values() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "3"}
+    batch = read_batch(["torchrun", "-", "run.dir=/r", "train.seed=%a"], environ)
+    assert batch.overrides == ("run.dir=/r", "train.seed=3", "run.dir=/r/array_3")
+    assert batch.run_dir == Path("/r/array_3")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), [(["torchrun"], "no config"), (["torchrun", "-"], "no Slurm job"), (["x", "-"], "no config")]
+)
+def test_a_template_used_wrongly_says_how(args: list[str], said: str) -> None:
+    with pytest.raises(LaunchError, match=said) as caught:
+        read_batch(args, {})
+    assert "sbatch slurm/train.sbatch CONFIG" in caught.value.fix
+
+
+@pytest.mark.parametrize("template", ["train", "train_srun", "single_gpu_offload"])
+def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: Path) -> None:
+    script = REPO / f"slurm/{template}.sbatch"
+    done = subprocess.run(
+        ["bash", str(script), "-"], env=environment(SHARDKIT_PYTHON=sys.executable), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "SLURM_JOB_ID is not set" in done.stderr
+    done = subprocess.run(
+        ["bash", str(script), "-"],
+        env=environment(SHARDKIT_PYTHON=str(tmp_path / "no")),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: shardkit is not installed for any of: ")
+
+
+def shardkit(*args: str, cwd: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardkit.cli", *args], cwd=cwd, env=environment(**env), capture_output=True, text=True
+    )
+
+
+def test_a_dry_run_prints_a_script_and_writes_nothing(tmp_path: Path) -> None:
+    done = shardkit(
+        "submit", "configs/fsdp.yaml", f"run.dir={tmp_path}/run", "--nodes", "2", "--time", "1:00:00", "--dry-run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2\n" in done.stdout and "#SBATCH --time=1:00:00\n" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["submit", "configs/fsdp.yaml"], ["jobs"], ["cancel", "1"], ["logs", "1"]])
+def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> None:
+    extra = [f"run.dir={tmp_path}/run"] if command[0] == "submit" else []
+    done = shardkit(*command, *extra, PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Slurm is not installed on this machine")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "said"),
+    [
+        (["train.max_stps=3"], {}, "unknown key"),
+        (["parallel.strategy=hsdp", "parallel.dp_replicate=3", "parallel.dp_shard=5"], {}, "dp_replicate"),
+        (["parallel.strategy=single"], {}, "single"),
+        (["train.global_batch_size=7", "train.micro_batch_size=1"], {}, "global_batch_size"),
+        (["run.device=cuda"], {"gpus_per_node": 0}, "no GPU"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_queues(
+    overrides: list[str], options: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    settings = {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4, **options}
+    with pytest.raises((ConfigError, LaunchError)) as caught:
+        submit.prepare("-", [f"run.dir={tmp_path}/run", *overrides], **settings)  # type: ignore[arg-type]
+    assert said in caught.value.cause
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    sizes = {"nodes": 1, "ranks_per_node": 2, "gpus_per_node": 2}
+    with pytest.raises(ConfigError, match="already holds a run"):
+        submit.prepare("-", [f"run.dir={tmp_path}"], **sizes)  # type: ignore[arg-type]
+    submit.prepare("-", [f"run.dir={tmp_path}", "run.resume=true"], **sizes)  # type: ignore[arg-type]
+
+
+def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:
+    snapshot.write(tmp_path / "run", "a: 1\n", "#!/bin/bash\n")
+    snapshot.write(tmp_path / "run", "a: 2\n", "#!/bin/bash\n")
+    assert (tmp_path / "run/submit/config.yaml").read_text() == "a: 2\n"
+    assert (tmp_path / "run/submit.1/config.yaml").read_text() == "a: 1\n"
+    snapshot.write(tmp_path / "new", "a: 1\n", "")
+    snapshot.remove(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text("#!/bin/bash\necho 'sbatch: error: Invalid account or account/partition combination' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match="sbatch refused: Invalid account or account/partition") as caught:
+        slurm.call("sbatch", "x")
+    assert caught.value.fix
+
+
+def test_submit_help_starts_about_as_fast_as_a_bare_typer_subcommands() -> None:
+    ours = startup.SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")
+    bare = startup.PLAIN_APP.replace('"--help"', '"one", "--help"')
+    assert ours != startup.SHARDKIT_HELP and bare != startup.PLAIN_APP
+    found = startup.ratio(*startup.interleaved([ours, bare], rounds=9))
+    assert found["interval_95"][0] < 1.5, found

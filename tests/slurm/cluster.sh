@@ -1,0 +1,222 @@
+#!/usr/bin/env bash
+# A real Slurm cluster of emulated nodes on this machine, everything below one directory:
+#   cluster.sh install            Debian's packages, if root and absent (apt-get)
+#   cluster.sh start DIR [NODES]  prints nothing, writes DIR/slurm.conf; `export SLURM_CONF=DIR/slurm.conf` to use it
+#   cluster.sh stop DIR           cancels its jobs, ends its daemons and nothing else
+#   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
+# Partition `batch` is preempted (requeued) by partition `high`. Each node has 4 CPUs and 2 GPUs that are not there.
+set -euo pipefail
+export PATH=/usr/sbin:/sbin:$PATH
+PROGRAMS=(slurmctld slurmd sbatch srun scontrol munged)
+PACKAGES=(slurmctld slurmd slurm-client munge)
+
+fail() {
+  echo "$*" >&2
+  exit 1
+}
+
+missing() {
+  local program
+  for program in "${PROGRAMS[@]}"; do command -v "$program" >/dev/null || echo "$program"; done
+}
+
+install_packages() {
+  [ -n "$(missing)" ] || return 0
+  [ "$(id -u)" = 0 ] || fail "Slurm is not installed, and only root can install it: apt-get install ${PACKAGES[*]}"
+  command -v apt-get >/dev/null || fail "Slurm is not installed, and there is no apt-get to install it with"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq >&2 || fail "Slurm is not installed, and apt-get update failed"
+  # policy-rc.d is not there in containers: a service that fails to start must not fail the installation
+  apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" >&2 || [ -z "$(missing)" ] || fail "apt-get could not install Slurm"
+}
+
+spawn() { # NAME PROGRAM ARGS...: a daemon in the foreground, so that its pid is known
+  local name=$1
+  shift
+  setsid nohup "$@" </dev/null >>"log/$name.out" 2>&1 &
+  echo $! >"pids/$name"
+}
+
+alive() { # NAME: its recorded pid is still a daemon of Slurm, not a zombie, not somebody else by now
+  local pid
+  pid=$(cat "pids/$1" 2>/dev/null) || return 1
+  grep -qE '^State:[[:space:]]+[^Z]' "/proc/$pid/status" 2>/dev/null && grep -qE '^(slurm|munge)' "/proc/$pid/comm"
+}
+
+free_ports() { # COUNT: the first of COUNT free ports in a row, below the range of outgoing connections
+  python3 - "$1" <<'PY'
+import random, socket, sys
+count = int(sys.argv[1])
+for _ in range(200):
+    first = random.randrange(12000, 30000)
+    held = []
+    try:
+        for port in range(first, first + count):
+            held.append(socket.socket())
+            held[-1].bind(("0.0.0.0", port))
+    except OSError:
+        continue
+    finally:
+        for s in held: s.close()
+    print(first)
+    sys.exit()
+sys.exit("no free ports")
+PY
+}
+
+write_config() { # NODES: slurm.conf and gres.conf
+  local nodes=$1 first i
+  first=$(free_ports $((nodes + 1)))
+  for i in 0 1; do mknod "dev/gpu$i" c 1 3 2>/dev/null || ln -sf "/dev/tty$i" "dev/gpu$i"; done
+  echo "NodeName=n[1-$nodes] Name=gpu File=$PWD/dev/gpu[0-1]" >gres.conf
+  cat >slurm.conf <<CONF
+ClusterName=test
+SlurmctldHost=$(uname -n)(127.0.0.1)
+SlurmctldPort=$first
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# a requeued job waits until its credential has expired: 120 s by default
+AuthInfo=socket=$PWD/munge.sock,cred_expire=5
+StateSaveLocation=$PWD/state
+SlurmdSpoolDir=$PWD/spool/%n
+SlurmctldPidFile=$PWD/state/slurmctld.pid
+SlurmdPidFile=$PWD/spool/%n.pid
+SlurmctldLogFile=$PWD/log/slurmctld.log
+SlurmdLogFile=$PWD/log/slurmd.%n.log
+MailProg=/bin/true
+MpiDefault=none
+SwitchType=switch/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=10
+TCPTimeout=2
+KillWait=10
+UnkillableStepTimeout=20
+InactiveLimit=0
+MinJobAge=86400
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=2,bf_interval=2
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+GresTypes=gpu
+NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
+PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF State=UP
+CONF
+}
+
+wait_up() { # NODES
+  local nodes=$1 deadline=$((SECONDS + 20)) states= i
+  while [ $SECONDS -lt $deadline ]; do
+    alive slurmctld || fail "slurmctld has ended: $(tail -n 3 log/slurmctld.out log/slurmctld.log)"
+    for i in $(seq "$nodes"); do alive "n$i" || fail "slurmd of n$i has ended: $(tail -n 3 "log/n$i.out")"; done
+    states=$(timeout 3 sinfo -h -N -p batch -o '%N %t' 2>&1 || true)
+    [ "$(grep -cE ' idle$' <<<"$states")" = "$nodes" ] && return 0
+    sleep 0.1
+  done
+  fail "the cluster did not come up: $states"
+}
+
+start() { # DIR NODES
+  local nodes=${2:-2} i
+  [ "$(id -u)" = 0 ] || fail "a Slurm cluster of emulated nodes needs root"
+  [ -z "$(missing)" ] || fail "not installed: $(missing | tr '\n' ' ')"
+  mkdir -p "$1" && cd "$1"
+  mkdir -p state spool log pids dev
+  for i in ${!SLURM_@}; do unset "$i"; done
+  export SLURM_CONF=$PWD/slurm.conf
+  write_config "$nodes"
+  (umask 077 && head -c 128 /dev/urandom >munge.key)
+  spawn munged munged --foreground --force --num-threads=2 --key-file="$PWD/munge.key" --socket="$PWD/munge.sock" \
+    --pid-file="$PWD/munged.pid" --log-file="$PWD/log/munged.log" --seed-file="$PWD/munged.seed"
+  for i in $(seq 100); do [ -S munge.sock ] && break || sleep 0.05; done
+  spawn slurmctld slurmctld -D
+  for i in $(seq "$nodes"); do
+    mkdir -p "spool/n$i"
+    spawn "n$i" slurmd -D -N "n$i"
+  done
+  wait_up "$nodes"
+}
+
+stop_daemon() { # NAME
+  local pid i
+  alive "$1" || return 0
+  pid=$(cat "pids/$1")
+  kill -TERM "$pid" 2>/dev/null || true
+  for i in $(seq 100); do alive "$1" || return 0; sleep 0.05; done
+  kill -KILL "$pid" 2>/dev/null || true
+}
+
+stop() { # DIR
+  local jobs i name
+  cd "$1" 2>/dev/null || return 0
+  export SLURM_CONF=$PWD/slurm.conf
+  jobs=$(timeout 5 squeue -h -o %A 2>/dev/null || true)
+  if [ -n "$jobs" ]; then
+    # shellcheck disable=SC2086 # one word per job
+    timeout 10 scancel $jobs 2>/dev/null || true
+    for i in $(seq 150); do
+      [ -z "$(timeout 5 squeue -h -o %A 2>/dev/null || true)" ] && break
+      sleep 0.1
+    done
+  fi
+  for name in n1 n2 n3 n4 slurmctld munged; do stop_daemon "$name"; done
+}
+
+kill_node() { # DIR NODE: slurmd alone would leave its tasks running, re-parented
+  cd "$1"
+  python3 - "$PWD/spool/$2/$2_" "$(cat "pids/$2")" <<'PY'
+import os, signal, sys
+from pathlib import Path
+prefix, daemon = sys.argv[1], int(sys.argv[2])
+# each step's slurmstepd listens on a unix socket SPOOL/NODE_JOB.STEP
+lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+sockets = {f"socket:[{words[6]}]" for words in lines if len(words) == 8 and words[7].startswith(prefix)}
+children, steps = {}, []
+for stat in Path("/proc").glob("[0-9]*/stat"):
+    try:
+        name, rest = stat.read_text().split("(", 1)[1].rsplit(")", 1)
+        pid = int(stat.parent.name)
+        children.setdefault(int(rest.split()[1]), []).append(pid)
+        if name == "slurmstepd" and any(os.readlink(fd) in sockets for fd in (stat.parent / "fd").iterdir()):
+            steps.append(pid)
+    except OSError:
+        pass
+def below(pid):
+    return [pid, *(p for child in children.get(pid, []) for p in below(child))]
+doomed = [daemon, *(pid for step in steps for pid in below(step))]
+for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: nobody reports the others' deaths
+    for pid in doomed:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+PY
+}
+
+start_node() { # DIR NODE: a node that died comes back
+  cd "$1"
+  export SLURM_CONF=$PWD/slurm.conf
+  spawn "$2" slurmd -D -N "$2"
+}
+
+case ${1:-} in
+  install) install_packages ;;
+  start) start "$2" "${3:-2}" ;;
+  stop) stop "$2" ;;
+  kill-node) kill_node "$2" "$3" ;;
+  start-node) start_node "$2" "$3" ;;
+  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | start-node DIR NODE" ;;
+esac
