@@ -191,7 +191,7 @@ def save_with_a_full_rank(root: str, async_save: bool) -> tuple[list[str | None]
 
 @pytest.mark.dist
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="not all ranks came to save step 1 within 1 s.*1"):
+    with pytest.raises(RankError, match=r"not all ranks came to save step 1 within 1 s.*1"):
         run_ranks(2, "tests.checkpoint.test_faults:only_rank_0_saves", root=str(tmp_path))
     assert not layout.checkpoints(tmp_path)
 
