@@ -29,7 +29,7 @@ def oldest() -> dict[str, str]:
 def python() -> Path:
     """The interpreter of an environment with those versions; kept between runs, it is gigabytes."""
     bounds = oldest()
-    pinned = [f"{name}=={bounds[name]}.*" for name in ("torch", "deepspeed")]
+    pinned = [f"{name}=={bounds[name]}" for name in ("torch", "deepspeed")]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardkit-tests"
     folder = cache / f"oldest-{hashlib.blake2b(repr((pinned, sys.version)).encode(), digest_size=6).hexdigest()}"
     interpreter = folder / "bin" / "python"
