@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from . import __version__, cli_launch
+from .checkpoint.cli import app as checkpoint_app
 from .errors import ShardkitError, report
 
 PACKAGE = Path(__file__).parent
@@ -76,6 +77,7 @@ def capability() -> None:
 
 
 cli_launch.register(app)
+app.add_typer(checkpoint_app)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

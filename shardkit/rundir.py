@@ -51,9 +51,7 @@ def _claim(path: Path, loaded: LoadedConfig) -> None:
         if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
             if loaded.config.run.overwrite:
                 _clear(path)
-            elif _resumes(path, loaded.config.run.resume):
-                _keep_settings(path)
-            else:
+            elif not _resumes(path, loaded.config.run.resume):
                 raise ConfigError(
                     f"run.dir={path} already holds a run",
                     "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
@@ -61,8 +59,8 @@ def _claim(path: Path, loaded: LoadedConfig) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for folder in ("logs", "checkpoints"):
             (path / folder).mkdir(exist_ok=True)
-        (path / "config.yaml").write_text(loaded.render())
-        (path / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+        if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
+            _write_settings(path, loaded)
     except OSError as error:
         raise ConfigError(
             f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write"
@@ -76,6 +74,11 @@ def _resumes(path: Path, resume: bool | str) -> bool:
     return Path(resume).resolve().is_relative_to(path.resolve())
 
 
+def _write_settings(path: Path, loaded: LoadedConfig) -> None:
+    (path / "config.yaml").write_text(loaded.render())
+    (path / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+
+
 def _keep_settings(path: Path) -> None:
     """Move the settings of the run so far to `logs/`, numbered: those of the resumed run take their place."""
     (path / "logs").mkdir(exist_ok=True)
@@ -85,8 +88,15 @@ def _keep_settings(path: Path) -> None:
             (path / name).replace(path / "logs" / kept)
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop what was recorded after `step`, and a last line that was cut short: each step is to appear once."""
+def go_on(path: Path, loaded: LoadedConfig, step: int) -> None:
+    """Make the directory that of a run resumed after `step`: its settings, and each step recorded once."""
+    _keep_settings(path)
+    _write_settings(path, loaded)
+    _rewind(path, step)
+
+
+def _rewind(path: Path, step: int) -> None:
+    """Drop what was recorded after `step`, and a last line that was cut short."""
     for name in ("metrics.jsonl", "memory.jsonl"):
         file = path / name
         if not file.exists():

@@ -96,7 +96,7 @@ class Trainer:
             )
         run = found[1] if found else RunState(step=0)
         if self.world.is_main:
-            rundir.rewind(self.run_dir, run.step)
+            rundir.go_on(self.run_dir, self.job.loaded, run.step)
             where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr, flush=True)
         self.step, self.tokens_total = run.step, run.tokens_total
