@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .base import Shard
-from .states import buffer_shards, scalars_of, set_scalars
+from .states import buffer_shards, flat, scalars_of, set_scalars
 
 
 def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> torch.Tensor:
@@ -33,10 +33,10 @@ def local_shards(model: nn.Module, optimizer: torch.optim.Optimizer, part: int, 
     for fqn, param in model.named_parameters():
         shape = tuple(param.shape)
         start, end = even_range(param.numel(), part, parts)
-        yield Shard(f"model.{fqn}", shape, start, param.detach().view(-1)[start:end])
+        yield Shard(f"model.{fqn}", shape, start, flat(fqn, param)[start:end])
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                yield Shard(f"optim.{fqn}.{key}", shape, start, value.view(-1)[start:end])
+                yield Shard(f"optim.{fqn}.{key}", shape, start, flat(fqn, value)[start:end])
     yield from buffer_shards(model, part)
 
 

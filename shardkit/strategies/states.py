@@ -86,6 +86,20 @@ def create_all_states(optimizer: torch.optim.Optimizer) -> None:
             create_states(optimizer, group, param)
 
 
+def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one dimension, a view.
+
+    Raises:
+        CheckpointError: its elements do not lie in the order of its indices (channels_last, a transpose).
+    """
+    if not tensor.is_contiguous():
+        raise CheckpointError(
+            f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+            "make it contiguous when the model is built; channels_last parameters cannot be saved",
+        )
+    return tensor.detach().view(-1)
+
+
 def buffer_shards(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Persistent buffers (batch-norm statistics): every rank holds them, rank 0's are saved."""
     seen: set[int] = set()
@@ -95,4 +109,4 @@ def buffer_shards(model: nn.Module, rank: int) -> Iterator[Shard]:
                 continue
             seen.add(id(buffer))
             fqn = f"{prefix}.{name}" if prefix else name
-            yield Shard(f"buffer.{fqn}", tuple(buffer.shape), 0, buffer.detach().view(-1), replica=rank)
+            yield Shard(f"buffer.{fqn}", tuple(buffer.shape), 0, flat(fqn, buffer), replica=rank)

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import CheckpointError
 from .base import Shard
 from .local import even_range
-from .states import create_states, scalars_of, set_scalars
+from .states import create_states, flat, scalars_of, set_scalars
 
 
 def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Parameter], dict[str, Any]]]:
@@ -108,7 +108,7 @@ def frozen_shards(module: nn.Module, stage: int, rank: int, part: int, parts: in
             continue
         if stage < 3:
             start, end = even_range(param.numel(), part, parts)
-            yield Shard(f"model.{fqn}", tuple(param.shape), start, param.detach().view(-1)[start:end])
+            yield Shard(f"model.{fqn}", tuple(param.shape), start, flat(fqn, param)[start:end])
             continue
         size = int(param.partition_numel())
         length = max(0, min(size, int(param.ds_numel) - rank * size))

@@ -1,0 +1,114 @@
+"""A model with everything that is not a plain trained weight, saved under one strategy and loaded under others."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.checkpoint.manifest import RunState
+from shardkit.job import Job, start
+from tests.checkpoint import cases
+from tests.strategies.cases import PARTITION_ALL
+
+
+class Odd(nn.Module):
+    """Tied and frozen weights, batch-norm statistics, a buffer that is not saved, sizes that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.frozen = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.back = nn.Linear(7, 5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.frozen(self.embed(tokens)))
+        out: torch.Tensor = self.head(self.back(hidden) * self.scale)
+        return out
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[:, 0]), batch[:, 1], reduction="sum")
+
+
+def build(job: Job) -> None:
+    torch.manual_seed(0)
+    job.wrap(Odd())
+
+
+def train(job: Job, steps: int) -> None:
+    world = job.world
+    for step in range(steps):
+        chance = torch.Generator().manual_seed(step)
+        batches = torch.randint(0, 11, (2, 12, 2), generator=chance)
+        job.step([b.chunk(world.size)[world.rank] for b in batches], loss_fn, len)
+
+
+def settings(strategy: str, **extra: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {"parallel.strategy": strategy, "run.device": "cpu", "train.grad_accum_steps": 2, **extra}
+    if strategy == "zero3":
+        out["parallel.ds_config"] = PARTITION_ALL
+    return out
+
+
+def save(strategies: list[str], root: str) -> dict[str, float]:
+    """Train and save under each strategy; how far the statistics moved."""
+    moved = {}
+    for strategy in strategies:
+        with start(None, settings(strategy)) as job:
+            build(job)
+            train(job, 3)
+            checkpoints = cases.checkpointer(job, Path(root) / strategy)
+            checkpoints.save(RunState(step=3))
+            checkpoints.close()
+            buffers = {s.name: s.local for s in job.strategy.shards() if s.name.startswith("buffer.")}
+            moved[strategy] = float(buffers["buffer.norm.running_mean"].abs().sum())
+        gc.collect()
+    return moved
+
+
+def load(strategies: list[str], root: str) -> dict[tuple[str, str], list[str]]:
+    """Load each saved checkpoint under each strategy; what differs from the file."""
+    out = {}
+    for strategy in strategies:
+        with start(None, settings(strategy)) as job:
+            build(job)
+            checkpoints = cases.checkpointer(job, Path(root) / f"{strategy}-{dist.get_world_size()}")
+            for source in sorted(p for p in Path(root).iterdir() if (p / "latest").exists()):
+                found = checkpoints.resume(source)
+                assert found is not None
+                out[source.name, strategy] = cases.differences(job, found[0])
+            train(job, 1)
+            checkpoints.close()
+        gc.collect()
+    return out
+
+
+def save_with_each(optimizers: dict[str, dict[str, Any]], strategy: str, root: str) -> None:
+    for optimizer, options in optimizers.items():
+        save_with(optimizer, strategy, f"{root}/{optimizer}", **options)
+
+
+def save_with(optimizer: str, strategy: str, root: str, **options: Any) -> None:
+    """Train two steps with one of torch's optimizers, save, load."""
+    with start(None, settings(strategy)) as job:
+        torch.manual_seed(0)
+        factory = getattr(torch.optim, optimizer)
+        job.wrap(nn.Linear(6, 4), lambda model: factory(model.parameters(), lr=0.1, **options))
+        checkpoints = cases.checkpointer(job, root)
+        for _ in range(2):
+            job.step([torch.ones(2, 6)] * 2, lambda model, x: model(x).square().sum(), len)
+        checkpoints.save(RunState(step=2))
+        checkpoints.resume(root)
+        assert cases.differences(job, Path(root) / "step_00000002") == []
+        checkpoints.close()

@@ -1,0 +1,92 @@
+"""`shardkit checkpoint ls|verify|rm`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardkit.checkpoint import layout
+from shardkit.checkpoint.cli import app
+from shardkit.errors import CheckpointError
+from tests.ranks import REPO
+
+
+def invoke(*args: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.is_dir())
+
+
+def test_ls_says_what_each_is(saved: Path) -> None:
+    os.truncate(saved / "step_00000001" / "rank_00000.bin", 10)
+    (saved / "step_00000004.tmp").mkdir()
+    (saved / "step_00000005.superseded").mkdir()
+    code, output = invoke("ls", saved.parent)
+    rows = {line.split()[0]: line for line in output.splitlines()}
+    assert code == 0
+    assert "damaged" in rows["step_00000001"] and "10 bytes" in rows["step_00000001"]
+    assert "complete" in rows["step_00000002"] and "plain × 1" in rows["step_00000002"]
+    assert "latest, best" in rows["step_00000003"]
+    assert "unfinished" in rows["step_00000004.tmp"]
+    assert "set aside" in rows["step_00000005.superseded"]
+
+
+def test_verify_reads_every_byte(saved: Path) -> None:
+    assert invoke("verify", saved.parent) == (
+        0, "step_00000001: intact\nstep_00000002: intact\nstep_00000003: intact\n",
+    )  # fmt: skip
+    data = saved / "step_00000002" / "rank_00000.bin"
+    content = bytearray(data.read_bytes())
+    content[70_000] ^= 1
+    data.write_bytes(content)
+    code, output = invoke("verify", saved.parent)
+    assert code == 1
+    assert "step_00000002: damaged" in output and "model.0" in output
+    assert invoke("verify", saved.parent, 3)[0] == 0
+
+
+def test_rm_deletes_and_moves_latest(saved: Path) -> None:
+    code, output = invoke("rm", saved.parent, 3, "step_00000001")
+    assert code == 0 and "deleted" in output
+    assert names(saved) == ["step_00000002"]
+    assert (saved / "latest").read_text() == "step_00000002\n"
+
+
+def test_rm_keeps_the_last_one_unless_forced(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="without a checkpoint"):
+        invoke("rm", saved.parent, 1, 2, 3)
+    assert len(layout.checkpoints(saved)) == 3
+    assert invoke("rm", saved.parent, 1, 2, 3, "--force")[0] == 0
+    assert names(saved) == []
+
+
+@pytest.mark.parametrize("name", ["9", "../..", "/etc", "../checkpoints/step_00000001", "step_1", "latest"])
+def test_rm_touches_only_checkpoints(name: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        invoke("rm", saved.parent, name)
+    assert len(layout.checkpoints(saved)) == 3
+
+
+def test_a_directory_without_checkpoints_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match=folder.name):
+            invoke("ls", folder)
+
+
+def test_listing_needs_no_torch(saved: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from shardkit.checkpoint import manage; "
+        f"manage.entries(Path({str(saved)!r})); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
