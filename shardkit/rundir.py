@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,39 +33,42 @@ def prepare(loaded: LoadedConfig, world: World) -> Path:
         ConfigError: the directory holds a run already, or cannot be written.
     """
     path = Path(loaded.config.run.dir)
-    problem: ShardkitError | None = None
-    if world.is_main:
-        try:
-            _claim(path, loaded)
-        except ShardkitError as error:
-            problem = error
-    for found in world.gather(problem):
-        if isinstance(found, ShardkitError):
-            raise found
+    _on_main(world, path, lambda: _claim(path, loaded))
     return path
 
 
+def _on_main(world: World, path: Path, action: Callable[[], None]) -> None:
+    """Do something to the directory on rank 0; what goes wrong there is raised on every rank."""
+    problem: ShardkitError | None = None
+    if world.is_main:
+        try:
+            action()
+        except ShardkitError as error:
+            problem = error
+        except OSError as error:
+            cause = f"run.dir={path} cannot be written: {error.strerror}"
+            problem = ConfigError(cause, "set run.dir to a directory you can write")
+    for found in world.gather(problem):
+        if isinstance(found, ShardkitError):
+            raise found
+
+
 def _claim(path: Path, loaded: LoadedConfig) -> None:
-    try:
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
-        if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
-            if loaded.config.run.overwrite:
-                _clear(path)
-            elif not _resumes(path, loaded.config.run.resume):
-                raise ConfigError(
-                    f"run.dir={path} already holds a run",
-                    "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
-                )
-        path.mkdir(parents=True, exist_ok=True)
-        for folder in ("logs", "checkpoints"):
-            (path / folder).mkdir(exist_ok=True)
-        if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
-            _write_settings(path, loaded)
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={path} cannot be written: {error.strerror}", "set run.dir to a directory you can write"
-        ) from error
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
+    if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
+        if loaded.config.run.overwrite:
+            _clear(path)
+        elif not _resumes(path, loaded.config.run.resume):
+            raise ConfigError(
+                f"run.dir={path} already holds a run",
+                "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
+            )
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in ("logs", "checkpoints"):
+        (path / folder).mkdir(exist_ok=True)
+    if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
+        _write_settings(path, loaded)
 
 
 def _resumes(path: Path, resume: bool | str) -> bool:
@@ -88,11 +92,19 @@ def _keep_settings(path: Path) -> None:
             (path / name).replace(path / "logs" / kept)
 
 
-def go_on(path: Path, loaded: LoadedConfig, step: int) -> None:
-    """Make the directory that of a run resumed after `step`: its settings, and each step recorded once."""
-    _keep_settings(path)
-    _write_settings(path, loaded)
-    _rewind(path, step)
+def go_on(loaded: LoadedConfig, world: World, path: Path, step: int) -> None:
+    """Make the directory that of a run resumed after `step`: its settings, and each step recorded once; collective.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def change() -> None:
+        _keep_settings(path)
+        _write_settings(path, loaded)
+        _rewind(path, step)
+
+    _on_main(world, path, change)
 
 
 def _rewind(path: Path, step: int) -> None:

@@ -95,8 +95,8 @@ class Trainer:
                 f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
             )
         run = found[1] if found else RunState(step=0)
+        rundir.go_on(self.job.loaded, self.world, self.run_dir, run.step)
         if self.world.is_main:
-            rundir.go_on(self.run_dir, self.job.loaded, run.step)
             where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
             print(f"resuming {where}", file=sys.stderr, flush=True)
         self.step, self.tokens_total = run.step, run.tokens_total

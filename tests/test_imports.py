@@ -117,7 +117,7 @@ def test_no_import_cycles() -> None:
 def test_only_the_zero_strategy_imports_deepspeed(module: str) -> None:
     path = SOURCES[module]
     names = [name for name in imported(module, path) if name.split(".")[0] == "deepspeed"]
-    if module != "strategies.zero":
+    if module not in {"strategies.zero", "strategies.cpu_adam"}:
         assert not names
     at_the_top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert "import deepspeed" not in "\n".join(ast.unparse(node) for node in at_the_top), "import it where it is used"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..dist import World
 from ..errors import CheckpointError
 from .manifest import CorruptCheckpoint
 
@@ -15,6 +17,21 @@ def first_failure(failure: CheckpointException) -> tuple[int, BaseException]:
     """(rank, exception) of the lowest rank that failed in a collective save or load."""
     rank = min(failure.failures)
     return rank, failure.failures[rank][0]
+
+
+def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]) -> None:
+    """Do something to the file system on rank 0 while the others wait; collective.
+
+    Raises:
+        CheckpointError: on every rank, if the file system refuses.
+    """
+    problem = None
+    if world.is_main:
+        try:
+            action()
+        except OSError as error:
+            problem = CheckpointError(f"{error.filename}: {error.strerror}", "check the owner and mode of run.dir")
+    agreed(group, problem)
 
 
 def agreed(group: dist.ProcessGroup, problem: CheckpointError | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +51,24 @@ class SaveReport:
     error: str | None
 
 
+def _storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
+    """The run's state as JSON can hold it: a validation loss that is not finite is no loss.
+
+    Raises:
+        CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
+    """
+    if run.val_loss is not None and not math.isfinite(run.val_loss):
+        run = replace(run, val_loss=None)
+    try:
+        json.dumps([asdict(run), dict(scalars)], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of step {run.step} cannot be written as JSON: {error}",
+            "keep finite numbers, text, lists and dicts in RunState.extra",
+        ) from error
+    return run
+
+
 class Checkpointer:
     """Saves a strategy's state below `root`. All ranks construct it, and call `save`, at the same time.
 
@@ -85,7 +105,10 @@ class Checkpointer:
         self.last_step: int | None = None
         self.failures = 0
         if world.is_main:
-            layout.sweep(self.root)
+            try:
+                layout.sweep(self.root)
+            except OSError as error:  # saves will say the same, in time for all ranks to hear it
+                _LOG.warning("%s cannot be tidied up: %s", self.root, error)
 
     @property
     def staging_bytes(self) -> int:
@@ -124,8 +147,8 @@ class Checkpointer:
         began = time.monotonic()
         self.wait()
         self._meet(run.step)
-        ranges = self._ranges()
-        scalars = self._strategy.scalars()
+        ranges, scalars = self._ranges(), self._strategy.scalars()
+        run = _storable(run, scalars)
         if self._config.async_save:
             ranges = self._staging.copy(ranges)
         writer = RangeWriter(

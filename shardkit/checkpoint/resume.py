@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from ..errors import CheckpointError
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import layout, rng
-from .agree import agreed, first_failure
+from .agree import agreed, first_failure, main_only
 from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
 from .planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
 from .reader import CheckpointReader, RangeReader
@@ -51,9 +52,14 @@ def resume(
     Raises:
         CheckpointError: it does not fit this run; or it is damaged, and there is no other or none is wanted.
     """
-    box: list[Any] = [candidates(source)]
+    box: list[list[Path]] = [[]]
+
+    def look() -> None:
+        box[0] = candidates(source)
+
+    main_only(world, group, look)
     dist.broadcast_object_list(box, group=group, group_src=0)
-    paths: list[Path] = box[0]
+    paths = box[0]
     if not paths:
         return None
     strategy.create_optimizer_state()
@@ -69,9 +75,8 @@ def resume(
                 _LOG.warning("%s; trying the checkpoint before it", error.cause)
             last = error
             continue
-        if world.is_main and own_root is not None:
-            _set_aside(own_root, path, damaged)
-        dist.barrier(group=group)
+        if own_root is not None:
+            main_only(world, group, partial(_set_aside, own_root, path, damaged))
         return path, run
     raise CheckpointError(
         f"none of the {len(damaged)} checkpoints in {paths[0].parent} is intact; the oldest: {last.cause}",

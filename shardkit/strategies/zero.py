@@ -1,10 +1,9 @@
-"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. The only module that imports deepspeed."""
+"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. Only `zero` and `cpu_adam` import deepspeed."""
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +15,11 @@ from torch import nn
 from ..config import RunConfig
 from ..config_io import resolve_batch
 from ..dist import World
-from ..errors import BuildError, ConfigError
+from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..weights import Weights
 from .base import OptimizerFactory, Shard
+from .cpu_adam import build_cpu_adam
 from .states import buffer_shards
 from .zero_config import STAGES, build_ds_config
 from .zero_load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars
@@ -168,43 +168,3 @@ def _deepspeed(world: World) -> Any:
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False
         )
     return deepspeed
-
-
-def build_cpu_adam(world: World) -> None:
-    """Compile DeepSpeedCPUAdam once per machine before its ranks load it.
-
-    Raises:
-        BuildError: on every rank, with the compiler's first error.
-    """
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    problem = ""
-    if world.env.local_rank == 0:
-        if not _is_built(CPUAdamBuilder):
-            print("building DeepSpeedCPUAdam (once per machine, 1-3 minutes) ...", file=sys.stderr, flush=True)
-        try:
-            CPUAdamBuilder().load(verbose=False)
-        except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is not there
-            problem = first_compiler_error(str(error))
-    problems = [str(p) for p in world.gather(problem) if p]
-    if problems:
-        raise BuildError(
-            f"DeepSpeedCPUAdam does not compile: {problems[0]}",
-            "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or set "
-            "parallel.offload_optimizer=none",
-        )
-
-
-def _is_built(builder: Any) -> bool:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    name = builder.NAME
-    folder = _get_build_directory(name, verbose=False)
-    return os.path.exists(os.path.join(folder, f"{name}.so"))
-
-
-def first_compiler_error(text: str) -> str:
-    """The first line of a build log that says what is wrong."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "error:" in line.lower() or "not found" in line.lower()]
-    return (telling or lines or ["no message"])[0][:300]

@@ -37,3 +37,42 @@ def save_forever(root: str, store: str, rank: int, size: int, said: str, async_s
                 file.writelines(f"{finished}\n" for finished in done[reported:])
         reported = len(done)
         step += 1
+
+
+STEPS_OF_A_SAVE = ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+"""Functions of `os` through which everything on disk changes."""
+
+
+def crash_at(root: str, count: int, resume_from: str, step: int) -> None:
+    """Resume (from where; empty: not at all) and save `step`, but end before the `count`-th change on disk."""
+    import io
+    import os as real
+
+    import torch.distributed as dist
+
+    from shardkit.checkpoint.manifest import RunState
+    from tests.checkpoint import fakes
+
+    left = [count]
+
+    def guarded(function):  # type: ignore[no-untyped-def]
+        def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+            left[0] -= 1
+            if left[0] == 0:
+                real._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in STEPS_OF_A_SAVE:
+        setattr(real, name, guarded(getattr(real, name)))
+    io.open = guarded(io.open)  # what pathlib opens files with
+    strategy = fakes.Plain()
+    checkpoints = fakes.checkpointer(root, strategy, keep_last=2, keep_best=False)
+    if resume_from:
+        checkpoints.resume(resume_from)
+    strategy.fill(step)
+    checkpoints.save(RunState(step=step))
+    checkpoints.close()
+    real._exit(0)

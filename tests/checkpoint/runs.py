@@ -67,6 +67,38 @@ def train(
     return taken
 
 
+def cpu_adam_bits(stops: tuple[int, ...], steps: int) -> list[bool]:
+    """After each step: whether a DeepSpeedCPUAdam made anew at `stops` has the bits of one that went through."""
+    import os
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from shardkit.strategies.zero_load import _replay_bias_correction
+
+    def adam(param: torch.nn.Parameter) -> Any:
+        return DeepSpeedCPUAdam([param], lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)
+
+    def step(optimizer: Any, param: torch.nn.Parameter, index: int) -> None:
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(index))
+        optimizer.step()
+
+    first = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    through, again = torch.nn.Parameter(first.clone()), torch.nn.Parameter(first.clone())
+    one, other = adam(through), adam(again)
+    same = []
+    for index in range(1, steps + 1):
+        step(one, through, index)
+        if index in stops:
+            state = other.state[again]
+            other = adam(again)
+            other.state[again] = state
+            _replay_bias_correction(other)
+        step(other, again, index)
+        same.append(torch.equal(through, again))
+    return same
+
+
 def interrupted(names: list[str], root: str, stops: tuple[int, ...] = (3, 6), **extra: Any) -> dict[str, Any]:
     """Each case uninterrupted, and stopped at `stops`: (whole curve, curve in pieces, steps in metrics.jsonl)."""
     out = {}

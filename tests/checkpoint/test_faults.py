@@ -204,10 +204,53 @@ def only_rank_0_saves(root: str) -> None:
         signal.pause()  # ended by the helper once rank 0 has failed
 
 
+# What is resumed from, the step that is saved then, and what may be found after a crash.
+PLACES = {
+    "a new step": ("newest", 4, {3, 4}),
+    "going back": ("step_00000002", 3, {2, 3}),
+    "after a damaged one": ("newest", 3, {2, 3}),
+    "a step that is there": ("", 3, {3}),
+}
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_crash_before_any_change_on_disk(place: str, saved: Path, tmp_path: Path) -> None:
+    """One process for each change (write, fsync, rename, ...) that a resume and a save make, ended right before it."""
+    source, step, wanted = PLACES[place]
+    context = _forkserver()
+    for count in range(1, 1000):
+        root = tmp_path / f"crash{count}"
+        shutil.copytree(saved, root)
+        if place == "after a damaged one":
+            os.truncate(root / "step_00000003" / "rank_00000.bin", 100)
+        start = {"newest": str(root), "": ""}.get(source, f"{root}/{source}")
+        process = context.Process(target=killed.crash_at, args=(str(root), count, start, step))
+        process.start()
+        process.join(60)
+        assert process.exitcode in (0, 9), f"change {count}: exit code {process.exitcode}"
+        bad = {p.name for p in layout.checkpoints(root) if manage.verify(p)}
+        assert bad <= ({"step_00000003"} if place == "after a damaged one" else set()), f"change {count}: {bad}"
+        # As the next start of the run would: it sweeps, and takes the newest.
+        found = resumed(root)
+        assert found in wanted, f"change {count}: step {found}"
+        assert not [p for p in root.iterdir() if p.suffix in (layout.TMP, layout.OLD, layout.DELETED)]
+        shutil.rmtree(root)
+        if process.exitcode == 0:
+            assert found == step
+            assert count > 10, "the changes were not counted"
+            return
+    raise AssertionError("never came to its end")
+
+
+def _forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "tests.checkpoint.fakes"])
+    return context
+
+
 def kill_during_saves(root: Path, kills: int, seed: int, async_save: bool) -> list[int]:
     """Start two ranks that save without end, kill them at a random moment, look at what is left; the steps reached."""
-    chance, context = random.Random(seed), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "tests.checkpoint.fakes"])
+    chance, context = random.Random(seed), _forkserver()
     reached = []
     for trial in range(kills):
         said = root.parent / f"said{trial}"

@@ -63,6 +63,12 @@ def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: P
     check_bitwise(world, names, tmp_path, **{"checkpoint.async_save": async_save})
 
 
+@pytest.mark.deepspeed
+def test_cpu_adam_goes_on_to_the_bit() -> None:
+    stops = (7, 9, 14, 20)  # where the powers of beta by repeated multiplication and by `pow` differ
+    assert all(run_ranks(1, "tests.checkpoint.runs:cpu_adam_bits", stops=stops, steps=24)[0])
+
+
 def command(root: Path, *overrides: str, ranks: int = 2) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     values = runs.settings("fsdp" if ranks else "single", max(ranks, 1), str(root), "run")

@@ -11,7 +11,7 @@ import pytest
 
 from shardkit.config_io import load_config
 from shardkit.errors import ConfigError
-from shardkit.strategies.zero import first_compiler_error
+from shardkit.strategies.cpu_adam import first_compiler_error, sole_builder
 from shardkit.strategies.zero_config import build_ds_config
 from tests.test_train import REPO, environment, user_error
 
@@ -66,6 +66,23 @@ def test_a_raw_key_that_contradicts_is_refused_by_both_names(raw: dict[str, Any]
 def test_the_first_compiler_error_is_found() -> None:
     error = "cpu_adam.h:20:10: fatal error: Python.h: No such file or directory"
     assert first_compiler_error(f"[1/3] c++ -MMD ...\n{error}\n compilation terminated.") == error
+
+
+def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
+    guard = tmp_path / "lock"  # torch's
+    script = (
+        "import os, sys; from pathlib import Path; from shardkit.strategies.cpu_adam import sole_builder\n"
+        "with sole_builder(Path(sys.argv[1])):\n"
+        "    Path(sys.argv[1], 'lock').touch(); os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=REPO, timeout=100)
+    assert killed.returncode == -9
+    assert guard.exists()
+    with sole_builder(tmp_path):
+        assert not guard.exists()
+        guard.touch()
+    with sole_builder(tmp_path):
+        assert guard.exists(), "somebody else's build, which may be alive"
 
 
 @pytest.mark.deepspeed
