@@ -38,7 +38,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
 	@# setuptools warns about every editable install.
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf,vision]'
 	@touch $@
 
 # run.overwrite: an earlier run in the same directory would otherwise be refused.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ INTRO = """# Benchmarks
 
 Generated from `benchmarks/results/*.json` by `python -m benchmarks.report`; a test compares. Ratios are medians of
 pairs measured in one run, in brackets the distribution-free 95 % interval of the median. Absolute times say little
-beyond the machine named; ratios below 1 are in shardkit's favour.
+beyond the machine named; ratios of times below 1 are in shardkit's favour.
 """
 
 
@@ -54,9 +55,14 @@ def overhead(result: dict[str, Any]) -> str:
 def startup(result: dict[str, Any]) -> str:
     named = {
         "help_vs_plain_typer_app": "`shardkit --help` over a bare typer application (goal ≤ 1.5)",
+        "submit_help_vs_plain_typer_app": "`shardkit submit --help` over a bare command's (goal ≤ 1.5)",
         "help_vs_default_typer_app": "`shardkit --help` over a bare typer application with typer's default (rich) help",
     }
-    rows = [f"| {text} | {interval((result[k]['ratio'], *result[k]['interval_95']), 3)} |" for k, text in named.items()]
+    rows = [
+        f"| {text} | {interval((result[k]['ratio'], *result[k]['interval_95']), 3)} |"
+        for k, text in named.items()
+        if k in result
+    ]
     imported = result["import_shardkit_ms"]
     rows.append(
         f"| `import shardkit`, ms (goal < 50) | {interval((imported['median'], *imported['interval_95']), 1)} |"
@@ -69,6 +75,102 @@ def startup(result: dict[str, Any]) -> str:
         "| measured | median [95 %] |",
         "|---|---|",
         *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def checkpoint(result: dict[str, Any]) -> str:
+    goals, speed, memory = result["goals"], result["gib_per_s"], result["extra_memory"]
+    samples = result["samples"]
+    measured = {
+        f"save: throughput over that of a raw write (goal ≥ {goals['save_throughput']})": "save_throughput",
+        f"load: throughput over that of a raw read (goal ≥ {goals['load_throughput']})": "load_throughput",
+        f"background save: time it blocks over that of a save (goal ≤ {goals['async_blocking']})": "async_blocking",
+        "training speed while it is written, over that without": "training_speed_during_async",
+        "training time it costs, blocked and slowed, over that of a save": "async_cost",
+        "save: time over that of `torch.save` of the full state dict (FSDP2, gathered on rank 0)": "over_torch_save",
+        "save: time over that of DeepSpeed's `save_checkpoint` (ZeRO-2)": "over_deepspeed",
+    }
+    peaks = {
+        "save": "save", "background save": "background", "load": "load", "`torch.save` of the full state": "torch_save",
+        "DeepSpeed's save": "deepspeed_save",
+    }  # fmt: skip
+    return "\n".join([
+        "## Checkpoints",
+        "",
+        f"`python -m benchmarks.checkpoint`: {samples['bytes'] / 2**30:.2f} GiB of fp32 weights and AdamW moments, "
+        f"{result['ranks']} CPU ranks, {len(samples['rounds'])} rounds,",
+        "in turns on one disk. Raw is one file per rank, memory to disk and back, without checksums. Every write ends",
+        "with an fsync, `torch.save`'s and DeepSpeed's too; what is read is not in the page cache. Training keeps all",
+        "cores busy, so that a background save competes with it for them.",
+        "",
+        "| measured | median [95 %] |",
+        "|---|---|",
+        *(f"| {text} | {interval(result[key], 2)} |" for text, key in measured.items()),
+        "",
+        f"Median throughputs in GiB/s: save {speed['save']:.2f} (raw {speed['raw_write']:.2f}), "
+        f"load {speed['load']:.2f} (raw {speed['raw_read']:.2f}). The first background",
+        f"save makes its buffers and blocks for {result['first_async_blocking']:.2f} of a save's time. "
+        "Most host memory taken, as a multiple of the rank's",
+        "share of the checkpoint: " + ", ".join(f"{text} {memory[arm]:.2f}" for text, arm in peaks.items()) + ".",
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def checkpoint_matrix(result: dict[str, Any]) -> str:
+    steps = next(iter(result["modes"].values()))["steps_compared"]
+    rows = [
+        f"| {mode} | {r['pairs']} | {r['pairs'] - len(r['not_bit_equal'])} "
+        f"| {r['worst_loss_difference']:.1e} ({r['worst_pair']}) |"
+        for mode, r in result["modes"].items()
+    ]
+    sizes = ", ".join(f"{case} × {', '.join(map(str, worlds))}" for case, worlds in result["world_sizes"].items())
+    return "\n".join([
+        "## Checkpoints between strategies and world sizes",
+        "",
+        f"`python -m benchmarks.checkpoint_matrix`: each of these saved, and loaded under each: {sizes}.",
+        f"The difference is the largest of the next {steps} losses, to the single run that was never saved.",
+        "",
+        "| precision | pairs | masters and moments bit-equal after the load | loss difference |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def launch(result: dict[str, Any]) -> str:
+    goals, shares = result["goals"], result["watching"]
+    rows = [
+        f"| `{name}` | {found['median_s']:.2f} | {interval(found['ratio'], 3)} |"
+        for name, found in result["first_step"].items()
+    ]
+    watched = [f"| {name} | {100 * shares[name]:.3f} % |" for name in ("watchdog", "preemption flag", "reduction")]
+    recovery = interval(result["recovery"]["interval_s"], 1)
+    return "\n".join([
+        "## Launching and recovering",
+        "",
+        "`python -m benchmarks.launch`: from the command to the end of the first optimizer step, the same training",
+        f"module on 2 CPU ranks (goal for `shardkit launch` ≤ {goals['first_step']:.2f}).",
+        "",
+        "| launcher | median s | over torchrun |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"From a rank's SIGKILL to the end of the first step after it: {recovery} s.",
+        "",
+        f"Time inside the calls over a step of {1000 * shares['step_s']:.0f} ms (goal for watchdog and flag together "
+        f"< {100 * goals['watching']:.1f} %).",
+        "The reduction carries loss, finiteness, token count and the flag; the wait for the slower rank is left out.",
+        "",
+        "| call | share |",
+        "|---|---|",
+        *watched,
         "",
         machine(result["environment"]),
         "",
@@ -88,7 +190,84 @@ def machine(env: dict[str, Any]) -> str:
     )
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead, "startup": startup}
+def activation(result: dict[str, Any]) -> str:
+    model = result["model"]
+    equal = all(r["gradients_equal"] for b in result["attention"].values() for r in b["policies"].values())
+    parts = [
+        "## Activations",
+        paragraph(
+            "`python -m benchmarks.activation`: forward and backward of the reference transformer, "
+            f"B = {result['batch']}, T = {result['seq']}, d_model = {model['d_model']}, {model['n_layers']} layers, "
+            f"{model['n_heads']} heads, "
+            f"vocab {model['vocab_size']}, {result['dtype']}, loss chunks of {model['loss_chunk_size']} tokens, no "
+            "dropout, on the CPU. Saved: bytes alive on the device after forward (storages, counted by the tensor "
+            "tracker) beside weights and gradients; peak: the most during the step; both include the loss's own. "
+            "Again: FLOPs of products computed a second time, over those of one forward. Time: against keeping "
+            f"everything, step by step in one run. Gradients of all rows equal bit for bit: {'yes' if equal else 'NO'}."
+        ),
+    ]
+    for backend, measured in result["attention"].items():
+        parts += _policies(backend, measured, result["goals"])
+    parts.append(
+        "On the CPU the host's copies lie in the same memory: the peaks of the offload rows are not lower than without."
+    )
+    return "\n\n".join([*parts, *_budgets(result["budget"]), _loss(result), machine(result["environment"]), ""])
+
+
+def _policies(backend: str, measured: dict[str, Any], goals: dict[str, float]) -> list[str]:
+    goal = f" (goal ≥ {goals['selective_share_of_full_math']:.0%})" if backend == "math" else ""
+    title = {"math": "Math attention", "sdpa": "Fused attention (SDPA)"}[backend]
+    rows = [
+        f"| {name} | {mib(r['saved'])} | {mib(r['on_host'])} | {mib(r['peak'])} "
+        f"| {100 * r['recompute_share']:.0f} % | {interval(r['time']['ratio'], 2)} |"
+        for name, r in measured["policies"].items()
+    ]
+    head = ["| policy | saved, MiB | on the host, MiB | peak, MiB | again | time |", "|---|---|---|---|---|---|"]
+    saves = f"{title}: `selective` saves {measured['selective_share_of_full']:.0%} of what `full` saves{goal}."
+    return [saves, "\n".join([*head, *rows])]
+
+
+def _budgets(budgets: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {name} | {mib(math['saved'])} | {math['time']:.2f} | {mib(fused['saved'])} | {fused['time']:.2f} |"
+        for (name, math), fused in zip(budgets["math"].items(), budgets["sdpa"].values(), strict=True)
+    ]
+    head = ["| budget | math: saved, MiB | time | fused: saved, MiB | time |", "|---|---|---|---|---|"]
+    text = paragraph(
+        "`budget`, blocks compiled: bytes saved by the whole model, counted by saved-tensor hooks, because neither the "
+        "tracker nor the FLOP counter sees into compiled code. Times one budget after the other, against budget 1."
+    )
+    return [text, "\n".join([*head, *rows])]
+
+
+def _loss(result: dict[str, Any]) -> str:
+    loss = result["loss"]
+    whole, chunked = loss["whole"], loss["chunked"]
+    return paragraph(
+        f"Chunked cross-entropy, {loss['tokens']} tokens, d_model {loss['d_model']}, vocab {loss['vocab_size']}, "
+        f"{loss['dtype']}, chunks of {loss['chunk_size']}: the output head's peak in forward and backward, gradients "
+        f"included, falls from {mib(whole['peak'])} to {mib(chunked['peak'])} MiB, {loss['peak_reduction']:.1f} times "
+        f"(goal ≥ {result['goals']['logits_peak_reduction']}); {chunked['seconds']:.1f} s instead of "
+        f"{whole['seconds']:.1f} s."
+    )
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:.1f}"
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "overhead": overhead,
+    "startup": startup,
+    "checkpoint": checkpoint,
+    "checkpoint_matrix": checkpoint_matrix,
+    "launch": launch,
+    "activation": activation,
+}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long `shardkit --help` and `import shardkit` take: python -m benchmarks.startup [--pairs N].
+"""How long `shardkit [submit] --help` and `import shardkit` take: python -m benchmarks.startup [--pairs N].
 
 Each is timed in whole processes, alternating with its baseline in one run: a typer app with as many commands that do
 nothing (plain, as ours; and with typer's default rich output), and an interpreter that does nothing.
@@ -17,6 +17,7 @@ from typing import Any
 from .common import REPO, median_ci, write_result
 
 SHARDKIT_HELP = "import sys; from shardkit.cli import main; sys.argv = ['shardkit', '--help']; sys.exit(main())"
+SUBMIT_HELP = SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")
 BARE_APP = """
 import sys
 import typer
@@ -32,6 +33,7 @@ app()
 """
 PLAIN_APP = BARE_APP.format(options="rich_markup_mode=None")
 RICH_APP = BARE_APP.format(options="")
+PLAIN_COMMAND = PLAIN_APP.replace('"bare", "--help"', '"bare", "one", "--help"')
 NOTHING = "pass"
 IMPORT = "import shardkit"
 
@@ -88,10 +90,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40, help="timings of each, at least 20")
     pairs = max(20, parser.parse_args().pairs)
     ours, plain, rich = interleaved([SHARDKIT_HELP, PLAIN_APP, RICH_APP], pairs)
+    submit, command = interleaved([SUBMIT_HELP, PLAIN_COMMAND], pairs)
     value, low, high = import_ms(pairs)
     result = {
         "pairs": pairs,
         "help_vs_plain_typer_app": ratio(ours, plain),
+        "submit_help_vs_plain_typer_app": ratio(submit, command),
         "help_vs_default_typer_app": ratio(ours, rich),
         "import_shardkit_ms": {"median": round(value, 1), "interval_95": [round(low, 1), round(high, 1)]},
     }

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
-from . import exit_codes, failure, requeue
+from . import container, exit_codes, failure, fit, record, requeue
 from .follow import Follower
+from .notice import Notice, say
 from .placement import integer
 from .slurm import output_pattern
 from .threads import default_omp_threads
+
+if TYPE_CHECKING:
+    from ..config_io import LoadedConfig
 
 _POLL_S = 0.1
 # Slurm's warning goes to every process of a step: until a process listens, it has to be ignored, or it kills.
@@ -39,6 +42,7 @@ class Batch:
         log_dir: this start's folder below RUN_DIR/logs, absolute.
         restart: how often Slurm queued this job again before.
         n_ranks_per_node: ranks on each node.
+        overwrites: whether the run begins anew in a directory that another may have used.
     """
 
     style: str
@@ -50,6 +54,7 @@ class Batch:
     log_dir: Path
     n_nodes: int
     n_ranks_per_node: int
+    overwrites: bool = False
 
     @property
     def error_dir(self) -> Path:
@@ -58,9 +63,10 @@ class Batch:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the batch script's exit code (docs/launch.md)."""
+    notice = Notice()
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(read_batch(args, os.environ), os.environ)
+        return run(read_batch(args, os.environ), os.environ, notice)
     except ShardkitError as error:
         return report(error)
 
@@ -69,7 +75,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     """The job from its command line and Slurm's variables.
 
     Raises:
-        ConfigError: the config is wrong: said here, before ranks start.
+        ConfigError: the config is wrong, or does not fit the ranks: said here, before they start.
         LaunchError: not inside a batch job, or no config.
     """
     if len(args) < 2 or args[0] not in ("torchrun", "srun"):
@@ -78,12 +84,16 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         raise LaunchError("this is no Slurm job: SLURM_JOB_ID is not set", "sbatch slurm/train.sbatch CONFIG")
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
     overrides = _array_overrides(overrides, environ)
-    run_dir = _run_dir(config, overrides)
+    loaded = _load(config, overrides)
+    run_dir = Path(loaded.config.run.dir)
     task = environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
     job_id = environ["SLURM_JOB_ID"]
+    n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
+    n_gpus = integer(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_GPUS_ON_NODE") else 0
+    fit.check(loaded.config, n_nodes, n_ranks, n_gpus)
     restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     return Batch(
         style=style,
@@ -93,15 +103,16 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         overrides=tuple(overrides),
         run_dir=run_dir,
         log_dir=run_dir.absolute() / "logs" / f"slurm-{job_id}.{restart}",
-        n_nodes=integer(environ, "SLURM_JOB_NUM_NODES"),
-        n_ranks_per_node=_ranks_per_node(style, environ),
+        n_nodes=n_nodes,
+        n_ranks_per_node=n_ranks,
+        overwrites=loaded.config.run.overwrite,
     )
 
 
-def _run_dir(config: str | None, overrides: Sequence[str]) -> Path:
+def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
     from ..config_io import load_config
 
-    return Path(load_config(config, overrides).config.run.dir)
+    return load_config(config, overrides)
 
 
 def _array_overrides(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -127,14 +138,14 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
     argv.append(f"--ntasks-per-node={tasks}")
     cpus = _cpus_per_task(batch, environ)
     argv += [f"--cpus-per-task={cpus}"] if cpus else []
-    if environ.get("SHARDKIT_CONTAINER"):
-        argv += [f"--container-image={environ['SHARDKIT_CONTAINER']}", f"--container-mounts={os.getcwd()}"]
-        argv.append(f"--container-workdir={os.getcwd()}")
+    image = environ.get("SHARDKIT_CONTAINER")
+    argv += container.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
+    python = container.PYTHON if image else sys.executable
     if batch.style == "srun":
         argv += [f"--output={output_pattern(str(batch.log_dir))}/rank-%t.log", "--open-mode=append"]
         config = ["--config", batch.config] if batch.config else []
-        return [*argv, *_SHIELD, sys.executable, "-m", "shardkit.train", *config, *batch.overrides]
-    launch = [sys.executable, "-m", "shardkit.cli", "launch", *([batch.config] if batch.config else ["-"])]
+        return [*argv, *_SHIELD, python, "-m", "shardkit.train", *config, *batch.overrides]
+    launch = [python, "-m", "shardkit.cli", "launch", *([batch.config] if batch.config else ["-"])]
     launch += ["--nnodes", str(batch.n_nodes), "--nproc-per-node", str(batch.n_ranks_per_node)]
     launch += ["--max-restarts", environ.get("SHARDKIT_MAX_RESTARTS", "0")]
     return [*argv, *_SHIELD, *launch, *batch.overrides]
@@ -150,7 +161,7 @@ def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
 
 def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]:
     """What the step's processes get beside the job's environment."""
-    keep = os.pathsep.join([str(batch.log_dir), str(requeue.record_path(batch.run_dir).absolute())])
+    keep = os.pathsep.join([str(batch.log_dir), str(record.path(batch.run_dir).absolute())])
     job_output = batch.run_dir.absolute() / "logs"
     kept_outputs = [str(path) for path in job_output.glob("slurm-*.out")]
     added = {"SHARDKIT_KEEP": os.pathsep.join([keep, *kept_outputs]), "PYTHONUNBUFFERED": "1"}
@@ -164,101 +175,85 @@ def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]
     return {**environ, **added}
 
 
-def run(batch: Batch, environ: Mapping[str, str]) -> int:
+def run(batch: Batch, environ: Mapping[str, str], notice: Notice) -> int:
     """Run the step to its end, and decide what comes after it.
 
     Raises:
-        LaunchError: the run directory cannot be written.
+        LaunchError: the run directory cannot be written, or the job has been started too often.
     """
     try:
         batch.error_dir.mkdir(parents=True, exist_ok=True)
+        if batch.overwrites and batch.restart == 0:
+            record.path(batch.run_dir).unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"cannot make {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
+            f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
         ) from error
-    said = Signals(batch.job_id)
-    requeue.note_start(batch.run_dir, batch.job_id, batch.restart)
-    _say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
+    _refuse(batch, environ)
+    record.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
+    say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
     process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ))
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
     while process.poll() is None:
-        said.pass_on()
+        notice.watch(batch.job_id, batch.run_dir)
         if rank_0 is not None:
             rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
         time.sleep(_POLL_S)
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
-    return _after(batch, process.returncode, said)
+    return _after(batch, process.returncode, notice, environ)
 
 
-def _after(batch: Batch, code: int, said: Signals) -> int:
+def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
+    """Raises if the job should not run another time."""
+    most = int(environ.get("SHARDKIT_MAX_REQUEUES", "100"))
+    problem = requeue.refusal(batch.run_dir, batch.job_id, most)
+    if problem is not None:
+        raise problem
+
+
+def _after(batch: Batch, code: int, notice: Notice, environ: Mapping[str, str]) -> int:
+    """Note why the step ended; the job goes back to the queue, or ends with the returned code."""
     failures = failure.read(batch.error_dir.glob("*.json")) if batch.style == "srun" else _from_launchers(batch)
     stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
     if code == 0 and not stopped:
-        requeue.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
+        record.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
         return exit_codes.OK
-    why = requeue.reason(batch.job_id, said.came, stopped)
+    why = requeue.reason(batch.job_id, notice.came, failures, stopped)
     if why is None:
         return _failed(batch, code, failures, stopped)
-    requeue.note_end(batch.run_dir, batch.job_id, batch.restart, why)
-    problem = requeue.refusal(batch.run_dir, batch.job_id, int(os.environ.get("SHARDKIT_MAX_REQUEUES", "100")))
-    if problem is not None:
-        raise problem
-    _say(f"queued again: {why}")
-    said.end_on_term = True  # Slurm now ends this script with SIGTERM
-    return requeue.queue_again(batch.job_id)
+    record.note_end(batch.run_dir, batch.job_id, batch.restart, why)
+    if not stopped:
+        _explain(batch, failures)
+    _refuse(batch, environ)
+    say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures))}")
+    notice.wait_for_term()
+    return exit_codes.PREEMPTED
 
 
 def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool) -> int:
     if stopped:
-        _say("saved and stopped; not queued again, because nobody but Slurm's warning or a preemption asks for that")
-        requeue.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
+        say("saved and stopped; not queued again, because nobody but Slurm's warning or a preemption asks for that")
+        record.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
         return exit_codes.PREEMPTED
-    requeue.note_end(batch.run_dir, batch.job_id, batch.restart, f"failed: {failures[0].message if failures else code}")
+    record.note_end(batch.run_dir, batch.job_id, batch.restart, f"failed: {failures[0].message if failures else code}")
     if not failures:
-        _say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
+        say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
         return exit_codes.shell_code(code)
-    if batch.style == "srun":  # else each node's launcher has said it
-        print(failure.explain(failures, str(batch.log_dir)), file=sys.stderr, flush=True)
+    _explain(batch, failures)
     return failure.exit_code_of(failures)
+
+
+def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
+    """Say what ranks died of; under torchrun each node's launcher has done it."""
+    if failures and batch.style == "srun":
+        print(failure.explain(failures, str(batch.log_dir)), file=sys.stderr, flush=True)
 
 
 def _from_launchers(batch: Batch) -> list[failure.Failure]:
     """What ranks recorded below the nodes' torchrun log directories."""
-    attempts: dict[Path, Path] = {}
-    for path in sorted(batch.log_dir.glob("*/*/attempt_*")):
-        attempts[path.parent] = path
-    return failure.read(file for last in attempts.values() for file in last.glob("*/error.json"))
-
-
-class Signals:
-    """Notes USR2 and TERM, and passes each on to the job's steps once."""
-
-    def __init__(self, job_id: str) -> None:
-        self._job_id = job_id
-        self.came: list[signal.Signals] = []
-        self._passed = 0
-        self.end_on_term = False
-        for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.end_on_term and number == signal.SIGTERM:
-            os._exit(exit_codes.OK)
-        self.came.append(signal.Signals(number))
-
-    def pass_on(self) -> None:
-        """Send what came to every process of every step; agents ignore USR2, ranks save."""
-        while self._passed < len(self.came):
-            number = self.came[self._passed]
-            self._passed += 1
-            if number not in self.came[: self._passed - 1]:
-                _say(f"got {number.name}: the ranks are told to save")
-                subprocess.run(["scancel", f"--signal={number.name[3:]}", self._job_id], check=False)
-
-
-def _say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+    last = [attempts[-1] for folder in batch.log_dir.iterdir() if (attempts := failure.attempts(folder))]
+    return failure.read(file for attempt in last for file in attempt.glob("*/error.json"))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
         host.compiler,
         host.gpu_driver,
         host.gpu_processes,
+        host.numa,
         host.memory,
         host.limits,
         host.shared_memory,

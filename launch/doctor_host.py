@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..errors import LaunchError
+from . import affinity
 from .doctor import Check, from_error
 from .env import detect
 from .gpus import visible_gpus
@@ -85,6 +86,26 @@ def gpu_processes() -> list[Check]:
         return [Check("GPU processes", "pass", "none")]
     found = f"{len(others)} process(es) use the GPUs, first: {others[0]}"
     return [Check("GPU processes", "warn", found, "end them (nvidia-smi shows their ids), or use other GPUs")]
+
+
+def numa(root: Path = Path("/")) -> list[Check]:
+    """NUMA nodes, which of them GPUs hang on, and how `shardkit launch` shares the CPUs out among a rank per GPU."""
+    nodes: dict[int, list[int]] = {}
+    for cpu, place in sorted(affinity.topology(root).items()):
+        nodes.setdefault(place[0], []).append(cpu)
+    allowed = affinity.allowed_cpus()
+    found = "; ".join(f"node {node}: CPUs {affinity.render(cpus)}" for node, cpus in sorted(nodes.items()))
+    found = found or "the kernel tells no NUMA nodes"
+    gpus = affinity.gpu_nodes(os.environ, root)
+    if gpus:
+        found += f"; GPUs on nodes {', '.join('?' if node is None else str(node) for node in gpus)}"
+    data = {"nodes": {str(node): cpus for node, cpus in nodes.items()}, "gpus": gpus, "allowed": allowed}
+    far = [index for index, node in enumerate(gpus) if node in nodes and not set(nodes[node]) & set(allowed)]
+    if far:
+        found += f"; this process may use none of the CPUs beside GPU {', '.join(map(str, far))}"
+        fix = "ask for CPUs beside the GPUs (Slurm: --gpu-bind=closest, --cpus-per-gpu; Docker: --cpuset-cpus)"
+        return [Check("NUMA", "warn", found, fix, data)]
+    return [Check("NUMA", "pass", found, data=data)]
 
 
 def memory() -> list[Check]:

@@ -19,6 +19,9 @@ from typing import Any
 from ..errors import ShardkitError
 from . import exit_codes
 
+TORCHRUN_LOG = "torchrun.log"
+"""What torchrun itself says, in a launcher's log directory."""
+
 # What a rank says that lost a peer: never the first cause while another rank says something else.
 _LOST_PEER = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|socket (closed|timeout)|Socket Timeout"
@@ -41,6 +44,7 @@ class Failure:
         message: one line, or cause and fix for an error that the user can correct.
         trace: the whole traceback; empty for user errors and signals.
         fix: for user errors.
+        node: as Slurm calls it; empty elsewhere.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class Failure:
     trace: str = ""
     fix: str = ""
     is_error: bool = False
+    node: str = ""
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -88,6 +93,7 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
         "trace": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "fix": error.fix if isinstance(error, ShardkitError) else "",
         "is_error": isinstance(error, ShardkitError),
+        "node": environ.get("SLURMD_NODENAME", ""),
     }
     return path if _write(path, own) else None
 
@@ -137,6 +143,22 @@ def in_torchrun_log(text: str) -> list[Failure]:
         Failure(rank=int(m[1]), exit_code=int(m[3]), message=exit_codes.describe(int(m[3])))
         for m in _TORCHRUN_ENTRY.finditer(text)
     ]
+
+
+def ended_in_torchrun_log(text: str) -> list[str]:
+    """`local rank 1: killed by SIGKILL (exit code -9)` for each worker that torchrun saw fail, in order of time."""
+    found = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+    return [f"local rank {match[2]}: {exit_codes.describe(int(match[1]))}" for match in found]
+
+
+def attempts(log_dir: Path) -> list[Path]:
+    """The folders of a launcher's attempts, in order of time."""
+    return sorted(log_dir.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def in_attempt(folder: Path) -> list[Failure]:
+    """What ranks recorded in an attempt, likely origin first."""
+    return read(folder.glob("*/error.json"))
 
 
 def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:

@@ -20,6 +20,51 @@ def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/"
     return min(present, len([entry for entry in listed.split(",") if entry.strip() not in ("", "-1")]))
 
 
+def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+    """PCI addresses of the GPUs that a process started here would see, in its order; empty where the driver is silent.
+
+    CUDA's default order is by speed: on machines with unlike GPUs this may differ from it.
+    """
+    environ = os.environ if environ is None else environ
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [folder.name for folder in folders]
+    found = []
+    for entry in (entry.strip() for entry in listed.split(",")):
+        if entry.isdigit() and int(entry) < len(folders):
+            found.append(folders[int(entry)].name)
+        elif entry.startswith("GPU-"):
+            found += [folder.name for folder in folders if f" {entry}" in _information(folder)]
+    return found
+
+
+def _information(folder: Path) -> str:
+    try:
+        return (folder / "information").read_text().replace("\t", " ")
+    except OSError:
+        return ""
+
+
+def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings that make NCCL's last collectives readable after a timeout: what the user has not set himself.
+
+    Read by torch 2.9 and later, which also knows the older names; a file per rank, for `torchfrtrace`.
+    """
+    defaults = {
+        "TORCH_FR_BUFFER_SIZE": ("2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", ""),
+        "TORCH_FR_DUMP_TEMP_FILE": (
+            str(Path(run_dir).absolute() / "logs" / "nccl_rank_"), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        ),
+    }  # fmt: skip
+    return {
+        name: value
+        for name, (value, older) in defaults.items()
+        if name not in environ and (not older or older not in environ)
+    }
+
+
 def ranks_per_node(asked: str, device: str, environ: Mapping[str, str] | None = None) -> int:
     """`auto` → one rank per visible GPU; a number as it is.
 

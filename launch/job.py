@@ -17,12 +17,14 @@ class Rendezvous:
         node_rank: this node's place, for nodes that are numbered from outside (Slurm); None = torchrun numbers them.
         is_host: whether this node holds the store; None = torchrun compares host names.
         run_id: the same on every node, and another for every job that uses the endpoint.
+        conf: more of torchrun's `--rdzv-conf`, `key=value,…`.
     """
 
     endpoint: str | None = None
     node_rank: int | None = None
     is_host: bool | None = None
     run_id: str = "shardkit"
+    conf: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class SlurmOptions:
 
     Attributes:
         style: `torchrun` starts one torchrun per node, `srun` one task per rank.
-        signal_s: seconds before the time limit at which the job is told to save.
+        signal_s: seconds before the time limit at which the job is told to save; None = lead.DEFAULT_S.
         time: as Slurm writes it, `4:00:00`.
         container: an image for srun's --container-image (pyxis).
+        container_mounts: as pyxis writes them, beside the working and the run directory.
         max_requeues: preemptions and time limits after which the job is not queued again.
         extra: raw `--key=value` options for sbatch.
     """
@@ -50,7 +53,8 @@ class SlurmOptions:
     exclude: str | None = None
     cpus_per_task: int | None = None
     container: str | None = None
-    signal_s: int = 120
+    container_mounts: str | None = None
+    signal_s: int | None = None
     max_requeues: int = 100
     extra: tuple[str, ...] = ()
 
@@ -69,6 +73,8 @@ class JobSpec:
         python: the interpreter that ranks run in.
         cwd: where relative paths of the config start.
         log_dir: where torchrun puts each rank's output.
+        bind_cpus: whether each rank gets CPUs of its own.
+        on_gpus: whether ranks use GPUs.
     """
 
     config: str | None
@@ -81,9 +87,16 @@ class JobSpec:
     python: str = "python3"
     cwd: str = "."
     log_dir: str = ""
+    bind_cpus: bool = True
+    on_gpus: bool = False
     name: str = "shardkit"
     rendezvous: Rendezvous = Rendezvous()
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may leave and join while it runs."""
+        return self.nodes[0] != self.nodes[1]
 
     @property
     def train_args(self) -> list[str]:

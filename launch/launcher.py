@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LaunchError
-from . import exit_codes, failure, meeting, processes
+from . import affinity, elastic, exit_codes, failure, meeting, processes
 from .follow import RankOutput
 from .job import JobSpec, Rendezvous
 from .placement import integer
+from .restart import Restarts
 from .threads import default_omp_threads
 from .torchrun import build_argv, command_line
 
@@ -27,7 +28,6 @@ _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
 _TERM_S = 25.0  # SIGTERM: ranks may be saving; schedulers kill after 30 s
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TORCHRUN_LOG = "torchrun.log"
 
 
 @dataclass
@@ -56,27 +56,35 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
     try:
         spec, reserved = _with_slurm_meeting(spec, environ, rendezvous_timeout_s)
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
-        argv, added = build_argv(spec), added_environment(spec, environ)
+        cpus = _cpu_shares(spec, environ)
+        argv, added = build_argv(spec), added_environment(spec, environ, cpus)
         print(f"$ {command_line(argv, added)}", flush=True)
+        if cpus:
+            print(affinity.describe(cpus), flush=True)
         oom_before = exit_codes.oom_kill_count()
-        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), _shows_rank_0(spec))
+        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec))
         return _verdict(ended, Path(spec.log_dir), exit_codes.oom_kill_count() - oom_before)
     finally:
         if reserved is not None:
             reserved.close()
 
 
-def added_environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[Sequence[int]] = ()) -> dict[str, str]:
     """Variables that ranks get and the user did not set."""
-    added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(_threads(spec, environ))}
+    threads = min([default_omp_threads(spec.nproc_per_node, environ), *map(len, cpus)])
+    added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads)}
+    added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
+    added |= {name: value for name, value in elastic.variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
         added["PYTHONUNBUFFERED"] = "1"  # output goes to files, where Python would hold it back
     keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]
     return {**added, "SHARDKIT_KEEP": os.pathsep.join(keep)}
 
 
-def _threads(spec: JobSpec, environ: Mapping[str, str]) -> int:
-    return default_omp_threads(spec.nproc_per_node, environ)
+def _cpu_shares(spec: JobSpec, environ: Mapping[str, str]) -> list[list[int]]:
+    if not spec.bind_cpus or environ.get(affinity.VARIABLE):
+        return []
+    return affinity.shares(spec.nproc_per_node, spec.on_gpus, environ)
 
 
 def _shows_rank_0(spec: JobSpec) -> bool:
@@ -119,17 +127,17 @@ def _with_slurm_meeting(
     return replace(spec, rendezvous=Rendezvous(endpoint, node_rank, node_rank == 0, run_id)), reserved
 
 
-def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, shows_rank_0: bool) -> Ended:
+def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Path, shows_rank_0: bool) -> Ended:
     processes.adopt_orphans()
     out, err = sys.stdout.buffer, sys.stderr.buffer
     rank_0 = RankOutput(log_dir, out, err) if shows_rank_0 else None
-    with (log_dir / _TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, _ignored(signal.SIGUSR2):
+    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, _ignored(signal.SIGUSR2):
         try:
             process = processes.start(argv, environ, log)
         except OSError as error:
             raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
         try:
-            user_error = _watch(process, rank_0, log_dir, asked)
+            user_error = _watch(process, rank_0, Restarts(log_dir, run_dir), asked)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
                 processes.stop(process, signum, _TERM_S if signum == signal.SIGTERM and not user_error else _STOP_S)
@@ -141,7 +149,7 @@ def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, shows_rank_
     return Ended(process.returncode, asked[0] if asked else None, user_error)
 
 
-def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, log_dir: Path, asked: list[int]) -> bool:
+def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts: Restarts, asked: list[int]) -> bool:
     """Wait for the end, or a reason to end it; True if a rank reported an error that only the user can mend."""
     next_look = 0.0
     while process.poll() is None and not asked:
@@ -149,23 +157,18 @@ def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, log_dir:
             rank_0.pump()
         if time.monotonic() >= next_look:  # a restart would only repeat it
             next_look = time.monotonic() + 10 * _POLL_S
-            if any(found.exit_code == exit_codes.USER_ERROR for found in _recorded(log_dir)):
+            if restarts.look():
                 return True
         time.sleep(_POLL_S)
+    restarts.look()
     return False
-
-
-def _recorded(log_dir: Path) -> list[failure.Failure]:
-    """What ranks recorded in their last attempt."""
-    attempts = sorted(log_dir.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    return failure.read(attempts[-1].glob("*/error.json")) if attempts else []
 
 
 def _verdict(ended: Ended, log_dir: Path, oom_kills: int) -> int:
     if ended.asked == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    recorded = _recorded(log_dir)
+    recorded = [found for folder in failure.attempts(log_dir)[-1:] for found in failure.in_attempt(folder)]
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
         print(f"{recorded[0].message}: start it again with run.resume=true to go on", file=sys.stderr, flush=True)
         return exit_codes.PREEMPTED
@@ -174,7 +177,7 @@ def _verdict(ended: Ended, log_dir: Path, oom_kills: int) -> int:
     if ended.asked is not None:
         print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
         return 128 + ended.asked
-    text = (log_dir / _TORCHRUN_LOG).read_text(errors="replace")
+    text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
     failures = failure.merged(recorded, failure.in_torchrun_log(text))
     if failures:
         print(failure.explain(failures, str(log_dir), oom_kills), file=sys.stderr, flush=True)

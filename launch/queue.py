@@ -15,6 +15,7 @@ from .follow import Follower
 
 _SEPARATOR = "\x1f"  # a job's name may hold anything that can be typed
 _ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
+_ITS_TURN = ("None", "Priority", "Resources", "Dependency", "BeginTime", "Licenses", "JobHeldUser", "JobArrayTaskLimit")
 _POLL_S, _LOOK_S = 0.2, 1.0
 
 
@@ -109,6 +110,15 @@ def is_active(job: str) -> bool:
             return False
         raise
     return any(state in _ACTIVE for state in states)
+
+
+def held_back(job: str) -> str | None:
+    """Slurm's reason why a queued job waits, unless it only waits for its turn; None also where Slurm does not say."""
+    try:
+        reason = slurm.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
+    except LaunchError:
+        return None
+    return None if not reason or reason in _ITS_TURN else reason
 
 
 def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:

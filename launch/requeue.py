@@ -1,51 +1,59 @@
-"""Whether a job goes back to the queue, and the record of every start: RUN_DIR/logs/restarts.jsonl."""
+"""Whether a job goes back to the queue, without the nodes that let it down."""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import subprocess
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from ..errors import LaunchError
-from . import exit_codes
+from . import record, slurm
+from .failure import Failure
 
 MAX_IDLE_STARTS = 3
-"""Starts in a row without one optimizer step, after which a job is not queued again."""
+"""Starts in a row that ended by themselves without one optimizer step, after which a job is not started again."""
+PREEMPTED_BY_SLURM = "preempted"
+
+# What CUDA, NCCL and the kernel say when it is the machine that failed: another start there would fail as well.
+_NODE_FAULT = re.compile(
+    r"uncorrectable ECC|uncorrectable NVLink|fallen off the bus|Xid|GPU is lost|hardware stack error"
+    r"|CUDA driver initialization failed|system not yet initialized"
+    r"|CUDA-capable device\(s\) is/are busy or unavailable",
+    re.IGNORECASE,
+)
 
 
-def record_path(run_dir: Path) -> Path:
-    """The record of starts."""
-    return run_dir / "logs" / "restarts.jsonl"
+@dataclass(frozen=True)
+class Outlook:
+    """What Slurm plans for a job.
+
+    Attributes:
+        ends_at: when its time limit ends it, seconds since the epoch; None without a limit.
+        preempted: whether Slurm is taking it off its nodes.
+        excluded: nodes that it will not run on, as Slurm writes lists.
+    """
+
+    ends_at: float | None = None
+    preempted: bool = False
+    excluded: str = ""
 
 
-def note_start(run_dir: Path, job_id: str, restart: int) -> None:
-    """Record that the job starts, and the step it stands at."""
-    _append(run_dir, {"event": "start", "job": job_id, "restart": restart, "step": last_step(run_dir)})
+def outlook(job_id: str) -> Outlook:
+    """Ask Slurm; an empty outlook where it does not answer."""
+    shown = slurm.ask("scontrol", "show", "job", job_id, "-o").stdout
+    end = re.search(r" EndTime=(\d{4}-\S+)", shown)
+    excluded = re.search(r" ExcNodeList=(\S+)", shown)
+    return Outlook(
+        ends_at=datetime.fromisoformat(end[1]).timestamp() if end else None,
+        preempted=re.search(r" PreemptTime=\d", shown) is not None,
+        excluded=excluded[1] if excluded and excluded[1] != "(null)" else "",
+    )
 
 
-def note_end(run_dir: Path, job_id: str, restart: int, reason: str) -> None:
-    """Record why this start ended."""
-    _append(run_dir, {"event": "end", "job": job_id, "restart": restart, "step": last_step(run_dir), "reason": reason})
-
-
-def last_step(run_dir: Path) -> int:
-    """The last optimizer step in metrics.jsonl; 0 before the first."""
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 65536))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    return next((int(step) for line in reversed(lines) if (step := _parsed(line).get("step")) is not None), 0)
-
-
-def reason(job_id: str, came: Sequence[signal.Signals], stopped: bool) -> str | None:
+def reason(job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool) -> str | None:
     """Why the job should be queued again; None if it should not.
 
     USR2 comes from Slurm alone: before the time limit, or at a preemption. TERM may be a user's scancel, so that only
@@ -54,65 +62,55 @@ def reason(job_id: str, came: Sequence[signal.Signals], stopped: bool) -> str | 
     """
     if stopped and signal.SIGUSR2 in came:
         return "saved after USR2"
-    shown = _show(job_id)
-    if re.search(r" PreemptTime=\d", shown):
-        return "preempted"
-    return None
+    if outlook(job_id).preempted and not any(found.is_error and not found.lost_peer for found in failures):
+        return PREEMPTED_BY_SLURM
+    bad = bad_nodes(failures)
+    return f"node at fault: {', '.join(bad)}" if bad else None
+
+
+def bad_nodes(failures: Sequence[Failure]) -> list[str]:
+    """Nodes whose hardware is what the first failure speaks of."""
+    first = failures[0] if failures else None
+    return [first.node] if first is not None and first.node and _NODE_FAULT.search(first.message) else []
 
 
 def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None:
-    """Why a job that may be queued again is not: too often, or it never gets anywhere."""
-    starts = [e for e in read(run_dir) if e.get("job") == job_id and e.get("event") == "start"]
+    """Why a job is not started (again): too often, or it never gets anywhere. A preemption is not the job's doing."""
+    starts = [start for start in record.starts(run_dir) if start.job == job_id]
     if len(starts) > max_requeues:
         return LaunchError(
             f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit it anew"
         )
-    recent = [e["step"] for e in starts[-MAX_IDLE_STARTS:]]
-    if len(recent) == MAX_IDLE_STARTS and recent[0] == last_step(run_dir):
+    idle = [start for start in starts if start.reason != PREEMPTED_BY_SLURM][-MAX_IDLE_STARTS:]
+    if len(idle) == MAX_IDLE_STARTS and idle[0].step == record.last_step(run_dir):
+        ends = "; ".join(dict.fromkeys(start.ended for start in idle))
         return LaunchError(
-            f"job {job_id} made no step in {MAX_IDLE_STARTS} starts (it stands at {recent[0]})",
-            "look at the starts' logs; give it more time before the signal (--signal-s), or fewer preemptions (--qos)",
+            f"job {job_id} made no step in {MAX_IDLE_STARTS} starts, it stands at {idle[0].step}. They ended: {ends}",
+            f"look at {run_dir}/logs, mend the cause, and submit it anew with run.resume=true",
         )
     return None
 
 
-def queue_again(job_id: str) -> int:
-    """Hand the job back; Slurm ends this script with SIGTERM meanwhile. Returns the exit code where it refuses."""
-    done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True)
+def queue_again(job_id: str, without: Iterable[str] = ()) -> str:
+    """Hand the job back to Slurm, which ends this script with SIGTERM; what to tell the user.
+
+    The nodes can be excluded only while the job waits, which it does for a while after it was requeued.
+
+    Raises:
+        LaunchError: Slurm refuses.
+    """
+    nodes = list(without)
+    before = outlook(job_id).excluded if nodes else ""
+    done = slurm.ask("scontrol", "requeue", job_id, timeout_s=60)
     if done.returncode:
         raise LaunchError(
             f"scontrol requeue {job_id} refused: {' '.join(done.stderr.split())}",
             "submit the job again with run.resume=true; the checkpoint is kept",
         )
-    time.sleep(120)
-    return exit_codes.PREEMPTED
-
-
-def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Every recorded start and end."""
-    try:
-        lines = record_path(run_dir).read_text().splitlines()
-    except OSError:
-        return []
-    return [event for line in lines if (event := _parsed(line))]
-
-
-def _parsed(line: str | bytes) -> dict[str, Any]:
-    """The object on a line; empty for one that a kill cut short."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _append(run_dir: Path, event: dict[str, Any]) -> None:
-    path = record_path(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **event}) + "\n")
-
-
-def _show(job_id: str) -> str:
-    done = subprocess.run(["scontrol", "show", "job", job_id, "-o"], capture_output=True, text=True)
-    return done.stdout
+    if not nodes:
+        return "queued again"
+    excluded = ",".join(filter(None, [before, *nodes]))
+    done = slurm.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
+    if done.returncode:
+        return f"queued again; Slurm did not let it exclude {excluded}: {' '.join(done.stderr.split())}"
+    return f"queued again without {excluded}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 from ..errors import LaunchError
+from . import lead
 from .job import JobSpec
 
 _TEMPLATES = Path(__file__).parent.parent / "slurm"
@@ -31,6 +34,8 @@ def render_sbatch(spec: JobSpec) -> str:
         settings["SHARDKIT_MAX_RESTARTS"] = str(spec.max_restarts)
     if spec.slurm.container:
         settings["SHARDKIT_CONTAINER"] = spec.slurm.container
+    if spec.slurm.container_mounts:
+        settings["SHARDKIT_CONTAINER_MOUNTS"] = spec.slurm.container_mounts
     exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
     arguments = shlex.join([spec.config or "-", *spec.overrides])
     header = [f"#SBATCH {_header_word(line)}" for line in header_options(spec)]
@@ -59,7 +64,7 @@ def header_options(spec: JobSpec) -> list[str]:
         "chdir": spec.cwd,
         "output": f"{output_pattern(spec.run_dir)}/logs/slurm-{number}.out",
         "open-mode": "append",
-        "signal": f"B:USR2@{slurm.signal_s}",
+        "signal": f"B:USR2@{lead.DEFAULT_S if slurm.signal_s is None else slurm.signal_s}",
         "comment": f"shardkit {spec.run_dir}",
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -106,13 +111,32 @@ def call(program: str, *args: str) -> str:
     return done.stdout
 
 
+def ask(program: str, *args: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands from within a job, whose ranks go on whatever it says: never raises, never hangs.
+
+    A controller that restarts does not answer for a while; then the return code is 124. Slurm ends a job that goes back
+    to the queue with SIGTERM to all its processes: not to this one, which may be what leaves out a node.
+    """
+    argv = [program, *args]
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user may prefer relative times
+    try:
+        return subprocess.run(
+            argv, capture_output=True, text=True, env=environ, timeout=timeout_s,
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(argv, 124, "", str(error))
+
+
 def _advice(text: str) -> str:
     lower = text.lower()
-    if "partition" in lower:
-        return "`sinfo -s` lists the partitions"
     if "account" in lower or "qos" in lower:
         return "`sacctmgr show assoc user=$USER format=account,partition,qos` lists what you may use"
-    if "node configuration" in lower or "nodes" in lower or "gres" in lower:
+    if "partition" in lower:
+        return "`sinfo -s` lists the partitions"
+    if "time limit" in lower:
+        return "`sinfo -o '%P %l'` shows the partitions' longest times"
+    if any(word in lower for word in ("node configuration", "nodes", "gres", "processors", "memory")):
         return "`sinfo -o '%P %D %c %m %G'` shows what the partitions' nodes have"
     if "connect" in lower or "controller" in lower:
         return "`scontrol ping` tells whether the controller is up"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, LaunchError
-from . import slurm, snapshot
+from . import fit, lead, slurm, snapshot
 from .job import JobSpec, SlurmOptions
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def prepare(
         python=sys.executable,
         cwd=os.getcwd(),
         name=name or f"shardkit-{run_dir.name}",
-        slurm=options,
+        slurm=replace(options, signal_s=lead.signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
     return Submission(spec, loaded.render(), slurm.render_sbatch(spec))
 
@@ -100,21 +100,13 @@ def _checked(
     ranks_per_node: int,
     gpus_per_node: int,
 ) -> LoadedConfig:
-    from .. import capability
-    from ..config_io import load_config, resolve_batch
+    from ..config_io import load_config
 
     path = None if config == "-" else config
     loaded = load_config(path, fixed)
-    if nodes < 1 or ranks_per_node < 1:
-        raise LaunchError(f"--nodes {nodes} with {ranks_per_node} rank(s) per node", "ask for at least one of each")
     first = re.match(r"\d+", array or "")
     whole = load_config(path, [*fixed, *(item.replace("%a", first[0] if first else "0") for item in by_index)])
-    if whole.config.run.device == "cuda" and not gpus_per_node:
-        raise ConfigError("run.device=cuda, but the job asks for no GPU", "pass --gpus-per-node N, or run.device=cpu")
-    device = "cuda" if gpus_per_node and whole.config.run.device != "cpu" else "cpu"
-    world_size = nodes * ranks_per_node
-    capability.check(whole.config, device=device, world_size=world_size, local_world_size=ranks_per_node)
-    resolve_batch(whole.config, world_size)
+    fit.check(whole.config, nodes, ranks_per_node, gpus_per_node)
     return loaded
 
 
@@ -127,8 +119,3 @@ def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
             f"run.dir={loaded.config.run.dir} already holds a run",
             "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
         )
-
-
-def with_defaults(options: SlurmOptions, **given: object) -> SlurmOptions:
-    """`options` with those of `given` that are not None."""
-    return replace(options, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

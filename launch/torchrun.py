@@ -51,10 +51,12 @@ def _rendezvous(spec: JobSpec) -> list[str]:
             )
         return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", meet.run_id]
     host, port = split_endpoint(meet.endpoint)
-    if meet.node_rank is not None and spec.max_restarts == 0 and spec.nodes[0] == spec.nodes[1]:
+    if meet.node_rank is not None and spec.max_restarts == 0 and not spec.is_elastic:
         return [
             "--rdzv-id", meet.run_id, "--node-rank", str(meet.node_rank),
             "--master-addr", host, "--master-port", str(port),
         ]  # fmt: skip
-    conf = [] if meet.is_host is None else ["--rdzv-conf", f"is_host={str(meet.is_host).lower()}"]
+    settings = [] if meet.is_host is None else [f"is_host={str(meet.is_host).lower()}"]
+    settings += [meet.conf] if meet.conf else []
+    conf = ["--rdzv-conf", ",".join(settings)] if settings else []
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", meet.endpoint, "--rdzv-id", meet.run_id, *conf]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .memory.ledger import MemoryLedger
+from .memory.rows import PhaseName
+from .memory.state import HasState
 from .strategies import Strategy
 
 MicroBatch = tuple[Any, bool]
@@ -62,6 +64,14 @@ class Stopwatch:
         return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
 
 
+class Phases(Protocol):
+    """Is told what the step does: the ledger, or a profiler around it."""
+
+    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
+
+    def sample_state(self, source: HasState) -> None: ...
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What one rank knows after a step, still on its way from the device.
@@ -79,7 +89,7 @@ class StepOutput:
 
 def train_step(
     strategy: Strategy,
-    ledger: MemoryLedger,
+    ledger: Phases,
     micro_batches: Sequence[MicroBatch],
     loss_fn: Callable[[Any, Any], torch.Tensor],
     n_targets: float,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import ParallelConfig, RunConfig, StrategyName
+from .config import ParallelConfig, RunConfig, StrategyName, TaskName
 from .errors import ConfigError
 
 Support = Literal[True] | str
@@ -30,7 +30,14 @@ _NO_ENGINE = "only ZeRO hands it to an engine: use zero1, zero2 or zero3"
 _OPTIMIZER_WITH_PARAMS = "FSDP2 keeps the optimizer where the shards are: set parallel.offload_param=cpu too"
 _NO_CPU_STEP = "only ZeRO updates on the CPU: use zero2, which works on one GPU too"
 _NVME = "only ZeRO-3 swaps state to a disk: use zero3"
-_NO_SCALER = "loss scaling is not implemented for this strategy: use bf16"
+_ENGINE_CASTS = "DeepSpeed's engine casts the model itself, and fp8 layers would be cast with it: use fsdp"
+_FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
+_ROWS = "FSDP2 shards rows, and this optimizer keeps one number per row and column: use ddp or single"
+_EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use fsdp, or zero2 with offload"
+_ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only single updates in backward"
+_ZERO3_ONLY = "only ZeRO-3 has it"
+_FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
+_AS_COMPUTED = "gradients travel in the type of the weights"
 _HSDP_ONLY = "only hsdp has a mesh of two dimensions"
 
 
@@ -57,13 +64,29 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
     "nvme": _row(single=_NVME, ddp=_NVME, fsdps=_NVME, zero12=_NVME),
     "ds_config": _row(single=_NO_ENGINE, ddp=_NO_ENGINE, fsdps=_NO_ENGINE),
     "bf16": _row(),
-    "fp16": _row(single=_NO_SCALER, ddp=_NO_SCALER, fsdps=_NO_SCALER),
+    "reduce_dtype": _row(single=_ONE_RANK),
+    "prefetch": _row(single=_FSDP_ONLY, ddp=_FSDP_ONLY, zero=_FSDP_ONLY),
+    "hpz": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
+    "offload_ratio": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
+    "adafactor": _row(fsdps=_ROWS, zero=_FLAT),
+    "muon": _row(zero=_FLAT),
+    "adamw8bit": _row(zero=_EIGHT_BIT),
+    "in_backward": _row(ddp=_ALL_AT_ONCE, fsdps=_ALL_AT_ONCE, zero=_ALL_AT_ONCE),
+    "ema": _row(),
+    "fp16": _row(),
+    "fp8": _row(zero=_ENGINE_CASTS),
+    "pure_bf16": _row(),
     "tf32": _row(),
     "activation_checkpointing": _row(),
+    "activation_offload": _row(),
     "compile": _row(),
     "tied_weights": _row(),
     "frozen_params": _row(),
-    "unused_params": _row(ddp="DDP waits for a gradient of every parameter: freeze the unused ones"),
+    "unused_params": _row(
+        ddp="DDP waits for a gradient of every parameter", zero="it would still decay them and count them in its norm"
+    ),
+    "sync_batchnorm": _row(),
+    "buffers": _row(),
 }
 
 DESCRIPTIONS: dict[str, str] = {
@@ -77,17 +100,32 @@ DESCRIPTIONS: dict[str, str] = {
     "nvme": "optimizer state or parameters on a local disk (`nvme`)",
     "ds_config": "raw DeepSpeed keys (`ds_config`)",
     "bf16": "bf16",
-    "fp16": "fp16 (CUDA only)",
+    "fp16": "fp16 with dynamic loss scaling (CUDA only)",
+    "fp8": "fp8 linear layers (torchao, CUDA sm89 or newer)",
+    "pure_bf16": "weights, gradients and optimizer states all bf16 (`pure_bf16`)",
+    "reduce_dtype": "type in which gradients travel (`reduce_dtype`)",
+    "prefetch": "gather further ahead (`prefetch`)",
+    "hpz": "second copy of the weights inside a node (`hpz`, CUDA only)",
+    "offload_ratio": "offload a share of the optimizer states (`offload_ratio`)",
+    "adafactor": "Adafactor",
+    "muon": "Muon",
+    "adamw8bit": "8-bit AdamW (torchao)",
+    "in_backward": "optimizer in backward (`in_backward`)",
+    "ema": "moving average of the weights (`ema_decay`)",
     "tf32": "tf32 (CUDA only)",
-    "activation_checkpointing": "activation checkpointing",
+    "activation_checkpointing": "activation checkpointing, every policy",
+    "activation_offload": "activations in host memory (`activation.offload: cpu`)",
     "compile": "torch.compile per block",
     "tied_weights": "tied weights",
     "frozen_params": "frozen parameters",
-    "unused_params": "parameters that the loss does not use (ZeRO still decays them)",
+    "unused_params": "parameters that the loss does not use, not frozen",
+    "sync_batchnorm": "batch-norm statistics over all ranks (`sync_batchnorm`)",
+    "buffers": "computed buffers that are not saved (rotary frequencies)",
 }
 
 CUDA_ONLY: dict[str, str] = {
     "fp16": "fp16 needs a GPU: use bf16 or fp32",
+    "fp8": "fp8 matrix products need an NVIDIA GPU of compute capability 8.9 or newer: use bf16",
     "tf32": "tf32 is a mode of NVIDIA's matrix units: use fp32",
 }
 
@@ -119,6 +157,11 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             raise ConfigError(
                 f"{rule.key}={_value(config, rule.key)} would be ignored: {rule.reason}", _without(rule.key)
             )
+    if config.logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project={config.logging.wandb_project} needs wandb, which is not installed",
+            "pip install 'shardkit[wandb]', or remove logging.wandb_project",
+        )
     if strategy in ZERO and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             f"parallel.strategy={strategy} needs deepspeed, which is not installed",
@@ -185,15 +228,35 @@ def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]
         yield "bucket_mb", f"parallel.bucket_mb={parallel.bucket_mb:g}", _without("parallel.bucket_mb")
     if parallel.ds_config:
         yield "ds_config", "parallel.ds_config", _without("parallel.ds_config")
+    if parallel.offload_ratio != 1:
+        yield "offload_ratio", f"parallel.offload_ratio={parallel.offload_ratio:g}", _without("parallel.offload_ratio")
     yield from _offloads(parallel)
     if config.precision.mode != "fp32":
         mode = config.precision.mode
-        yield mode, f"precision.mode={mode}", "set precision.mode=bf16, or parallel.strategy=zero2"
+        yield mode, f"precision.mode={mode}", "set precision.mode=bf16, or another parallel.strategy"
+    if config.precision.reduce_dtype != "auto":
+        setting = f"precision.reduce_dtype={config.precision.reduce_dtype}"
+        yield "reduce_dtype", setting, _without("precision.reduce_dtype")
+    if parallel.prefetch != 1:
+        yield "prefetch", f"parallel.prefetch={parallel.prefetch}", _without("parallel.prefetch")
+    if parallel.hpz is not None:
+        yield "hpz", f"parallel.hpz={parallel.hpz}", _without("parallel.hpz")
+    if config.optim.name not in ("adamw", "sgd"):
+        yield config.optim.name, f"optim.name={config.optim.name}", "set optim.name=adamw"
+    if config.optim.in_backward:
+        yield "in_backward", "optim.in_backward=true", _without("optim.in_backward")
+    if config.train.ema_decay is not None:
+        yield "ema", f"train.ema_decay={config.train.ema_decay:g}", _without("train.ema_decay")
     if config.activation.policy != "none":
         setting = f"activation.policy={config.activation.policy}"
         yield "activation_checkpointing", setting, _without("activation.policy")
+    if config.activation.offload != "none":
+        setting = f"activation.offload={config.activation.offload}"
+        yield "activation_offload", setting, _without("activation.offload")
     if config.compile.enabled:
         yield "compile", "compile.enabled=true", _without("compile.enabled")
+    if config.model.sync_batchnorm:
+        yield "sync_batchnorm", "model.sync_batchnorm=true", _without("model.sync_batchnorm")
     if config.model.tie_weights and config.task.factory is None:
         yield "tied_weights", "model.tie_weights=true", _without("model.tie_weights")
 
@@ -228,10 +291,54 @@ def _cpu_adam(config: RunConfig) -> bool:
     return offloaded and config.optim.name == "adamw"
 
 
+def _not_for(*tasks: TaskName) -> Callable[[RunConfig], bool]:
+    """Whether a built-in task runs that is none of these; a task of one's own may read any key."""
+    return lambda config: config.task.factory is None and config.task.name not in tasks
+
+
+_REFERENCE = ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads", "dropout", "tie_weights")
+_TEXT: tuple[TaskName, ...] = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
+_IMAGES: tuple[TaskName, ...] = ("image_classification", "super_resolution")
+_FOR_ONE: dict[str, tuple[TaskName, ...]] = {
+    **{f"model.{key}": ("causal_lm",) for key in _REFERENCE},
+    **dict.fromkeys(("model.hf", "model.hf_config"), ("hf_causal_lm", "hf_masked_lm", *_IMAGES)),
+    **dict.fromkeys(("train.seq_len", "model.loss_chunk_size", "data.bin_dtype", "data.cache_dir"), _TEXT),
+    **dict.fromkeys(("data.mask_fraction", "data.mask_token"), ("hf_masked_lm",)),
+    **dict.fromkeys(("data.crops_per_image", "data.augment"), _IMAGES),
+    "data.crop_size": ("super_resolution",),
+}
+"""Keys that only some built-in tasks read."""
+
 IGNORED: tuple[Ignored, ...] = (
+    *(
+        Ignored(key, _not_for(*tasks), f"of the built-in tasks it is a key of {', '.join(tasks)} only")
+        for key, tasks in _FOR_ONE.items()
+    ),
+    Ignored("compile.scope", lambda c: not c.compile.enabled, "compile.enabled=false"),
+    Ignored("precision.loss_scale_init_power", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
+    Ignored("precision.loss_scale_window", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
+    Ignored(
+        "precision.output_dtype", lambda c: c.precision.mode in ("fp32", "tf32"), "the model computes in fp32 already"
+    ),
+    Ignored(
+        "parallel.offload_ratio", lambda c: c.parallel.offload_optimizer == "none", "no optimizer states are offloaded"
+    ),
     Ignored("compile.mode", lambda c: not c.compile.enabled, "compile.enabled=false"),
+    Ignored("activation.every_k", lambda c: c.activation.policy != "every_k", "activation.policy is not every_k"),
+    Ignored("activation.budget", lambda c: c.activation.policy != "budget", "activation.policy is not budget"),
+    Ignored("activation.offload_min_bytes", lambda c: c.activation.offload == "none", "activation.offload=none"),
+    Ignored(
+        "activation.block_classes",
+        lambda c: not c.activation.recomputes and c.activation.offload == "none",
+        "neither activation.policy nor activation.offload changes a block",
+    ),
     Ignored("data.prefetch", lambda c: c.data.workers == 0, "data.workers=0 loads in the training process"),
     Ignored("data.val_fraction", lambda c: c.data.val_path is not None, "data.val_path names the validation data"),
+    Ignored(
+        "data.val_fraction",
+        lambda c: c.task.factory is None and c.task.name == "image_classification" and c.data.path is None,
+        "of scikit-image's pictures the lower part validates",
+    ),
     Ignored("data.val_path", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
     Ignored("train.eval_every", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
     Ignored("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule=constant never falls"),

@@ -12,7 +12,9 @@ import typer
 
 from . import __version__, cli_launch
 from .checkpoint.cli import app as checkpoint_app
+from .checkpoint.convert.cli import convert
 from .errors import ShardkitError, report
+from .profile.cli import profile
 
 PACKAGE = Path(__file__).parent
 
@@ -77,7 +79,9 @@ def capability() -> None:
 
 
 cli_launch.register(app)
+app.command()(profile)
 app.add_typer(checkpoint_app)
+app.command()(convert)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

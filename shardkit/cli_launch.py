@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -30,9 +31,14 @@ def launch(
         typer.Option(metavar="HOST:PORT", help="Where several nodes meet; not needed in a Slurm step."),
     ] = None,
     rdzv_id: Annotated[str, typer.Option(metavar="ID", help="The same on every node of a job.")] = "shardkit",
+    rdzv_conf: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="For torchrun's rendezvous, e.g. last_call_timeout=10.")
+    ] = "",
+    bind_cpus: Annotated[bool, typer.Option(help="Share the CPUs out among the ranks.")] = True,
 ) -> None:
     """Train CONFIG with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
-    from .launch.gpus import ranks_per_node
+    from .launch import elastic
+    from .launch.gpus import ranks_per_node, visible_gpus
     from .launch.job import JobSpec, Rendezvous, parse_nnodes
     from .launch.launcher import launch as run
 
@@ -45,8 +51,11 @@ def launch(
         nodes=parse_nnodes(nnodes),
         max_restarts=max_restarts,
         python=sys.executable,
-        rendezvous=Rendezvous(endpoint=rdzv_endpoint, run_id=rdzv_id),
+        rendezvous=Rendezvous(endpoint=rdzv_endpoint, run_id=rdzv_id, conf=rdzv_conf),
+        bind_cpus=bind_cpus,
+        on_gpus=loaded.config.run.device != "cpu" and visible_gpus() > 0,
     )
+    elastic.check(spec, loaded.config)
     raise typer.Exit(run(spec, rendezvous_timeout_s=loaded.config.run.init_timeout_s))
 
 
@@ -70,13 +79,20 @@ def submit(
     mem: Annotated[Optional[str], typer.Option(metavar="SIZE", help="Host memory per node.")] = None,  # noqa: UP045
     cpus_per_task: Annotated[Optional[int], typer.Option(metavar="N")] = None,  # noqa: UP045
     container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Through pyxis.")] = None,  # noqa: UP045
+    container_mounts: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="SRC:DST,…", help="Beside the working and the run directory."),
+    ] = None,
     style: Annotated[
         str, typer.Option(metavar="torchrun|srun", help="torchrun per node, or a task per rank.")
     ] = "torchrun",
     name: Annotated[Optional[str], typer.Option(metavar="NAME", help="Default: from the run directory.")] = None,  # noqa: UP045
     max_restarts: Annotated[int, typer.Option(metavar="K", help="torchrun's restarts after a rank failed.")] = 0,
     max_requeues: Annotated[int, typer.Option(metavar="K", help="Preemptions and time limits to live through.")] = 100,
-    signal_s: Annotated[int, typer.Option(metavar="S", help="Seconds before the limit at which to save.")] = 120,
+    signal_s: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="S", help="Seconds before the limit at which to save; default: by its saves so far."),
+    ] = None,
     sbatch: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="--OPTION=VALUE", help="Any other option of sbatch; may be repeated."),
@@ -85,6 +101,7 @@ def submit(
 ) -> None:
     """Queue CONFIG on a Slurm cluster; it is checked first, and goes on after preemptions and time limits."""
     from .errors import LaunchError
+    from .launch import queue
     from .launch import submit as launcher
     from .launch.job import SlurmOptions
 
@@ -93,7 +110,7 @@ def submit(
     options = SlurmOptions(
         style=style, time=time, partition=partition, account=account, qos=qos, array=array, dependency=dependency,
         constraint=constraint, mem=mem, exclude=exclude, cpus_per_task=cpus_per_task, container=container,
-        signal_s=signal_s, max_requeues=max_requeues, extra=tuple(sbatch or ()),
+        container_mounts=container_mounts, signal_s=signal_s, max_requeues=max_requeues, extra=tuple(sbatch or ()),
     )  # fmt: skip
     job = launcher.prepare(
         config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node,
@@ -106,6 +123,9 @@ def submit(
     output = f"{job.spec.run_dir}/logs/slurm-{job_id}{'_%a' if array else ''}.out"
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {job.spec.run_dir}/submit")
     typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
+    held = queue.held_back(job_id)
+    if held:
+        typer.echo(f"warning: Slurm holds it back: {held}", err=True)
 
 
 def jobs() -> None:
@@ -165,7 +185,7 @@ def doctor(
             return
         if calibrate:
             bandwidth.save(measured[1], bandwidth.calibration_path())
-    cache = Path.home() / ".cache" / "shardkit"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
     checks = doctors.examine(Path(run_dir), cache) + (measured[0] if measured else [])
     extra = {"measured": measured[1]} if measured else {}
     typer.echo(doctors.as_json(checks, extra) if json_output else doctors.render(checks))

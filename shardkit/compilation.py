@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ from torch import nn
 from .config import CompileConfig
 from .errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
+
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, device: torch.device) -> None:
-    """Compile each block in place (the whole model when it has no blocks).
+    """Compile each block in place, or the whole model (by config, or when it has no blocks).
 
     Raises:
         ConfigError: no C++ compiler for code on CPU.
@@ -25,5 +28,9 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
         raise ConfigError(
             "compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++"
         )
-    for module in blocks or [model]:
+    if config.mode == "reduce-overhead" and device.type == "cuda":
+        _LOG.warning("compile.mode=reduce-overhead keeps CUDA graphs, whose private memory pools raise the peak")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        _LOG.warning("SyncBatchNorm layers communicate: each breaks the compiled graph in two")
+    for module in (blocks if config.scope == "block" else ()) or [model]:
         module.compile(mode=None if config.mode == "default" else config.mode)

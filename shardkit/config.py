@@ -11,19 +11,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from .presets import HF_PRESETS, MODEL_PRESETS
+
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "cpu", "nvme"]
-
-# d_model, n_layers, n_heads, vocab_size, max_seq_len: GPT-2 124M/355M (Radford et al. 2019, table 2) and
-# GPT-3 1.3B/6.7B/13B (Brown et al. 2020, table 2.1); 1.3b here uses 32 heads of 64.
-MODEL_PRESETS: dict[str, dict[str, int]] = {
-    "debug": dict(d_model=128, n_layers=4, n_heads=4, vocab_size=256, max_seq_len=256),
-    "124m": dict(d_model=768, n_layers=12, n_heads=12, vocab_size=50257, max_seq_len=1024),
-    "355m": dict(d_model=1024, n_layers=24, n_heads=16, vocab_size=50257, max_seq_len=1024),
-    "1.3b": dict(d_model=2048, n_layers=24, n_heads=32, vocab_size=50257, max_seq_len=1024),
-    "7b": dict(d_model=4096, n_layers=32, n_heads=32, vocab_size=50257, max_seq_len=2048),
-    "13b": dict(d_model=5120, n_layers=40, n_heads=40, vocab_size=50257, max_seq_len=2048),
-}
+TaskName = Literal["causal_lm", "hf_causal_lm", "hf_masked_lm", "image_classification", "super_resolution"]
+PresetName = Literal[
+    "debug", "124m", "355m", "1.3b", "7b", "13b", "gpt2", "gpt2-debug", "llama-debug", "bert-base", "bert-large",
+    "bert-debug", "vit-b", "vit-l", "vit-debug", "swin2sr", "swin2sr-debug",
+]  # fmt: skip
 
 
 def conflict(cause: str, fix: str) -> PydanticCustomError:
@@ -38,8 +34,8 @@ class Section(BaseModel):
 
 
 class TaskConfig(Section):
-    name: Literal["causal_lm"] = "causal_lm"
-    """Built-in task; ignored when `factory` is set."""
+    name: TaskName = "causal_lm"
+    """Built-in task; ignored when `factory` is set. See docs/tasks.md."""
     factory: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """Your own task as `package.module:Class`; see docs/tasks.md."""
     args: dict[str, Any] = {}
@@ -56,8 +52,16 @@ class TaskConfig(Section):
 
 
 class ModelConfig(Section):
-    preset: Literal["debug", "124m", "355m", "1.3b", "7b", "13b"] | None = None
+    preset: PresetName | None = None
     """Sizes by name; keys set beside it win over the preset's."""
+    hf_config: str | None = None
+    """A transformers `config.json`, or a directory that holds one: the model of every task but causal_lm."""
+    hf: dict[str, Any] = {}
+    """Keys of the transformers config; they win over `hf_config`'s. Without a file, `model_type` is one of them."""
+    init_from: str | None = Field(None, min_length=1)
+    """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
+    sync_batchnorm: bool = False
+    """Batch-norm statistics over all ranks' micro-batches instead of each rank's own."""
     vocab_size: int = Field(256, ge=2)
     """Entries of the token embedding; at least the largest token of the data plus one."""
     max_seq_len: int = Field(256, ge=1)
@@ -79,8 +83,11 @@ class ModelConfig(Section):
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
         preset = data.get("preset") if isinstance(data, dict) else None
-        sizes = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
-        return {**sizes, **data} if sizes else data
+        if not isinstance(preset, str):
+            return data
+        if preset in HF_PRESETS and isinstance(data.get("hf", {}), dict):
+            return {**data, "hf": {**HF_PRESETS[preset], **data.get("hf", {})}}
+        return {**MODEL_PRESETS.get(preset, {}), **data}
 
     @model_validator(mode="after")
     def _heads(self) -> ModelConfig:
@@ -95,7 +102,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     path: str | None = None
-    """A text file, directory or glob, or a `.bin` of tokens; unset = the source of Python's standard library."""
+    """A text file, directory or glob, or a `.bin` of tokens; unset = the source of Python's standard library.
+    Image tasks: a directory of pictures (classes: one directory each); unset = scikit-image's pictures."""
     val_path: str | None = None
     """Validation data; unset = a fixed share of `path`."""
     val_fraction: float = Field(0.05, gt=0, lt=1)
@@ -104,6 +112,16 @@ class DataConfig(Section):
     """Token type of a `.bin` file (little endian)."""
     cache_dir: str | None = None
     """Where tokenised data is kept; unset = $XDG_CACHE_HOME/shardkit or ~/.cache/shardkit."""
+    mask_fraction: float = Field(0.15, gt=0, lt=1)
+    """hf_masked_lm: share of positions to predict."""
+    mask_token: int | None = Field(None, ge=0)
+    """hf_masked_lm: the token that stands for a hidden one; unset = the vocabulary's last."""
+    crop_size: int = Field(192, ge=8)
+    """super_resolution: side of the crops in pixels, at full resolution."""
+    crops_per_image: int | None = Field(None, ge=1)
+    """Image tasks: crops of each picture in an epoch; unset = 1 for a directory of classes, else 64."""
+    augment: bool = True
+    """Image tasks: random crops and flips of training pictures, a function of (train.seed, sample index)."""
     workers: int = Field(0, ge=0)
     """Loader processes per rank; 0 loads in the training process (a memory-mapped corpus needs none)."""
     prefetch: int = Field(2, ge=1)
@@ -135,11 +153,16 @@ class TrainConfig(Section):
     """Steps between evaluations; unset = at the end only."""
     eval_batches: int = Field(50, ge=0)
     """Most micro-batches per rank in one evaluation; 0 = no evaluation."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay per step, sharded as they are; evaluation uses
+    it, checkpoints hold it."""
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw (Loshchilov & Hutter 2019) or sgd with optional momentum."""
+    name: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw"
+    """adamw (Loshchilov & Hutter 2019); sgd with optional momentum; adafactor (Shazeer & Stern 2018: second moments by
+    rows and columns); muon (Jordan et al. 2024) for matrices with adamw for the rest; adamw8bit: moments in 8 bits
+    (Dettmers et al. 2022, needs torchao)."""
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.1, ge=0)
@@ -150,6 +173,9 @@ class OptimConfig(Section):
     """AdamW's term that keeps the division finite."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """SGD only."""
+    in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free it: one gradient at a time exists. Needs one
+    micro-batch per step and no clipping."""
     decay_norm_bias_embed: bool = False
     """Apply weight decay to norms, biases and embeddings too (off: two parameter groups)."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
@@ -168,13 +194,17 @@ class OptimConfig(Section):
                 f"optim.momentum={self.momentum} is a key of sgd, but optim.name={self.name}",
                 "set optim.name=sgd, or remove optim.momentum",
             )
-        if self.name != "adamw":
+        if self.name not in ("adamw", "adamw8bit", "muon"):
             for key in ("betas", "eps"):
                 if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                     raise conflict(
                         f"optim.{key}={getattr(self, key)} is a key of adamw, but optim.name={self.name}",
                         f"set optim.name=adamw, or remove optim.{key}",
                     )
+        if self.in_backward and self.name == "muon":
+            raise conflict(
+                "optim.in_backward=true with optim.name=muon: it is two optimizers", "use adamw, or in_backward=false"
+            )
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise conflict(
@@ -198,8 +228,15 @@ class ParallelConfig(Section):
     bucket_mb: float | None = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced while backward goes on; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
+    prefetch: int = Field(1, ge=1)
+    """fsdp/hsdp: blocks whose parameters are gathered ahead of the one that computes; 1 = torch's own overlap."""
+    hpz: int | None = Field(None, ge=2)
+    """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so that
+    backward gathers inside it (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
     offload_optimizer: Offload = "none"
     """Where optimizer states live between steps."""
+    offload_ratio: float = Field(1.0, gt=0, le=1)
+    """zero3: share of the optimizer states that is offloaded; the rest is updated on the GPU (Twin-Flow)."""
     offload_param: Offload = "none"
     """Where parameter shards live between uses."""
     nvme_path: str | None = None
@@ -224,20 +261,47 @@ class ParallelConfig(Section):
 
 
 class PrecisionConfig(Section):
-    mode: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Compute type of forward and backward; master weights stay fp32."""
+    mode: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "pure_bf16"] = "fp32"
+    """Compute type of forward and backward; master weights stay fp32, but for pure_bf16: weights, gradients and
+    optimizer states all bf16. fp8: the matrix products of linear layers, the rest as bf16 (needs torchao, sm89)."""
+    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type in which gradients travel between ranks; auto = fp32 (pure_bf16: bf16; ZeRO: its compute type)."""
+    output_dtype: Literal["auto", "fp32"] = "auto"
+    """Type of what the model returns; auto = as computed, fp32 = cast."""
+    loss_scale_init_power: int = Field(16, ge=0, le=31)
+    """fp16: the loss is multiplied by 2 to this power at first; halved when a gradient overflows, that step skipped."""
+    loss_scale_window: int = Field(1000, ge=1)
+    """fp16: steps without overflow after which the scale doubles."""
 
 
 class ActivationConfig(Section):
-    policy: Literal["none", "full"] = "none"
-    """Activation checkpointing: recompute every block's activations in backward (full) or keep them (none)."""
+    policy: Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"] = "none"
+    """What backward computes again instead of keeping it: nothing, every block, every `every_k`-th block, ⌈√n⌉ segments
+    of blocks, attention only, all but matrix products and fused attention, or what exceeds `budget`."""
+    every_k: int = Field(2, ge=1)
+    """every_k: one block in this many is recomputed; 1 = all, at most the number of blocks."""
+    budget: float = Field(0.5, ge=0, le=1)
+    """budget: share of the activations that torch.compile may keep; 0 = inputs only, 1 = all."""
+    block_classes: list[str] = []
+    """Class names of the modules taken as blocks; unset = the task's, or the longest list of equal modules."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where what blocks keep for backward waits: on the device, or in pinned host memory."""
+    offload_min_bytes: int = Field(1_048_576, ge=0)
+    """cpu: smaller storages stay on the device."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a policy changes modules, so that the model's blocks have to be found."""
+        return self.policy not in ("none", "budget")
 
 
 class CompileConfig(Section):
     enabled: bool = False
     """torch.compile each block in place."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """torch.compile's mode."""
+    """torch.compile's mode; reduce-overhead keeps CUDA graphs, whose buffers raise the peak."""
+    scope: Literal["block", "model"] = "block"
+    """What is compiled as one: each block (equal blocks share one compilation), or the whole model."""
 
 
 class CheckpointConfig(Section):
@@ -262,11 +326,39 @@ class MemoryConfig(Section):
     """Steps between gathers of every rank's memory on rank 0 (the first and last step are always gathered)."""
 
 
+class ProfileConfig(Section):
+    start: int | None = Field(None, ge=1)
+    """First optimizer step to profile; unset = none. Step 1 also shows what happens only once."""
+    steps: int = Field(2, ge=1)
+    """How many steps, one after the other; the trace grows with them."""
+    ranks: Literal["all"] | list[int] = Field([0], min_length=1)
+    """The ranks that are profiled; the others run as ever."""
+    record_shapes: bool = False
+    """Note each operator's input shapes; holds on to inputs a little longer."""
+    stack: bool = False
+    """Note the line of Python that each operator and allocation comes from; slows the profiled steps."""
+
+    @model_validator(mode="after")
+    def _start_and_ranks(self) -> ProfileConfig:
+        fields = type(self).model_fields
+        ignored = [key for key in sorted(self.model_fields_set) if getattr(self, key) != fields[key].default]
+        if self.start is None and ignored:
+            raise conflict(
+                f"profile.{ignored[0]} is set, but profile.start is not: nothing would be profiled",
+                f"set profile.start to a step, or remove profile.{ignored[0]}",
+            )
+        if self.ranks != "all" and min(self.ranks) < 0:
+            raise conflict(f"profile.ranks={self.ranks}: ranks count from 0", "set profile.ranks=[0], or all")
+        return self
+
+
 class LoggingConfig(Section):
     every: int = Field(10, ge=1)
     """Steps between progress lines where there is no terminal."""
     tensorboard: bool = True
     """Write TensorBoard event files beside `metrics.jsonl`."""
+    wandb_project: str | None = Field(None, min_length=1)
+    """Also log to this Weights & Biases project (needs the `wandb` extra; WANDB_MODE=offline works)."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is shown."""
 
@@ -319,6 +411,8 @@ class RunConfig(Section):
     """What is saved, when, and what is kept."""
     memory: MemoryConfig = MemoryConfig()
     """The memory ledger."""
+    profile: ProfileConfig = ProfileConfig()
+    """torch's profiler over a few steps."""
     logging: LoggingConfig = LoggingConfig()
     """What is shown and recorded."""
     run: RunSection = RunSection()
@@ -326,12 +420,25 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _across_sections(self) -> RunConfig:
-        if self.task.factory is None and self.train.seq_len > self.model.max_seq_len:
+        reference = self.task.factory is None and self.task.name == "causal_lm"
+        if reference and self.train.seq_len > self.model.max_seq_len:
             raise conflict(
                 f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}",
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
+        if self.model.init_from is not None and isinstance(self.run.resume, str):
+            raise conflict(
+                f"model.init_from={self.model.init_from} and run.resume={self.run.resume}: both say what to start from",
+                "set only one: weights alone, or the whole state of a run",
+            )
+        self._optimizer_in_backward()
+        self._activations_and_compile()
         train = self.train
+        if self.profile.start is not None and self.profile.start > train.max_steps:
+            raise conflict(
+                f"profile.start={self.profile.start} is after the last step, train.max_steps={train.max_steps}",
+                f"set profile.start to at most {train.max_steps}, or raise train.max_steps",
+            )
         unit = train.micro_batch_size * (train.grad_accum_steps or 1)
         if train.global_batch_size is not None and train.global_batch_size % unit:
             product = "micro_batch_size" if train.grad_accum_steps is None else "micro_batch_size × grad_accum_steps"
@@ -341,3 +448,41 @@ class RunConfig(Section):
                 f"set train.global_batch_size={f'{near} or {near + unit}' if near else unit}",
             )
         return self
+
+    def _activations_and_compile(self) -> None:
+        if self.activation.policy == "budget" and not self.compile.enabled:
+            raise conflict(
+                "activation.policy=budget, but compile.enabled=false: torch.compile chooses what fits the budget",
+                "set compile.enabled=true, or activation.policy=selective",
+            )
+        if self.activation.policy == "selective_op" and self.compile.enabled and self.parallel.strategy == "zero3":
+            raise conflict(
+                "activation.policy=selective_op with compile.enabled=true and parallel.strategy=zero3: DeepSpeed's "
+                "linear writes to the products that compiled code keeps",
+                "set activation.policy=selective, or compile.enabled=false",
+            )
+        if self.activation.offload == "cpu" and self.compile.enabled and self.compile.mode == "reduce-overhead":
+            raise conflict(
+                "activation.offload=cpu with compile.mode=reduce-overhead: CUDA graphs have memory of their own",
+                "set compile.mode=default, or activation.offload=none",
+            )
+
+    def _optimizer_in_backward(self) -> None:
+        if not self.optim.in_backward:
+            return
+        train = self.train
+        if train.max_norm is not None:
+            raise conflict(
+                f"optim.in_backward=true, but train.max_norm={train.max_norm:g} needs all gradients at once",
+                "set train.max_norm=null, or remove optim.in_backward",
+            )
+        if (train.grad_accum_steps or 1) > 1:
+            raise conflict(
+                f"optim.in_backward=true, but train.grad_accum_steps={train.grad_accum_steps}: each backward updates",
+                "set train.grad_accum_steps=1, or remove optim.in_backward",
+            )
+        if self.precision.mode == "fp16":
+            raise conflict(
+                "optim.in_backward=true with precision.mode=fp16: whether to skip a step is known after it",
+                "set precision.mode=bf16, or remove optim.in_backward",
+            )

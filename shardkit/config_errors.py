@@ -128,7 +128,8 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     if schema["type"] == "array":
-        return f"a list of {schema['minItems']} numbers"
+        fixed = schema.get("minItems") == schema.get("maxItems", -1)
+        return f"a list of {schema['minItems']} numbers" if fixed else "a list of numbers"
     words = {
         "integer": "an integer",
         "number": "a number",

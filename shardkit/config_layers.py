@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .config import MODEL_PRESETS, RunConfig
+from .config import RunConfig
 from .config_errors import combined, from_validation, section_fields, unknown_key, wrong_value
 from .errors import ConfigError
+from .presets import HF_PRESETS, MODEL_PRESETS
 from .yaml_reader import Document, Path, check_plain, one_line, read_yaml, shown
 
 COMMAND_LINE = "command line"
@@ -95,13 +96,16 @@ class Layers:
         """Source of the sizes that come from the preset; drops the file's where the command line sets the preset."""
         model = self._tree.get("model", {})
         preset = model.get("preset")
-        if not isinstance(preset, str) or preset not in MODEL_PRESETS:
+        if not isinstance(preset, str) or preset not in {**MODEL_PRESETS, **HF_PRESETS}:
             return {}
+        sizes: list[Path] = [("model", key) for key in MODEL_PRESETS.get(preset, ())]
+        sizes += [("model", "hf", key) for key in HF_PRESETS.get(preset, ())]
         if ("model", "preset") in self._overridden:
-            for key in MODEL_PRESETS[preset]:
-                if ("model", key) not in self._overridden:
-                    model.pop(key, None)
-        return {key: f"preset {preset}" for key in MODEL_PRESETS[preset] if key not in model}
+            theirs: list[Path] = [("model", "hf", key) for key in _inner(self._tree, ("model", "hf", ""))]
+            for path in sizes + theirs:  # keys of one model type mean nothing to another
+                if not self._is_overridden(path):
+                    _inner(self._tree, path).pop(path[-1], None)
+        return {".".join(path): f"preset {preset}" for path in sizes if path[-1] not in _inner(self._tree, path)}
 
     def _refuse_bool_as_number(self) -> None:
         """pydantic takes true as 1; nobody means that by `max_steps: yes`."""
@@ -122,8 +126,8 @@ class Layers:
     def _sources(self, config: RunConfig, given: dict[str, dict[str, Any]], sizes: dict[str, str]) -> dict[str, str]:
         sources = {}
         for path in _leaves(config.model_dump()):
-            if path[0] == "model" and path[1] in sizes:
-                sources[".".join(path)] = sizes[path[1]]
+            if ".".join(path) in sizes:
+                sources[".".join(path)] = sizes[".".join(path)]
             elif path[1] not in given.get(path[0], {}):
                 sources[".".join(path)] = "default"
             else:
@@ -139,6 +143,15 @@ class Layers:
             return COMMAND_LINE
         line = self._lines.get(path)
         return f"{self._file}:{line}" if line else self._file
+
+
+def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The mapping that holds the path's last key; an empty one where there is none."""
+    for part in path[:-1]:
+        tree = tree.get(part) or {}
+        if not isinstance(tree, dict):
+            return {}
+    return tree
 
 
 def split_override(item: Any) -> tuple[Any, str]:

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from .config import RunConfig
 from .errors import ConfigError, LaunchError
 from .launch.env import RankEnv, detect
+from .launch.gpus import flight_recorder
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     device = choose_device(config, env)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.update(flight_recorder(config.run.dir, os.environ))
     joined_here = not dist.is_initialized()
     if joined_here:
         _join(config, env, device)
@@ -164,7 +166,10 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
         )
     except dist.DistNetworkError as error:
         where = f"{env.master_addr}:{env.master_port}"
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        if taken and env.source == "torchelastic":
+            raise  # nobody chose that port: the next attempt gets another one
+        if taken:
             raise LaunchError(
                 f"rank 0 cannot listen on MASTER_PORT={env.master_port}: the port is in use",
                 "start with torchrun --standalone (it picks a free port), or set another MASTER_PORT",
@@ -184,11 +189,13 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     if env.world_size == 1:
         return HashStore()
     if env.master_addr is not None and env.master_port is not None:
-        # Under torchrun the agent holds the store and every rank, 0 included, is its client.
-        serve = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # Under torchrun the agent mostly holds the store and every rank, 0 included, is its client.
+        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serve = env.rank == 0 and not kept
         store = TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
-        # Restarted workers must not read the previous round's keys.
-        return PrefixStore(f"shardkit/{env.restart_count}", store)
+        # Restarted workers must not read the previous round's keys. Nodes that joined later count restarts anew, but
+        # then the store is new as well.
+        return PrefixStore(f"shardkit/{env.restart_count}", store) if kept else store
     return _published_store(config, env, timeout)
 
 

@@ -17,12 +17,14 @@ from .accumulate import train_step
 from .config import RunConfig
 from .config_io import LoadedConfig, load_config, resolve_batch
 from .dist import World, choose_device, process_groups, rank_env
+from .dtypes import check_masters
 from .errors import ConfigError, TrainingError
 from .memory.ledger import MemoryLedger
 from .optim import make_optimizer as default_optimizer
 from .parallelize import parallelize
 from .precision import set_matmul_precision
 from .strategies import OptimizerFactory, Strategy, make_strategy
+from .unused import refuse_unused
 from .weights import Init, Weights
 
 
@@ -72,6 +74,7 @@ class Job:
         make_optimizer: OptimizerFactory | None = None,
         *,
         block_classes: Sequence[type[nn.Module]] = (),
+        attention_classes: Sequence[type[nn.Module]] = (),
         init_parameter: Init | None = None,
     ) -> nn.Module:
         """Shard the model by the config's strategy and build its optimizer; returns what to call in the loop.
@@ -80,6 +83,7 @@ class Job:
             model: a module whose values are the same on every rank, or a function that builds it.
             make_optimizer: from the wrapped model; default: the config's `optim` section.
             block_classes: what to shard, checkpoint and compile as one unit; default: the longest list of equal blocks.
+            attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
             init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
         """
         if isinstance(model, nn.Module) and init_parameter is not None:
@@ -90,7 +94,11 @@ class Job:
         factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped))
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter)
-            parallelize(self.config, self.world.device, self.strategy, build, factory, weights, block_classes)
+            parallelize(
+                self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
+            )
+            refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
+            check_masters(self.config.precision, self.strategy)
         return self.strategy.model
 
     def step(

@@ -8,27 +8,94 @@ from typing import Any
 import torch
 from torch import nn
 
+from .blocks import find_blocks
 from .config import OptimConfig
 from .errors import ConfigError
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW or SGD over the model's trainable parameters; every hyperparameter is passed explicitly.
+    """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
 
     Raises:
-        ConfigError: the model has no trainable parameter.
+        ConfigError: the model has no trainable parameter, or the optimizer is not to be had here.
     """
     groups = parameter_groups(config, model)
     if not groups:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter", "set requires_grad on what is to be trained"
         )
+    lr, weight_decay = config.lr, config.weight_decay
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    adam: dict[str, Any] = dict(lr=lr, betas=config.betas, eps=config.eps, weight_decay=weight_decay)
+    if config.name == "adamw8bit":
+        return _adamw8bit(groups, adam)
     kernel = _kernel(config, groups[0]["params"][0])
+    if config.name == "muon":
+        return MuonAdamW(groups, matrices_of_blocks(model), adam, kernel)
     if config.name == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, **kernel
+        return torch.optim.AdamW(groups, **adam, **kernel)
+    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, weight_decay=weight_decay, **kernel)
+
+
+def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.name=adamw8bit needs torchao, which does not import: {error}",
+            "pip install 'shardkit[torchao]', or set optim.name=adamw",
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+    return optimizer
+
+
+def matrices_of_blocks(model: nn.Module) -> set[int]:
+    """ids of the 2-D parameters inside the model's repeated blocks: not embeddings, not the output head."""
+    return {id(p) for block in find_blocks(model) for p in block.parameters() if p.dim() == 2}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for some matrices, AdamW for everything else, as one optimizer with one state.
+
+    Muon's updates are rescaled to AdamW's usual size (Liu et al. 2025, section 2.2), so that one learning rate and one
+    weight decay serve both.
+
+    Args:
+        matrices: ids of the parameters that Muon updates.
+        settings: AdamW's lr, betas, eps, weight_decay; Muon takes over lr and weight_decay.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], matrices: set[int], settings: dict[str, Any], kernel: dict[str, Any]
+    ) -> None:
+        if not matrices:
+            raise ConfigError(
+                "optim.name=muon, but the model has no matrix inside repeated blocks", "set optim.name=adamw"
+            )
+        both: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for is_matrix in both:
+                params = [p for p in group["params"] if (id(p) in matrices) is is_matrix]
+                if params:
+                    both[is_matrix].append({**group, "params": params})
+        self._muon = torch.optim.Muon(
+            both[True], lr=settings["lr"], weight_decay=settings["weight_decay"], adjust_lr_fn="match_rms_adamw"
         )
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, **kernel)
+        self._adamw = torch.optim.AdamW(both[False], **settings, **kernel) if both[False] else None
+        parts = [self._muon, *([self._adamw] if self._adamw else [])]
+        super().__init__([{**group, "muon": part is self._muon} for part in parts for group in part.param_groups], {})
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` is not supported."""
+        for part, is_muon in ((self._muon, True), (self._adamw, False)):
+            groups = [group for group in self.param_groups if group["muon"] is is_muon]
+            if part is not None and groups:
+                part.param_groups = groups
+                part.step()  # type: ignore[no-untyped-call]
 
 
 def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from .activation import checkpoint_activations
+from .activation import checkpoint_activations, offload_activations
 from .blocks import find_blocks
 from .compilation import compile_blocks
 from .config import RunConfig
+from .models.batchnorm import prepare_batchnorm
+from .precision import cast_parameters, convert_to_fp8
 from .strategies import OptimizerFactory, Strategy
 from .weights import Weights
 
@@ -23,11 +25,16 @@ def parallelize(
     make_optimizer: OptimizerFactory,
     weights: Weights,
     block_classes: Sequence[type[nn.Module]] = (),
+    attention_classes: Sequence[type[nn.Module]] = (),
 ) -> None:
-    """Build, checkpoint activations, compile, shard, then make the optimizer; the result is `strategy.model`."""
+    """Build, set types, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
     model = weights.build(make_model, strategy.construction())
     model.train()
+    prepare_batchnorm(model, config, device)
+    cast_parameters(model, config.precision)
+    convert_to_fp8(model, config.precision)
     blocks = find_blocks(model, block_classes)
-    checkpoint_activations(model, blocks, config.activation)
+    checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
+    offload_activations(model, blocks, config.activation, device, compiled=config.compile.enabled)
     compile_blocks(model, blocks, config.compile, device)
     strategy.setup(model, blocks, make_optimizer, weights)

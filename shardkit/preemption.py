@@ -11,16 +11,15 @@ PREEMPTED = 75
 """Exit code of a run that saved and stopped because it was asked to (EX_TEMPFAIL of sysexits.h: try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
-_came_early: set[int] = set()
-
 
 def note_early() -> None:
-    """From now on SIGUSR2 is noted for the run that is about to start, which takes seconds: it would be lost, or kill.
+    """From now on SIGUSR2 stays pending for the run that is about to start, and can end neither it nor its children.
 
-    SIGTERM still ends the process: there is nothing to save yet. For a process's entry, in the main thread.
+    Slurm sends it to every process of a step: loader and compiler processes inherit the block, as the last seconds of
+    the interpreter do. SIGTERM still ends the process: there is nothing to save yet. For a process's entry, before it
+    has threads.
     """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR2, lambda number, _: _came_early.add(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 
 
 class StopRequest:
@@ -40,15 +39,14 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._note)
-            self._seen |= _came_early
-            _came_early.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._seen.add(number)
 
     def flags(self) -> list[float]:
         """One number per signal, to be summed over ranks."""
-        return [float(number in self._seen) for number in SIGNALS]
+        pending = signal.sigpending()  # of those that are blocked
+        return [float(number in self._seen or number in pending) for number in SIGNALS]
 
     def agree(self, sums: Sequence[float]) -> None:
         """Take over what the ranks found: one that was asked stops all of them."""

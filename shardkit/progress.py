@@ -11,7 +11,7 @@ from .memory.units import gib
 
 
 class Progress:
-    """Loss, tokens/s, MFU where the GPU's peak is known, memory and time left."""
+    """Loss, tokens/s, MFU where the GPU's peak is known, memory, what saves have cost so far, and time left."""
 
     def __init__(
         self, total: int, first: int, every: int, flops_per_token: float | None, peak_flops: float | None
@@ -19,6 +19,7 @@ class Progress:
         self._total, self._every = total, every
         self._mfu_per_token = flops_per_token / peak_flops if flops_per_token and peak_flops else None
         self._began, self._first = time.perf_counter(), first
+        self._saves_s = 0.0
         self._bar: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -43,6 +44,9 @@ class Progress:
             parts.append(f"MFU {100 * self._mfu_per_token * tokens_per_s / ranks:.1f} %")
         if peak_bytes is not None:
             parts.append(f"{peak_kind} {gib(peak_bytes)}")
+        self._saves_s += record.get("save_s", 0.0)
+        if self._saves_s:
+            parts.append(f"saves {self._saves_s:.1f} s")
         text = "  ".join(parts)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)

@@ -23,7 +23,7 @@ from .errors import ConfigError, ShardkitError
 
 MARKER = "config.yaml"
 FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl", "env.json")
-FOLDERS = ("tensorboard", "logs", "checkpoints", ".rendezvous")
+FOLDERS = ("tensorboard", "wandb", "logs", "checkpoints", "profile", ".rendezvous")
 
 
 def prepare(loaded: LoadedConfig, world: World) -> Path:
@@ -167,6 +167,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from .config_io import LoadedConfig, load_config
 from .errors import ShardkitError, report
-from .launch import failure, restart
-from .preemption import PREEMPTED, note_early
+from .launch import affinity, failure, restart
+from .launch.env import detect
+from .preemption import note_early
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,15 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(loaded: LoadedConfig) -> int:
+    said = affinity.bind(detect())  # before torch has threads
     from .job import start
     from .trainer import Trainer
 
     with start(loaded) as job:
+        if said and job.world.is_main:
+            print(said, flush=True)
         outcome = Trainer(job).fit()
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
         return 0
-    # shardkit's launcher reads it from the record: torchrun would take 75 for a failure and end the other ranks.
-    return 0 if failure.record_stop(PREEMPTED, outcome.stopped_by) else PREEMPTED
+    return restart.stopped(loaded.config.run.dir, outcome.stopped_by)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import rundir
+from . import dtypes, rundir
 from .accumulate import StepOutput, train_step
 from .checkpoint.checkpointer import Checkpointer, SaveReport
 from .checkpoint.manifest import RunState
@@ -27,6 +27,7 @@ from .metrics import MetricsWriter
 from .models.flops import gpu_peak_flops
 from .optim import lr_at
 from .preemption import StopRequest
+from .profile.recorder import Profiler
 from .progress import Progress
 from .tasks.base import Dataset
 from .tasks.load import load_task
@@ -58,7 +59,8 @@ class Trainer:
         self.config = job.config
         self.world = job.world
         self.accum = resolve_batch(self.config, job.world.size)
-        self.step = 0
+        self.step = self.skipped_steps = 0
+        self._moved = False
         self.tokens_total = 0
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
@@ -71,6 +73,7 @@ class Trainer:
         job.wrap(
             self.task.build_model,
             block_classes=getattr(self.task, "block_classes", ()),
+            attention_classes=getattr(self.task, "attention_classes", ()),
             init_parameter=getattr(self.task, "init_parameter", None),
         )
         self.stop = StopRequest()
@@ -83,17 +86,22 @@ class Trainer:
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume())
         self.first_step = self.step + 1
+        profiled = self.config.profile.start is not None
+        self.profiler = Profiler(self.config, job.world, job.strategy, job.ledger, self.run_dir) if profiled else None
 
     def _resume(self) -> State:
         """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
         source = self.config.run.resume
         if source is False:
+            self._take_weights()
             return State()
         found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
         if found is None and source is not True:
             raise CheckpointError(
                 f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
             )
+        if found is None:
+            self._take_weights()
         run = found[1] if found else RunState(step=0)
         rundir.go_on(self.job.loaded, self.world, self.run_dir, run.step)
         if self.world.is_main:
@@ -102,10 +110,20 @@ class Trainer:
         self.step, self.tokens_total = run.step, run.tokens_total
         return State(run.epoch, run.next_sample)
 
+    def _take_weights(self) -> None:
+        """Begin with the weights that `model.init_from` names."""
+        if self.config.model.init_from is None:
+            return
+        from .checkpoint.convert.start import load_weights
+
+        read = load_weights(self.job.strategy, self.checkpoints.group, self.config.model.init_from)
+        if self.world.is_main:
+            print(f"starting with the weights of {read}", file=sys.stderr, flush=True)
+
     def _accept(self, run: RunState) -> None:
         """Refuse a checkpoint whose data position means something else here."""
         seed, n_samples = self.config.train.seed, self.plan.n_samples
-        if run.seed != seed:
+        if run.seed != seed and "imported" not in run.extra:  # another tool's data order means nothing here
             raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
         if run.n_samples not in (None, n_samples):
             raise DataError(
@@ -155,19 +173,21 @@ class Trainer:
             TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
         """
         outcome = Outcome(self.step, math.nan, None)
+        record: dict[str, float] = {}
         for record in self.recorded_steps():
             outcome = Outcome(self.step, record["loss"], record.get("val_loss"), self.stop.agreed)
         if self.step < self.first_step:
             if self.world.is_main:
                 print(f"nothing to do: the run is at step {self.step} of train.max_steps={self.config.train.max_steps}")
         elif self.world.is_main:
-            report(self.job, self.task, self.run_dir, outcome.val_loss)
+            if self.skipped_steps:
+                print(f"loss scaling skipped {self.skipped_steps} of {self.step - self.first_step + 1} steps")
+            report(self.job, self.task, self.run_dir, {k: v for k, v in record.items() if k.startswith("val_")})
         return outcome
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
-        board = self.config.logging.tensorboard
-        writer = MetricsWriter(self.run_dir, board, self.step) if self.world.is_main else None
+        writer = self._metrics_writer() if self.world.is_main else None
         progress = self._progress() if self.world.is_main else None
         failed = True
         self.stop.listen()
@@ -190,6 +210,13 @@ class Trainer:
                 self.checkpoints.close(failed)
             finally:
                 self.stop.close()
+                if self.profiler is not None:
+                    self.profiler.close(failed)
+
+    def _metrics_writer(self) -> MetricsWriter:
+        logging = self.config.logging
+        settings = self.config.model_dump(mode="json")
+        return MetricsWriter(self.run_dir, logging.tensorboard, self.step, logging.wandb_project, settings)
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
@@ -197,11 +224,11 @@ class Trainer:
             return
         batch, wait = self._next_batch()
         targets = self.world.sum([self._count(batch)])[0]
-        began = time.perf_counter()
+        began, saving = time.perf_counter(), 0.0
         while self.step < self.config.train.max_steps:
             self.step += 1
             first = self.step == self.first_step
-            before = self._fingerprint() if first else []
+            before = self._fingerprint() if not self._moved else []
             lr = self._set_lr()
             self.job.ledger.begin_step(self.step, due=self._gather_due())
             self.watchdog.beat(self.step, "forward")
@@ -219,29 +246,42 @@ class Trainer:
                 "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
                 "tokens_per_s": targets / step_time,
             }  # fmt: skip
-            if first:
+            if saving:
+                record["save_s"], saving = saving, 0.0
+            skipped = self._note_scaling(record)
+            if before and not skipped:
                 self._check_moved(before, lr)
+            if first:
+                dtypes.audit(self.job.strategy, self.world, self.run_dir)
                 self.world.shorten_timeout(self.config.run.step_timeout_s)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due():
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
                 with self.watchdog.allowing(self.config.run.init_timeout_s):
-                    record["val_loss"] = evaluate(self.job, self.task, self.val_data)
+                    record |= evaluate(self.job, self.task, self.val_data)
+            if self.profiler is not None:
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    self.profiler.finish(self.step)
             began = time.perf_counter()
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
                 with self.watchdog.allowing(self.config.run.init_timeout_s):
-                    began += self._save(position, record.get("val_loss"))
+                    saving = self._save(position, record.get("val_loss"))
+                began += saving
             if self.stop.agreed:
                 return
             targets, wait = next_targets, next_wait
 
     def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
-        return train_step(
-            self.job.strategy, self.job.ledger, batch.micro_batches, self.loss, targets, self.world.size,
+        phases = self.job.ledger if self.profiler is None else self.profiler.before(self.step)
+        out = train_step(
+            self.job.strategy, phases, batch.micro_batches, self.loss, targets, self.world.size,
             self.world.device, self.config.train.max_norm,
         )  # fmt: skip
+        if self.profiler is not None:
+            self.profiler.after(self.step)
+        return out
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
         """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""
@@ -300,6 +340,7 @@ class Trainer:
         )
 
     def _gather_memory(self) -> None:
+        self.job.ledger.staging_bytes = self.checkpoints.staging_bytes
         rows = self.job.ledger.gather(self.step)
         if rows is not None:
             append_jsonl(self.run_dir / "memory.jsonl", memory_record(self.step, time.time(), rows))
@@ -312,7 +353,17 @@ class Trainer:
         """The first elements of each local weight shard, to see that the first step changes them."""
         return [s.local[:256].float().clone() for s in self.job.strategy.shards() if s.name.startswith("model.")]
 
+    def _note_scaling(self, record: dict[str, float]) -> bool:
+        """fp16: add the loss scale to a step's record; whether its update was skipped."""
+        if self.config.precision.mode != "fp16":
+            return False
+        skipped = not math.isfinite(record["grad_norm"])
+        record |= {"loss_scale": self.job.strategy.loss_scale(), "skipped": float(skipped)}
+        self.skipped_steps += skipped
+        return skipped
+
     def _check_moved(self, before: list[torch.Tensor], lr: float) -> None:
+        self._moved = True
         moved = sum(float(not torch.equal(a, b)) for a, b in zip(before, self._fingerprint(), strict=True))
         if lr > 0 and self.world.sum([moved])[0] == 0:
             raise TrainingError(

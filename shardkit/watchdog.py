@@ -46,7 +46,10 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch. What an earlier attempt of this rank left is set aside: it says nothing about this one."""
+        earlier = self._file(self._rank)
+        if earlier.exists():
+            earlier.replace(earlier.with_suffix(".earlier.txt"))
         self.beat(self._step, self._doing)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -97,12 +100,14 @@ class Watchdog:
         where |= {"at": at, "waits": waits}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"rank_{self._rank}.txt").open("w") as file:
+            with self._file(self._rank).open("w") as file:
                 file.write(json.dumps(where) + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as problem:  # the job has to end all the same
             _LOG.error("cannot write %s: %s", self._folder, problem)
+        # A GPU that hangs may keep it waiting for good.
+        threading.Thread(target=dump_collectives, args=(self._rank,), name="flight recorder", daemon=True).start()
         # Rank 0 speaks first; the others end by themselves in case it is rank 0 that is stuck.
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
         if self._beats != where["beats"]:  # it went on; a collective's timeout that ends the main thread does not count
@@ -115,17 +120,35 @@ class Watchdog:
         report(error)
         os._exit(error.exit_code)  # the main thread may be stuck in a collective for good
 
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.txt"
+
     def _states(self) -> list[dict[str, Any] | None]:
         """What each rank wrote; None for one that did not."""
         return [self._state(rank) for rank in range(self._world_size)]
 
     def _state(self, rank: int) -> dict[str, Any] | None:
         try:
-            with (self._folder / f"rank_{rank}.txt").open() as file:
+            with self._file(rank).open() as file:
                 found: dict[str, Any] = json.loads(file.readline())
         except (OSError, ValueError):
             return None
         return found
+
+
+def dump_collectives(rank: int) -> Path | None:
+    """Write NCCL's last collectives where its own timeout would, which this job does not live to see; on GPUs only."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if dump is None or not prefix:
+        return None
+    path = Path(f"{prefix}{rank}")
+    try:
+        path.write_bytes(dump())
+    except (OSError, RuntimeError) as problem:
+        _LOG.error("cannot write NCCL's flight record to %s: %s", path, problem)
+        return None
+    return path
 
 
 def innermost(frame: FrameType | None) -> tuple[str, bool]:

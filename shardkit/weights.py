@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import ConfigError
 
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside keep their parameters on the meta device, and their buffers real.
+
+    A parameter is allocated and dropped again when it is registered: no two exist at once, and memory that nothing
+    wrote to costs nothing. Buffers hold what the constructor computed (rotary frequencies, position ids, statistics).
+    """
+    register = nn.Module.register_parameter
+    shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in shared:
+                shared[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = shared[param]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class Weights:
@@ -29,22 +54,22 @@ class Weights:
     def build(
         self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
     ) -> nn.Module:
-        """The model, on meta if its values can be drawn later; `construction` is an engine's own build context.
+        """The model, its parameters on meta if they can be drawn later; `construction`: an engine's own build context.
 
         Raises:
-            ConfigError: a model built on meta has buffers, whose values would be lost.
+            ConfigError: the task put buffers on meta, whose values are lost.
         """
         if self.init_parameter is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 return make_model()
-        with construction or torch.device("meta"):
+        with construction or parameters_on_meta():
             model = make_model()
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ConfigError(
-                    f"the task has init_parameter, so its model is built on meta, but it has a buffer: {name}",
-                    "drop init_parameter (each rank then builds the whole model), or compute the buffer in forward",
+                    f"the task's model has a buffer on the meta device: {name}",
+                    "build the model without torch.device('meta'): parameters are put on meta as they are registered",
                 )
         return model
 

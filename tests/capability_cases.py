@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardkit.errors import ConfigError
 from shardkit.job import start
 from tests.strategies.cases import PARTITION_ALL
 
@@ -17,6 +18,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "frozen_params": {},
     "unused_params": {},
     "activation_checkpointing": {"activation.policy": "full"},
+    "activation_offload": {"activation.offload": "cpu", "activation.offload_min_bytes": 0},
     "compile": {"compile.enabled": True},
     "bf16": {"precision.mode": "bf16"},
 }
@@ -80,6 +82,21 @@ def losses(strategies: list[str], feature: str) -> dict[str, list[float]]:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     return {name: _train(settings(name, feature), feature, rank, world) for name in strategies}
+
+
+def refusals(strategies: list[str], feature: str) -> dict[str, tuple[str, str]]:
+    """The error that ends a run under each strategy."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = {}
+    for name in strategies:
+        try:
+            _train(settings(name, feature), feature, rank, world)
+        except ConfigError as error:
+            out[name] = error.cause, error.fix
+        gc.collect()
+    return out
 
 
 def _train(overrides: dict[str, Any], feature: str, rank: int, world: int) -> list[float]:

@@ -13,9 +13,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.config import MODEL_PRESETS, RunConfig
+from shardkit.config import RunConfig
 from shardkit.config_io import LoadedConfig, json_schema, load_config, resolve_batch
 from shardkit.errors import ConfigError
+from shardkit.presets import MODEL_PRESETS
 
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
@@ -336,7 +337,7 @@ def test_overrides_below_a_value_or_beside_one(write: Write) -> None:
         ("task.factory=nocolon", "'nocolon'", "text like package.module:Class, or null"),
         ("parallel.ds_config=3", "3", "a mapping"),
         ("run.dir=", "null", "text that is not empty"),
-        ("precision.mode=int8", "'int8'", "one of fp32, tf32, bf16, fp16"),
+        ("precision.mode=int8", "'int8'", "one of fp32, tf32, bf16, fp16, fp8, pure_bf16"),
     ],
 )
 def test_wrong_values_say_what_was_set_and_what_is_expected(

@@ -20,7 +20,7 @@ PACKAGE = REPO / "shardkit"
 
 # Bottom first. A module imports from its own line or a lower one; a package counts as one module here.
 LAYERS: list[set[str]] = [
-    {"errors"},
+    {"errors", "presets"},
     {"config", "config_errors", "config_io", "config_layers", "config_render", "yaml_reader", "capability"},
     {"launch", "preemption"},
     {
@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     {"strategies"},
     {"parallelize", "accumulate"},
     {"checkpoint"},
-    {"job", "rundir", "progress", "evaluate", "watchdog"},
+    {"unused", "dtypes", "job", "rundir", "progress", "evaluate", "watchdog", "profile"},
     {"trainer", "plan", "bandwidth"},
     {"train", "cli", "cli_launch"},
 ]

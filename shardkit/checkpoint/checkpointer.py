@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from ..config import CheckpointConfig
 from ..dist import World
 from ..errors import CheckpointError
 from ..strategies import Strategy
-from ..strategies.base import Shard
+from ..strategies.base import HasRanges, Shard
 from . import layout, rng
-from .manifest import CHUNK_BYTES, RunState
-from .staging import Staging
+from .manifest import CHUNK_BYTES, RunState, storable
+from .staging import Staging, give_way
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
     from .planner import Ranges
@@ -51,30 +50,13 @@ class SaveReport:
     error: str | None
 
 
-def _storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
-    """The run's state as JSON can hold it: a validation loss that is not finite is no loss.
-
-    Raises:
-        CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
-    """
-    if run.val_loss is not None and not math.isfinite(run.val_loss):
-        run = replace(run, val_loss=None)
-    try:
-        json.dumps([asdict(run), dict(scalars)], allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the state of step {run.step} cannot be written as JSON: {error}",
-            "keep finite numbers, text, lists and dicts in RunState.extra",
-        ) from error
-    return run
-
-
 class Checkpointer:
     """Saves a strategy's state below `root`. All ranks construct it, and call `save`, at the same time.
 
     Args:
         root: the folder of the checkpoints; on a file system that all ranks share.
         timeout_s: longest wait for the slowest rank's write.
+        beside: what else is saved and loaded, sharded as the strategy's state is: an average of the weights.
         meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
     """
@@ -86,12 +68,14 @@ class Checkpointer:
         config: CheckpointConfig,
         root: str | Path,
         *,
+        beside: HasRanges | None = None,
         timeout_s: float = 1800,
         meeting_s: float = 30,
         chunk_bytes: int = CHUNK_BYTES,
         on_done: Callable[[SaveReport], None] | None = None,
     ) -> None:
         self._strategy, self._world, self._config = strategy, world, config
+        self._beside = beside
         self.root = Path(root)
         self._meeting_s = meeting_s
         self._chunk_bytes = chunk_bytes
@@ -114,6 +98,11 @@ class Checkpointer:
     def staging_bytes(self) -> int:
         """Host memory that async saves keep on this rank between saves."""
         return self._staging.n_bytes
+
+    @property
+    def saving(self) -> bool:
+        """Whether this rank's background save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -148,7 +137,7 @@ class Checkpointer:
         self.wait()
         self._meet(run.step)
         ranges, scalars = self._ranges(), self._strategy.scalars()
-        run = _storable(run, scalars)
+        run = storable(run, scalars)
         if self._config.async_save:
             ranges = self._staging.copy(ranges)
         writer = RangeWriter(
@@ -185,13 +174,14 @@ class Checkpointer:
     def _ranges(self) -> Ranges:
         from .planner import by_name
 
-        ranges = by_name(self._strategy.shards())
+        ranges = by_name(chain(self._strategy.shards(), self._beside.shards() if self._beside else ()))
         for kind, state in rng.capture(self._world.device).items():
             name = f"rng.{self._world.rank}.{kind}"
             ranges[name] = [Shard(name, tuple(state.shape), 0, state)]
         return ranges
 
     def _write_in_thread(self, *args: object) -> None:
+        give_way()
         try:
             self._ended = self._write(*args)  # type: ignore[arg-type]
         except BaseException as error:  # handed to the thread that waits
@@ -272,7 +262,7 @@ class Checkpointer:
         from .resume import resume
 
         where, on_corrupt = Path(source), self._config.on_corrupt
-        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
+        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept, self._beside)
         if found is not None:
             self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
         return found

@@ -114,10 +114,14 @@ def point_latest(root: Path) -> None:
         target.unlink(missing_ok=True)
         return
     draft = root / f"{LATEST}{TMP}"
-    with draft.open("w") as file:
-        file.write(newest[0].name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with draft.open("w") as file:
+            file.write(newest[0].name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     draft.replace(target)
     fsync_folder(root)
 

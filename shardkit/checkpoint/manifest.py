@@ -7,14 +7,14 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import CheckpointError
 
 SCHEMA = 1
 READABLE = (1,)
-"""Schemas this version loads: its own and the one before."""
+"""Schemas this version loads: its own and the one before; there is none before the first."""
 
 FILE_NAME = "manifest.json"
 CHUNK_BYTES = 64 * 2**20
@@ -118,6 +118,24 @@ class Manifest:
         return sum(file.size for file in self.files)
 
 
+def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
+    """The run's state as JSON can hold it: a validation loss that is not finite is no loss.
+
+    Raises:
+        CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
+    """
+    if run.val_loss is not None and not math.isfinite(run.val_loss):
+        run = replace(run, val_loss=None)
+    try:
+        json.dumps([asdict(run), dict(scalars)], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of step {run.step} cannot be written as JSON: {error}",
+            "keep finite numbers, text, lists and dicts in RunState.extra",
+        ) from error
+    return run
+
+
 def dump(manifest: Manifest) -> bytes:
     """The file's content: one JSON object of the manifest and the BLAKE2 digest of its canonical text."""
     body = {
@@ -169,9 +187,10 @@ def parse(content: bytes, where: str) -> Manifest:
             raise CorruptCheckpoint(f"{where} does not match its own digest")
         schema = body["schema"]
         if schema not in READABLE:
+            writer = body["versions"].get("shardkit", "as new as it")
             raise CheckpointError(
                 f"{where} has schema {schema!r}, this version reads {', '.join(map(str, READABLE))}",
-                "use the version of shardkit it was made with, or a newer one",
+                f"use shardkit {writer}, which wrote it, or a later version",
             )
         return _manifest(body)
     except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:

@@ -200,12 +200,7 @@ def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEn
     """
     entry = tensors.get(shard.name)
     if entry is None:
-        fix = (
-            "set optim.name to that of the checkpoint"
-            if shard.name.startswith("optim.")
-            else "resume with the same model"
-        )
-        raise CheckpointError(f"the checkpoint has no {shard.name}", fix)
+        raise CheckpointError(f"the checkpoint has no {shard.name}", _fix(shard.name))
     if entry.shape != tuple(shard.shape):
         raise CheckpointError(
             f"{shard.name} is {list(entry.shape)} in the checkpoint, {list(shard.shape)} in this run",
@@ -225,13 +220,19 @@ def refuse_leftovers(tensors: Mapping[str, TensorEntry], wanted: Sequence[str]) 
     Raises:
         CheckpointError: names what would be dropped.
     """
-    kinds = ("model.", "optim.", "buffer.")
-    left = sorted({n for n, t in tensors.items() if n.startswith(kinds) and t.numel} - set(wanted))
+    left = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(wanted))
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        fix = (
-            "set optim.name and its keys to those of the checkpoint"
-            if left[0].startswith("optim.")
-            else "use the same model"
-        )
-        raise CheckpointError(f"the checkpoint holds {left[0]}{more}, which this run has no place for", fix)
+        raise CheckpointError(f"the checkpoint holds {left[0]}{more}, which this run has no place for", _fix(left[0]))
+
+
+_KINDS = ("model.", "optim.", "buffer.", "ema.")
+
+
+def _fix(name: str) -> str:
+    """What to set so that a run and a checkpoint hold the same kinds of state."""
+    if name.startswith("optim."):
+        return "set optim.name and its keys to those of the checkpoint"
+    if name.startswith("ema."):
+        return "set train.ema_decay if the checkpoint has a moving average, leave it out if not"
+    return "resume with the same model"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,14 @@ import torch
 
 if TYPE_CHECKING:
     from .planner import Ranges
+
+
+def give_way() -> None:
+    """Let this thread, and those it starts, run where training leaves a core idle: Linux has a niceness per thread."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    except OSError:  # already less urgent than that
+        pass
 
 
 class Staging:

@@ -78,6 +78,11 @@ class Corpus:
         """The largest token of either split."""
         return int(np.flatnonzero(self._padded().sum(axis=0))[-1])
 
+    def occurs(self, token: int) -> bool:
+        """Whether a token is in either split."""
+        counts = self._padded().sum(axis=0)
+        return token < len(counts) and bool(counts[token])
+
     def unigram_cross_entropy(self) -> float:
         """Validation cross-entropy, nats per token, of the training unigrams: what knowing no context gives.
 

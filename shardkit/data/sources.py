@@ -80,13 +80,18 @@ def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFi
     A file stays in its part when others come or go. Of two files or more neither part is left empty: the file with the
     smallest hash validates and the one with the largest trains.
     """
-    places = {file.name: _hash_fraction(file.name) for file in files}
-    ordered = sorted(files, key=lambda file: (places[file.name], file.name))
-    n_val = sum(places[file.name] < val_fraction for file in files)
-    if len(files) > 1:
-        n_val = min(max(n_val, 1), len(files) - 1)
-    val_names = {file.name for file in ordered[:n_val]}
+    val_names = held_out([file.name for file in files], val_fraction)
     return [f for f in files if f.name not in val_names], [f for f in files if f.name in val_names]
+
+
+def held_out(names: list[str], val_fraction: float) -> set[str]:
+    """The names of `split_files`' validation part."""
+    places = {name: _hash_fraction(name) for name in names}
+    ordered = sorted(names, key=lambda name: (places[name], name))
+    n_val = sum(place < val_fraction for place in places.values())
+    if len(names) > 1:
+        n_val = min(max(n_val, 1), len(names) - 1)
+    return set(ordered[:n_val])
 
 
 def unreadable(path: str, error: OSError) -> DataError:

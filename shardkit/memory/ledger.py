@@ -49,6 +49,7 @@ class MemoryLedger:
         overhead_s: seconds spent inside the ledger so far, waiting for other ranks in `gather` included.
         gather_s: the part of `overhead_s` that `gather` took.
         last_rows: rank 0: the rows of the last gather; empty elsewhere.
+        staging_bytes: host memory that background saves keep, for the next row; set by who saves.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class MemoryLedger:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.overhead_s = self.gather_s = 0.0
         self.last_rows: list[RankRow] = []
+        self.staging_bytes = 0
         self._group = group
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
         self._limit = host_limit()
@@ -215,7 +217,7 @@ class MemoryLedger:
             step_time_s=times[0],
             data_wait_s=times[1],
             busy_s=times[2],
-            host_mem=HostMemory(host.rss, host.peak_rss, uss, children, self._limit),
+            host_mem=HostMemory(host.rss, host.peak_rss, uss, children, self._limit, self.staging_bytes),
             device_mem=None
             if device is None
             else DeviceMemory(

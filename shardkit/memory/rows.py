@@ -7,7 +7,7 @@ added.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 SCHEMA = 1
@@ -44,13 +44,18 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The rank's process: resident bytes now and at most so far, what is its own, its children's, what it may use."""
+    """The rank's process: resident bytes now and at most so far, what is its own, its children's, what it may use.
+
+    Attributes:
+        staging: what background saves keep for their copy of the state, a part of `rss`.
+    """
 
     rss: int
     peak_rss: int
     uss: int | None
     children_rss: int | None
     limit: int
+    staging: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class RankRow:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
-        """Inverse of `to_json`; fields that a later version added are passed over."""
+        """Inverse of `to_json`; fields that a later version added are passed over, those added since have defaults."""
         return cls(
             identity=_pick(Identity, obj),
             step_time_s=obj["step_time_s"],
@@ -177,7 +182,8 @@ _T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
 
 
 def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
-    return cls(**{field.name: obj[field.name] for field in fields(cls)})
+    known = (field for field in fields(cls) if field.name in obj or field.default is MISSING)
+    return cls(**{field.name: obj[field.name] for field in known})
 
 
 def _values(cls: type[_T], obj: _T | None) -> list[int | None]:

@@ -26,8 +26,9 @@ def chunked_cross_entropy(
     targets: torch.Tensor,
     chunk_size: int,
     ignore_index: int = -100,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum of cross-entropies of `hidden @ weight.T` against `targets`, `chunk_size` tokens at a time.
+    """Sum of cross-entropies of `hidden @ weight.T + bias` against `targets`, `chunk_size` tokens at a time.
 
     Call it inside the forward of the module that owns `weight`, so that an engine's gather hooks have run.
 
@@ -35,10 +36,11 @@ def chunked_cross_entropy(
         hidden: [..., d], floating point.
         weight: [vocab, d].
         targets: [...] integer class per position; `ignore_index` counts for nothing.
+        bias: [vocab], or none.
         chunk_size: tokens whose [chunk_size, vocab] fp32 logits exist at once, > 0.
 
     Returns:
-        0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden` and `weight`.
+        0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden`, `weight` and `bias`.
 
     Memory beyond inputs: one fp32 [chunk_size, vocab], its copy in the compute type where that is narrower, and, when
     gradients are wanted, the gradients of hidden and (fp32, so that chunks add up without rounding) of weight.
@@ -58,6 +60,7 @@ def chunked_cross_entropy(
         ignore_index,
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
+        bias,
     )
     return loss
 
@@ -80,6 +83,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         want_hidden: bool,
         want_weight: bool,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
         compute = _compute_dtype(hidden, weight)
         wide = torch.promote_types(compute, torch.float32)
@@ -90,11 +94,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss = flat.new_zeros((), dtype=wide)
             grad_hidden = torch.empty_like(flat, dtype=compute) if want_hidden else None
             grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+            grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
             for start in range(0, flat.shape[0], chunk_size):
                 rows = slice(start, start + chunk_size)
                 inputs = flat[rows].to(compute)
                 logits = (inputs @ matrix.t()).to(wide)
+                if bias is not None:
+                    logits += bias
                 loss += _losses_then_gradient_(logits, flat_targets[rows], ignore_index).sum()
+                if grad_bias is not None:
+                    grad_bias += logits.sum(0)
                 grad_logits = logits.to(compute)
                 del logits
                 if grad_hidden is not None:
@@ -102,8 +111,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     _add_product_(grad_weight, grad_logits.t(), inputs)
                 del grad_logits  # else it would live on while the next chunk's logits are made
-        ctx.gradients = (grad_hidden, grad_weight)
-        ctx.like = (hidden.shape, hidden.dtype, weight.dtype)
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.like = (hidden.shape, hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return loss
 
     @staticmethod
@@ -113,14 +122,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "chunked_cross_entropy: backward was run a second time; its gradients are freed by the first"
             )
-        grad_hidden, grad_weight = ctx.gradients
+        grad_hidden, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
-        shape, hidden_dtype, weight_dtype = ctx.like
+        shape, hidden_dtype, weight_dtype, bias_dtype = ctx.like
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(grad_loss).to(hidden_dtype).view(shape)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.mul_(grad_loss).to(bias_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, grad_bias
 
 
 def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -7,11 +7,13 @@ was executed, so that recomputed activations do not raise it.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any
+
+from torch import nn
 
 from ..config import ModelConfig
 
-PrecisionMode = Literal["fp32", "tf32", "bf16", "fp16"]
+_COLUMNS = {"fp32": 0, "tf32": 1, "bf16": 2, "pure_bf16": 2, "fp16": 3}  # fp8: the table has no peak for it
 
 
 def transformer_matmul_params(config: ModelConfig) -> int:
@@ -29,6 +31,28 @@ def transformer_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     mask.
     """
     return 6.0 * transformer_matmul_params(config) + 12.0 * config.n_layers * config.d_model * seq_len
+
+
+# Every token multiplies every matrix of a block once, and every layer attends over the whole sequence.
+_PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "olmo2"})
+
+
+def hf_flops_per_token(model: nn.Module, seq_len: int) -> float | None:
+    """Training FLOPs per token of a transformers causal LM, the same formula: 6 N_matmul + 12 L (heads × head width) T.
+
+    None for architectures it is not right for: experts (a token meets few of them), state spaces, sliding windows.
+    """
+    config: Any = model.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if config.model_type not in _PLAIN or layer_types != {"full_attention"} or (window and window < seq_len):
+        return None
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head.weight)}
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention: float = 12.0 * config.num_hidden_layers * config.num_attention_heads * width * seq_len
+    return 6.0 * float(matrices + head.weight.numel()) + attention
 
 
 # Dense peaks in TFLOP/s without sparsity, from NVIDIA's data sheets and architecture white papers: fp32 outside tensor
@@ -63,15 +87,17 @@ _PEAKS: tuple[tuple[str, float, float | None, float | None, float | None], ...] 
 )
 
 
-def gpu_peak_flops(device_name: str, mode: PrecisionMode) -> float | None:
+def gpu_peak_flops(device_name: str, mode: str) -> float | None:
     """Dense peak FLOP/s of a GPU by the name `torch.cuda.get_device_name` gives; None when it is not known.
 
     `mode` is the matmul type (`precision.mode`). A chip without such a unit (bf16 on V100) gives None too, and so
-    does a MIG slice, which has only a part of the chip.
+    does a MIG slice, which has only a part of the chip, and fp8.
     """
     if re.search(r"\bMIG\b", device_name):
         return None
-    column = ("fp32", "tf32", "bf16", "fp16").index(mode)
+    column = _COLUMNS.get(mode)
+    if column is None:
+        return None
     for pattern, *peaks in _PEAKS:
         if re.search(pattern, device_name, re.IGNORECASE):
             peak = peaks[column]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from ..config import RunConfig
 from ..dist import World
+from .averaged import Averaged
 from .base import OptimizerFactory, Shard, Strategy
 
 __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
 def make_strategy(config: RunConfig, world: World) -> Strategy:
-    """The engine of `parallel.strategy`, not yet set up; only its own module is imported."""
+    """The strategy of the config, not yet set up; only the module of its engine is imported."""
+    engine = _engine(config, world)
+    return engine if config.train.ema_decay is None else Averaged(engine, config.train.ema_decay)
+
+
+def _engine(config: RunConfig, world: World) -> Strategy:
     name = config.parallel.strategy
     if name == "single":
         from .single import Single

@@ -37,14 +37,32 @@ class Shard:
     replica: int = 0
 
 
+class HasRanges(Protocol):
+    """State that lies in ranges, and is saved and loaded by them."""
+
+    def shards(self) -> Iterator[Shard]:
+        """The ranges that this rank saves."""
+        ...
+
+    def load_targets(self) -> Iterator[Shard]:
+        """The ranges that a load fills on this rank."""
+        ...
+
+
 class Strategy(Protocol):
     """A way to spread a model over ranks. Verbs are called in the order they stand here."""
 
     name: str
-    model: nn.Module
-    """What the training loop calls: the wrapped model."""
-    optimizer: torch.optim.Optimizer
-    """Holds the parameter groups whose `lr` the schedule sets."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What the training loop calls: the wrapped model."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Holds the parameter groups whose `lr` the schedule sets."""
+        ...
 
     def construction(self) -> AbstractContextManager[object] | None:
         """The engine's own context for building a model whose weights are drawn later; `None` = the meta device."""
@@ -66,6 +84,19 @@ class Strategy(Protocol):
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         """Clip to `max_norm`, update, clear gradients; the global gradient norm before clipping (0-d, not synced)."""
+        ...
+
+    def loss_scale(self) -> float:
+        """What fp16 multiplies the loss by at this moment; 1 without scaling. Then a norm that is not finite means
+        that the step was skipped, on every rank."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context of an evaluation: the weights in it are those to judge (their averages, where there are any)."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Make what the model computes with follow weights that were written through `load_targets`; collective."""
         ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

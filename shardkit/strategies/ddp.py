@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import RunConfig
 from ..dist import World
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import autocast_forward, compute_dtype
+from ..precision import autocast_forward, loss_scaler, reduce_dtype
 from ..weights import Weights
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
@@ -30,6 +36,7 @@ class DDP:
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
         self._world = world
+        self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is not False
         self._bucket_mb = config.parallel.bucket_mb or 25.0  # torch's own default
 
@@ -41,20 +48,33 @@ class DDP:
     ) -> None:
         device = self._world.device
         weights.materialise(model, device)
-        autocast_forward(model, device, compute_dtype(self._config.precision))
+        autocast_forward(model, device, self._config.precision)
         self._wrapped = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets: 4P bytes less
         )
-        if self._config.train.deterministic and self._world.size > 1:
-            # DDP rearranges its buckets after the first backward, and an all-reduce adds up ranks in an order that
-            # depends on where in its bucket an element lies: a resumed run's first step would round differently.
-            # A lambda, because torch compares annotations with types, and here they are strings.
-            self._wrapped.register_comm_hook(self._world.size, lambda size, bucket: average_in_rank_order(size, bucket))
+        self._set_reduction()
         self.model = self._wrapped
         self.optimizer = make_optimizer(model)
+
+    def _set_reduction(self) -> None:
+        """How a bucket of gradients becomes the average of all ranks', where torch's own all-reduce does not do."""
+        if self._world.size == 1:
+            return
+        average: Any = None
+        if self._config.train.deterministic:
+            # DDP rearranges its buckets after the first backward, and an all-reduce adds up ranks in an order that
+            # depends on where in its bucket an element lies: a resumed run's first step would round differently.
+            average = average_in_rank_order
+        compressed = {torch.bfloat16: bf16_compress_wrapper, torch.float16: fp16_compress_wrapper}
+        wrapper = compressed.get(reduce_dtype(self._config.precision))
+        if wrapper is not None and self._config.precision.mode != "pure_bf16":
+            average = wrapper(average or allreduce_hook)
+        if average is not None:
+            # A lambda, because torch compares annotations with types, and here they are strings.
+            self._wrapped.register_comm_hook(None, lambda state, bucket: average(state, bucket))
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         if self._no_sync and not is_last:
@@ -62,10 +82,19 @@ class DDP:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        return clip_and_step(self.model, self.optimizer, max_norm)
+        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+
+    def loss_scale(self) -> float:
+        return self._scaler.get_scale()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        pass
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         return module_state(self.model, self.optimizer)
@@ -80,22 +109,22 @@ class DDP:
         return local_shards(self._wrapped.module, self.optimizer, 0, 1)
 
     def scalars(self) -> dict[str, float]:
-        return local_scalars(self._wrapped.module, self.optimizer)
+        return local_scalars(self._wrapped.module, self.optimizer, self._scaler)
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self._wrapped.module, self.optimizer, scalars)
+        load_local_scalars(self._wrapped.module, self.optimizer, self._scaler, scalars)
 
     def teardown(self) -> None:
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
-def average_in_rank_order(world_size: int, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce of a gradient bucket whose bits do not depend on the bucket: each element is summed rank 0 first.
 
     As many bytes on the wire as any all-reduce (a reduce-scatter by all-to-all, then an all-gather), but it is waited
     for, and takes two more buffers of the bucket's size.
     """
-    grads = bucket.buffer()
+    grads, world_size = bucket.buffer(), dist.get_world_size()
     part = -(-grads.numel() // world_size)
     padded = nn.functional.pad(grads, (0, part * world_size - grads.numel()))
     pieces = torch.empty_like(padded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..blocks import refuse_ties_across_blocks
 from ..capability import mesh_shape
 from ..config import RunConfig
 from ..dist import World
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import compute_dtype
+from ..precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
 from ..weights import Weights
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars
@@ -35,6 +37,7 @@ class FSDP:
         self.name = config.parallel.strategy
         self._config = config
         self._world = world
+        self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
 
@@ -50,16 +53,33 @@ class FSDP:
             "mp_policy": self._mixed_precision(),
             "offload_policy": self._offload_policy(),
         }
+        refuse_ties_across_blocks(model, blocks)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._config.parallel.reshard_after_forward, **options)
+        if self._config.precision.output_dtype == "fp32":
+            options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
         # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
         fully_shard(model, reshard_after_forward=False, **options)
         assert isinstance(model, FSDPModule)
+        self._prefetch(blocks)
         if on_meta:
             self._materialise(model, weights)
         self._wrapped = model
         self.model = model
         self.optimizer = make_optimizer(model)
+
+    def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
+        """Gather the parameters of `parallel.prefetch` blocks ahead; torch itself does so for one."""
+        ahead = self._config.parallel.prefetch
+        if ahead == 1:
+            return
+        for order, prefetch in (
+            (list(blocks), FSDPModule.set_modules_to_forward_prefetch),
+            (list(reversed(blocks)), FSDPModule.set_modules_to_backward_prefetch),
+        ):
+            for index, block in enumerate(order):
+                assert isinstance(block, FSDPModule)
+                prefetch(block, [b for b in order[index + 1 : index + 1 + ahead] if isinstance(b, FSDPModule)])
 
     def _mesh(self) -> DeviceMesh:
         device_type = self._world.device.type
@@ -69,10 +89,11 @@ class FSDP:
         return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        dtype = compute_dtype(self._config.precision)
-        if dtype == torch.float32:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        precision = self._config.precision
+        dtype = compute_dtype(precision)
+        return MixedPrecisionPolicy(
+            param_dtype=None if dtype == master_dtype(precision) else dtype, reduce_dtype=reduce_dtype(precision)
+        )
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self._offload:
@@ -81,7 +102,10 @@ class FSDP:
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and fill each with its rows of the drawn parameter."""
+        buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         model.to_empty(device="cpu" if self._offload else self._world.device)
+        for module, name, buffer in buffers:  # to_empty forgets the values of those too
+            module._buffers[name] = buffer.to(self._world.device)
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
             local = _local(param.detach())
@@ -94,11 +118,20 @@ class FSDP:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = clip_and_step(self.model, self.optimizer, max_norm)
+        norm = clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def loss_scale(self) -> float:
+        return self._scaler.get_scale()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        pass
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from module_state(self.model, self.optimizer)
@@ -132,10 +165,10 @@ class FSDP:
         return self.shards()
 
     def scalars(self) -> dict[str, float]:
-        return local_scalars(self.model, self.optimizer)
+        return local_scalars(self.model, self.optimizer, self._scaler, elementwise=True)
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self.model, self.optimizer, scalars)
+        load_local_scalars(self.model, self.optimizer, self._scaler, scalars)
 
     def teardown(self) -> None:
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit

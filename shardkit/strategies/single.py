@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
+from ..config_io import resolve_batch
 from ..dist import World
+from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import autocast_forward, compute_dtype
+from ..precision import autocast_forward, loss_scaler
 from ..weights import Weights
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
@@ -25,8 +27,16 @@ class Single:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, config: RunConfig, world: World) -> None:
+        accum = resolve_batch(config, world.size)
+        if config.optim.in_backward and accum > 1:
+            raise ConfigError(
+                f"optim.in_backward=true updates in every backward, but a step has {accum} micro-batches",
+                f"set train.micro_batch_size={config.train.global_batch_size}, or remove optim.in_backward",
+            )
         self._config = config
         self._world = world
+        self._scaler = loss_scaler(config.precision, world.device)
+        self._squared_norms: list[torch.Tensor] = []
 
     def construction(self) -> AbstractContextManager[object] | None:
         return None
@@ -35,18 +45,50 @@ class Single:
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         weights.materialise(model, self._world.device)
-        autocast_forward(model, self._world.device, compute_dtype(self._config.precision))
+        autocast_forward(model, self._world.device, self._config.precision)
         self.model = model
         self.optimizer = make_optimizer(model)
+        if self._config.optim.in_backward:
+            self._update_in_backward(model)
+
+    def _update_in_backward(self, model: nn.Module) -> None:
+        """Give every parameter a hook that updates it as soon as its gradient is complete, and drops the gradient."""
+        groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
+
+        def update(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            self._squared_norms.append(param.grad.float().square().sum())
+            all_groups = self.optimizer.param_groups
+            self.optimizer.param_groups = [{**groups[param], "params": [param]}]
+            self.optimizer.step()
+            self.optimizer.param_groups = all_groups
+            param.grad = None
+
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        return clip_and_step(self.model, self.optimizer, max_norm)
+        if self._config.optim.in_backward:
+            norm = torch.stack(self._squared_norms).sum().sqrt()
+            self._squared_norms.clear()
+            return norm
+        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+
+    def loss_scale(self) -> float:
+        return self._scaler.get_scale()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        pass
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         return module_state(self.model, self.optimizer)
@@ -61,10 +103,10 @@ class Single:
         return self.shards()
 
     def scalars(self) -> dict[str, float]:
-        return local_scalars(self.model, self.optimizer)
+        return local_scalars(self.model, self.optimizer, self._scaler)
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self.model, self.optimizer, scalars)
+        load_local_scalars(self.model, self.optimizer, self._scaler, scalars)
 
     def teardown(self) -> None:
         pass

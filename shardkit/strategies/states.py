@@ -19,24 +19,49 @@ def is_scalar(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, float]:
+def state_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, tensor) of every state that is not one number; the plain tensors inside a wrapper (8-bit states) apart."""
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or is_scalar(value):
+            continue
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None or type(value) in (torch.Tensor, nn.Parameter):
+            yield key, value
+            continue
+        for name in flatten()[0]:
+            yield f"{key}.{name}", getattr(value, name)
+
+
+def is_elementwise(value: object, param: torch.Tensor) -> bool:
+    """Whether a state is a tensor with one value for each element of its parameter, and nothing more."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return False
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return type(local) in (torch.Tensor, nn.Parameter)
+
+
+def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementwise: bool = True) -> dict[str, float]:
     """`optim.<fqn>.<key>` of every state that is one number.
 
     Raises:
-        CheckpointError: a state is neither one number nor shaped like its parameter.
+        CheckpointError: with `elementwise`, a state is neither one number nor one value per element of the parameter.
     """
     found: dict[str, float] = {}
     for key, value in state.items():
         if is_scalar(value):
             number = value.item() if isinstance(value, torch.Tensor) else value
             found[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
-        elif value is not None and getattr(value, "shape", None) != param.shape:
+        elif value is not None and not (is_elementwise(value, param) if elementwise else _is_tensor(value)):
             raise CheckpointError(
                 f"optimizer state {key!r} of {fqn} is {_describe(value)}, neither one number nor one value per element "
                 "of the parameter",
                 "use an elementwise optimizer (adamw, sgd), or turn checkpoints off: checkpoint.at_end=false",
             )
     return found
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _describe(value: object) -> str:

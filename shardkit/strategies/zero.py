@@ -92,7 +92,10 @@ class ZeRO:
 
         settings = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in optimizer.param_groups]
-        on_cpu: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        moments_in_fp32 = self._config.precision.mode != "pure_bf16"
+        on_cpu: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            groups, adamw_mode=True, fp32_optimizer_states=moments_in_fp32, **settings
+        )
         return on_cpu
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
@@ -106,6 +109,15 @@ class ZeRO:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
         self._engine.step()
         return torch.as_tensor(self._engine.get_global_grad_norm())
+
+    def loss_scale(self) -> float:
+        return float(self._zero.loss_scale)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        refresh_compute_weights(self._zero, self.stage)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         if self.stage == 3:
@@ -133,7 +145,7 @@ class ZeRO:
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
         set_zero_scalars(self._zero, self.stage, self._fqns, scalars)
-        refresh_compute_weights(self._zero, self.stage)
+        self.weights_changed()
 
     def teardown(self) -> None:
         """Drop the engine's hooks and buffers, so that another can be made in this process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..config import RunConfig
+from ..config import PrecisionConfig, RunConfig
 from ..errors import ConfigError
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -20,7 +20,12 @@ _OWNED = {
     "optimizer": "optim.name",
     "scheduler": "optim.schedule",
     "bf16.enabled": "precision.mode",
+    "bf16.bf16_master_weights_and_grads": "precision.mode",
+    "bf16.bf16_optimizer_states": "precision.mode",
     "fp16.enabled": "precision.mode",
+    "fp16.initial_scale_power": "precision.loss_scale_init_power",
+    "fp16.loss_scale_window": "precision.loss_scale_window",
+    "communication_data_type": "precision.reduce_dtype",
     "amp": "precision.mode",
     "torch_autocast": "precision.mode",
     "activation_checkpointing": "activation.policy",
@@ -30,6 +35,8 @@ _OWNED = {
     "zero_optimization.offload_optimizer.nvme_path": "parallel.nvme_path",
     "zero_optimization.offload_param.device": "parallel.offload_param",
     "zero_optimization.offload_param.nvme_path": "parallel.nvme_path",
+    "zero_optimization.offload_optimizer.ratio": "parallel.offload_ratio",
+    "zero_optimization.zero_hpz_partition_size": "parallel.hpz",
     "zero_optimization.cpu_offload": "parallel.offload_optimizer",
     "managed_gradient_accumulation": "train.grad_accum_steps",
 }
@@ -54,7 +61,7 @@ def build_ds_config(
 
 
 def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
-    train, parallel = config.train, config.parallel
+    train, parallel, reduce = config.train, config.parallel, config.precision.reduce_dtype
     zero: dict[str, Any] = {"stage": STAGES[parallel.strategy]}
     for key in ("offload_optimizer", "offload_param"):
         device = getattr(parallel, key)
@@ -62,14 +69,36 @@ def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool)
             zero[key] = {"device": device}
             if device == "nvme":
                 zero[key]["nvme_path"] = parallel.nvme_path
+    if parallel.offload_ratio < 1:
+        zero["offload_optimizer"]["ratio"] = parallel.offload_ratio
+    if parallel.hpz is not None:
+        zero["zero_hpz_partition_size"] = parallel.hpz
     return {
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "train_batch_size": train.micro_batch_size * accum * world_size,
         "gradient_accumulation_steps": accum,
         "gradient_clipping": train.max_norm or 0.0,
-        "bf16": {"enabled": config.precision.mode == "bf16"},
-        "fp16": {"enabled": config.precision.mode == "fp16"},
+        "bf16": _bf16(config.precision.mode),
+        "fp16": _fp16(config.precision),
+        **({} if reduce == "auto" else {"communication_data_type": reduce}),
         "zero_optimization": zero,
+    }
+
+
+def _bf16(mode: str) -> dict[str, Any]:
+    if mode == "pure_bf16":
+        return {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"enabled": mode == "bf16"}
+
+
+def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
+    if precision.mode != "fp16":
+        return {"enabled": False}
+    return {
+        "enabled": True,
+        "initial_scale_power": precision.loss_scale_init_power,
+        "loss_scale_window": precision.loss_scale_window,
+        "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
     }
 
 
@@ -93,6 +122,8 @@ def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict
         if getattr(parallel, key) != "none":
             zero[key] = {"pin_memory": on_cuda}
     return {
+        # Without it a bf16 or fp32 step whose gradients are not finite would be skipped without a word.
+        "bf16": {"check_grad_overflow": False},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions
         "zero_force_ds_cpu_optimizer": False,

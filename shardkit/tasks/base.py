@@ -28,8 +28,11 @@ class Task(Protocol):
       CPU) in place. With it the model is built on the meta device and each rank keeps only what it owns; without it
       every rank builds the whole model with the run's seed, then the strategy keeps its part.
     - `collate(samples: list) -> Batch`; default `torch.utils.data.default_collate`.
-    - `flops_per_token() -> float`: training FLOPs (forward + backward, no recompute) per target token, for MFU.
+    - `flops_per_token() -> float | None`: training FLOPs (forward + backward, no recompute) per target, for MFU.
+    - `measure(model, batch) -> dict[str, Tensor]`: what an evaluation reports, as sums over the targets, "loss" among
+      them; calls `model` once. Recorded as `val_<name>`.
     - `block_classes: tuple[type[nn.Module], ...]`: what to shard, checkpoint and compile as one unit.
+    - `attention_classes: tuple[type[nn.Module], ...]`: what `activation.policy=selective` recomputes in each block.
     - `describe() -> dict[str, float]`: figures to print beside the validation loss (a baseline, say).
     """
 

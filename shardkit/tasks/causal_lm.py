@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ..config import RunConfig
-from ..data.corpus import Corpus, open_corpus
+from ..data.corpus import Corpus
 from ..data.windows import IGNORE_INDEX, Windows
-from ..errors import ConfigError
 from ..models.flops import transformer_flops_per_token
 from ..models.transformer import Block, Transformer, init_parameter
+from .text import open_covered, windows
 
 
 class CausalLM:
@@ -33,14 +33,7 @@ class CausalLM:
 
     @cached_property
     def corpus(self) -> Corpus:
-        corpus = open_corpus(self.config.data)
-        vocab_size = self.config.model.vocab_size
-        if corpus.max_token >= vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={vocab_size}, but {corpus.source} holds the token {corpus.max_token}",
-                f"set model.vocab_size to at least {corpus.max_token + 1}, or check data.bin_dtype",
-            )
-        return corpus
+        return open_covered(self.config.data, self.config.model.vocab_size, "model.vocab_size")
 
     def build_model(self) -> Transformer:
         return Transformer(self.config.model)
@@ -49,11 +42,7 @@ class CausalLM:
         init_parameter(self.config.model, fqn, full, generator)
 
     def dataset(self, split: Literal["train", "val"]) -> Windows:
-        """Windows of a split; the training split must fill at least one, the other holds 2 tokens or more."""
-        seq_len = self.config.train.seq_len
-        if split == "train":
-            return Windows(self.corpus.train_span, seq_len, f"the training split of {self.corpus.source}")
-        return Windows(self.corpus.val_span, seq_len, f"the validation split of {self.corpus.source}", min_tokens=2)
+        return windows(self.corpus, split, self.config.train.seq_len)
 
     def n_targets(self, batch: dict[str, torch.Tensor]) -> int:
         return int((batch["targets"] != IGNORE_INDEX).sum())

@@ -12,12 +12,22 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from ..config import RunConfig
+from ..config import RunConfig, TaskName
 from ..errors import ConfigError, ShardkitError
 from .base import Task
 from .causal_lm import CausalLM
+from .hf_causal_lm import HFCausalLM
+from .hf_masked_lm import HFMaskedLM
+from .image_classification import ImageClassification
+from .super_resolution import SuperResolution
 
-BUILT_IN: dict[str, Callable[[RunConfig], Task]] = {"causal_lm": CausalLM}
+BUILT_IN: dict[TaskName, Callable[[RunConfig], Task]] = {
+    "causal_lm": CausalLM,
+    "hf_causal_lm": HFCausalLM,
+    "hf_masked_lm": HFMaskedLM,
+    "image_classification": ImageClassification,
+    "super_resolution": SuperResolution,
+}
 _REQUIRED = ("build_model", "dataset", "n_targets", "loss")
 
 

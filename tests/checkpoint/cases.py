@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.strategies import cases
 
 SAVED_AT, GO_ON = 3, 4
 """Steps before the save, and losses compared after it."""
-CASES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3+optimizer")
+CASES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3+optimizer+param")
 WORLDS = {"single": (1,), "hsdp": (4,)}
 """World sizes of a case; all of 1, 2, 3 and 4 where it is not named."""
 
@@ -44,38 +45,38 @@ def steps(job: Job, first: int, count: int) -> list[float]:
     ]
 
 
-def save_all(names: list[str], root: str, **extra: Any) -> dict[str, list[float]]:
-    """Train each case SAVED_AT steps and save it to root/<case>@<world>; the losses of the steps after that."""
-    world, out = dist.get_world_size(), {}
-    for case in names:
-        with start(None, settings(case, world, **extra)) as job:
-            cases.wrap(job)
-            checkpoints = checkpointer(job, Path(root) / f"{case}@{world}")
-            steps(job, 0, SAVED_AT)
-            checkpoints.save(RunState(step=SAVED_AT))
-            checkpoints.close()
-            out[case] = steps(job, SAVED_AT, GO_ON)
-        gc.collect()
-    return out
+Found = tuple[str, str, str, list[str], list[float]]
+"""Precision, source, target case, names of what was not loaded as saved, losses of the next steps."""
 
 
-def load_all(
-    pairs: list[tuple[str, str]], root: str, count: int = GO_ON, **extra: Any
-) -> dict[tuple[str, str], tuple[list[str], list[float]]]:
-    """Load root/<source> into each target case; (names not equal to the file's, next losses) of each pair."""
-    world, out = dist.get_world_size(), {}
-    for target in dict.fromkeys(target for _, target in pairs):
-        with start(None, settings(target, world, **extra)) as job:
-            cases.wrap(job)
-            checkpoints = checkpointer(job, Path(root) / f"{target}@{world}")
-            for source in [s for s, t in pairs if t == target]:
-                found = checkpoints.resume(Path(root) / source)
-                assert found is not None
+def exchange(names: list[str], sources: list[str], saves: bool, root: str, modes: list[str]) -> list[Found]:
+    """Each case loads every source in root/<mode>/<source>, or trains SAVED_AT steps; then it saves itself there."""
+    found: list[Found] = []
+    for mode in modes:
+        for name in names:
+            for source, differing, losses in _exchange(name, sources or [""], saves, Path(root) / mode):
+                found.append((mode, source, name, differing, losses))
+            gc.collect()
+    return found
+
+
+def _exchange(name: str, sources: list[str], saves: bool, folder: Path) -> Iterator[tuple[str, list[str], list[float]]]:
+    world = dist.get_world_size()
+    with start(None, settings(name, world, **{"precision.mode": folder.name})) as job:
+        cases.wrap(job)
+        checkpoints = checkpointer(job, folder / f"{name}@{world}")
+        for source in sources:
+            differing: list[str] = []
+            if source:
+                found = checkpoints.resume(folder / source)
+                assert found is not None and found[1].step == SAVED_AT
                 differing = differences(job, found[0])
-                out[source, target] = (differing, steps(job, found[1].step, count))
-            checkpoints.close()
-        gc.collect()
-    return out
+            else:
+                steps(job, 0, SAVED_AT)
+            if saves and source == sources[-1]:
+                checkpoints.save(RunState(step=SAVED_AT))
+            yield source, differing, steps(job, SAVED_AT, GO_ON)
+        checkpoints.close()
 
 
 def differences(job: Job, path: Path) -> list[str]:

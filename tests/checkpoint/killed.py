@@ -19,7 +19,7 @@ def save_forever(root: str, store: str, rank: int, size: int, said: str, async_s
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
     )
-    strategy = fakes.Plain(rank, size, n_elements=300_000)
+    strategy = fakes.Plain(rank, size, n_elements=500_000)
     done: list[int] = []
     checkpoints = fakes.checkpointer(
         root, strategy, keep_last=2, async_save=async_save, on_done=lambda report: done.append(report.step)

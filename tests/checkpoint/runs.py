@@ -100,7 +100,7 @@ def cpu_adam_bits(stops: tuple[int, ...], steps: int) -> list[bool]:
 
 
 def interrupted(names: list[str], root: str, stops: tuple[int, ...] = (3, 6), **extra: Any) -> dict[str, Any]:
-    """Each case uninterrupted, and stopped at `stops`: (whole curve, curve in pieces, steps in metrics.jsonl)."""
+    """Each case uninterrupted, and stopped at `stops`: (whole curve, curve in pieces, steps in what each run wrote)."""
     out = {}
     for case in names:
         tag = f"{case}@{dist.get_world_size()}"
@@ -109,8 +109,11 @@ def interrupted(names: list[str], root: str, stops: tuple[int, ...] = (3, 6), **
         for stop in (*stops, None):
             first = stop == stops[0]
             pieces += train(case, root, f"{tag}-parts", stop, **{"run.resume": not first}, **extra)
-        recorded = [
-            json.loads(line) for line in (Path(root) / f"{tag}-parts" / "metrics.jsonl").read_text().splitlines()
-        ]
-        out[case] = (whole, pieces, [int(r["step"]) for r in recorded])
+        out[case] = (whole, pieces, [_recorded(Path(root) / f"{tag}-{run}") for run in ("whole", "parts")])
     return out
+
+
+def _recorded(run: Path) -> list[list[int]]:
+    """Steps in metrics.jsonl and in memory.jsonl."""
+    files = [(run / name).read_text().splitlines() for name in ("metrics.jsonl", "memory.jsonl")]
+    return [[int(json.loads(line)["step"]) for line in lines] for lines in files]

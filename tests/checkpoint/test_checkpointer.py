@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.checkpoint import layout
 from shardkit.checkpoint import writer as writer_module
 from shardkit.checkpoint.checkpointer import Checkpointer, SaveReport
 from shardkit.checkpoint.manifest import RunState
 from shardkit.errors import CheckpointError
+from shardkit.strategies.base import Shard
 from tests.checkpoint import fakes
 
 
@@ -69,11 +72,12 @@ def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, mon
 def test_training_may_change_everything_once_an_async_save_returns(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write = threading.Event()
+    may_write, niceness, before = threading.Event(), [], os.getpriority(os.PRIO_PROCESS, 0)
     real = writer_module.write_file
 
     def slow(*args: Any) -> Any:
         assert may_write.wait(30)
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return real(*args)
 
     monkeypatch.setattr(writer_module, "write_file", slow)
@@ -87,6 +91,7 @@ def test_training_may_change_everything_once_an_async_save_returns(
     may_write.set()
     report = checkpoints.wait()
     assert report == reports[0]
+    assert niceness[0] > before == os.getpriority(os.PRIO_PROCESS, 0), "the thread gives way, training does not"
     assert checkpoints.wait() is None, "there is nothing more to wait for"
     assert checkpoints.resume(tmp_path) is not None
     assert strategy.holds(1)
@@ -164,3 +169,27 @@ def test_a_folder_without_checkpoints_is_nothing_to_resume(make: Any, tmp_path: 
     (tmp_path / "empty").mkdir()
     assert make(fakes.Plain()).resume(tmp_path / "empty") is None
     assert make(fakes.Plain()).resume(tmp_path / "nowhere") is None
+
+
+class Average:
+    """State beside the strategy's: a moving average."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(1000)
+
+    def shards(self) -> Iterator[Shard]:
+        yield Shard("ema.0", (1000,), 0, self.values)
+
+    load_targets = shards
+
+
+def test_an_average_of_the_weights_is_saved_with_them_and_not_dropped(make: Any, tmp_path: Path) -> None:
+    average = Average()
+    average.values += torch.arange(1000)
+    make(fakes.Plain(), beside=average).save(RunState(step=1))
+    average.values.zero_()
+    make(fakes.Plain(), beside=average).resume(tmp_path)
+    assert torch.equal(average.values, torch.arange(1000.0))
+    with pytest.raises(CheckpointError, match=r"holds ema\.0.*no place") as caught:
+        make(fakes.Plain()).resume(tmp_path)
+    assert "train.ema_decay" in caught.value.fix

@@ -32,15 +32,22 @@ def test_tied_frozen_and_buffers_move_between_strategies(tmp_path: Path) -> None
 
 
 @pytest.mark.dist
-def test_any_elementwise_optimizer_is_saved(tmp_path: Path) -> None:
+def test_any_optimizer_is_saved_where_each_rank_holds_whole_states(tmp_path: Path) -> None:
     momentum = {"momentum": 0.9}
-    optimizers = {"Adam": {"amsgrad": True}, "SGD": momentum, "RMSprop": momentum, "Adagrad": {}, "NAdam": {}}
+    optimizers = {
+        "Adam": {"amsgrad": True},
+        "SGD": momentum,
+        "RMSprop": momentum,
+        "Adagrad": {},
+        "NAdam": {},
+        "Adafactor": {},
+    }
     target = "tests.checkpoint.models:save_with_each"
     run_ranks(2, target, optimizers=optimizers, strategy="ddp", root=str(tmp_path))
 
 
 @pytest.mark.dist
-def test_state_that_is_not_elementwise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="optimizer state 'row_var' of weight") as caught:
-        run_ranks(1, "tests.checkpoint.models:save_with", optimizer="Adafactor", strategy="single", root=str(tmp_path))
+def test_state_that_is_not_elementwise_is_refused_where_each_rank_holds_a_piece(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="optimizer state 'rows' of weight") as caught:
+        run_ranks(1, "tests.checkpoint.models:save_with", optimizer="ByRows", strategy="fsdp", root=str(tmp_path))
     assert isinstance(caught.value.__cause__, CheckpointError)

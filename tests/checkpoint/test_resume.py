@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.checkpoint import layout
+from shardkit.config_io import load_config
+from shardkit.errors import ShardkitError, report
+from shardkit.job import start
+from shardkit.trainer import Trainer
 from tests.checkpoint import runs
 from tests.ranks import run_ranks
 from tests.test_train import REPO, environment, lines, user_error
@@ -30,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> None:
     for result in run_ranks(
-        world, "tests.checkpoint.runs:interrupted", timeout=600, names=names, root=str(root), **extra
+        world, "tests.checkpoint.runs:interrupted", timeout=850, names=names, root=str(root), **extra
     ):
         for case, (whole, pieces, recorded) in result.items():
             where = f"{case} on {world} ranks"
@@ -40,15 +45,15 @@ def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> Non
             last = {step: rest for step, *rest in pieces}
             for step, *rest in whole:
                 assert last[step] == rest, f"{where}, step {step}: (loss, norm) {last[step]} instead of {rest}"
-            assert recorded == list(range(1, runs.STEPS + 1)), f"{where}: metrics.jsonl has each step once"
+            assert recorded[0] == recorded[1], f"{where}: metrics.jsonl and memory.jsonl have each step once"
+            assert recorded[0][0] == list(range(1, runs.STEPS + 1))
 
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [1, 3])
-def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(world: int, root: Path) -> None:
-    check_bitwise(world, ["single", "zero3+optimizer"] if world == 1 else DISTRIBUTED, root)
+def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(root: Path) -> None:
+    check_bitwise(2, ["ddp", "zero3+optimizer"], root)
 
 
 @pytest.mark.dist
@@ -56,10 +61,10 @@ def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(world: int, root: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: Path, tmp_path: Path) -> None:
     runs.corpus(tmp_path / "text")
-    names = [*DISTRIBUTED, "hsdp"] if world == 4 else DISTRIBUTED
+    names = DISTRIBUTED + {1: ["single"], 4: ["hsdp"]}.get(world, [])
     check_bitwise(world, names, tmp_path, **{"checkpoint.async_save": async_save})
 
 
@@ -95,6 +100,7 @@ def fresh(tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The whole command, SIGKILL to every process, the same command again."""
     other = tmp_path_factory.mktemp("whole")
@@ -164,29 +170,16 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> No
     assert [r["step"] for r in lines(fresh / "run" / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_finished_run_has_nothing_to_do(fresh: Path) -> None:
+def test_a_finished_run_has_nothing_to_do_and_is_made_longer(fresh: Path) -> None:
     assert run(fresh, "train.max_steps=2").returncode == 0
     before = losses(fresh)
     done = run(fresh, "train.max_steps=2", "run.resume=true")
     assert done.returncode == 0, done.stderr
     assert "nothing to do" in done.stdout
     assert losses(fresh) == before
-
-
-def test_a_finished_run_is_made_longer(fresh: Path) -> None:
-    assert run(fresh, "train.max_steps=2").returncode == 0
-    done = run(fresh, "train.max_steps=4", "run.resume=true")
+    done = run(fresh, "train.max_steps=3", "run.resume=true")
     assert done.returncode == 0, done.stderr
-    assert len(losses(fresh)) == 4
-
-
-def test_another_run_starts_from_a_checkpoint(fresh: Path) -> None:
-    assert run(fresh, "train.max_steps=2").returncode == 0
-    start = fresh / "run" / "checkpoints" / "step_00000001"
-    done = run(fresh, "train.max_steps=3", f"run.resume={start}", f"run.dir={fresh / 'other'}")
-    assert done.returncode == 0, done.stderr
-    assert [r["step"] for r in lines(fresh / "other" / "metrics.jsonl")] == [2, 3]
-    assert lines(fresh / "other" / "metrics.jsonl")[0]["loss"] == losses(fresh)[1]
+    assert losses(fresh)[:2] == before and len(losses(fresh)) == 3
 
 
 REFUSED = {
@@ -220,12 +213,38 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
-def test_what_does_not_fit_is_refused_in_two_lines(case: str, finished: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_in_two_lines(
+    case: str, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     overrides, said = REFUSED[case]
     before = contents(finished / "run")
     extra = [o.replace("elsewhere", str(tmp_path / "new")) for o in overrides]
-    user_error(run(finished, "train.max_steps=4", *extra), *said)
+    user_error(run_here(command(finished, "train.max_steps=4", *extra, ranks=0)[3:], capfd, monkeypatch), *said)
     assert contents(finished / "run") == before, "a refused run leaves the directory as it was"
+
+
+def run_here(
+    arguments: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> subprocess.CompletedProcess[str]:
+    """What the command does, in this process: most of its time is the start."""
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    code = 0
+    try:
+        with start(load_config(None, arguments)) as job:
+            Trainer(job).fit()
+    except ShardkitError as error:
+        code = report(error)
+    torch.use_deterministic_algorithms(False)
+    return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+
+def test_another_run_starts_from_a_checkpoint(finished: Path, tmp_path: Path) -> None:
+    first = finished / "run" / "checkpoints" / "step_00000001"
+    done = run(finished, "train.max_steps=3", f"run.resume={first}", f"run.dir={tmp_path / 'other'}")
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in lines(tmp_path / "other" / "metrics.jsonl")] == [2, 3]
+    assert lines(tmp_path / "other" / "metrics.jsonl")[0]["loss"] == losses(finished)[1]
 
 
 def test_a_run_saves_by_time(fresh: Path) -> None:
@@ -244,6 +263,23 @@ def test_saves_are_noted_with_what_they_cost(fresh: Path) -> None:
         assert 0 < save["blocking_s"] <= save["total_s"]
         files = (fresh / "run" / "checkpoints").glob("step_*/rank_00000.bin")
         assert save["staging_bytes"] == pytest.approx(next(files).stat().st_size, rel=0.02)
+    metrics = lines(fresh / "run" / "metrics.jsonl")
+    assert [r.get("save_s", 0) > 0 for r in metrics] == [False, True, True], "what the save before a step took"
+    assert metrics[1]["save_s"] >= saves[0]["blocking_s"]
+    first, *_, last = lines(fresh / "run" / "memory.jsonl")
+    assert first["ranks"][0]["host_mem"]["staging"] == 0
+    assert last["ranks"][0]["host_mem"]["staging"] == saves[0]["staging_bytes"]
+
+
+def test_a_full_disk_fails_the_saves_not_the_run(fresh: Path, small_disk: Path) -> None:
+    assert small_disk == fresh / "run" / "checkpoints"
+    done = run(fresh, "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint of step 1 failed, the run goes on: rank 0" in done.stderr
+    assert len(losses(fresh)) == 3
+    saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
+    assert ["GiB free" in s["error"] for s in saves] == [True] * 3
+    assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])

@@ -5,6 +5,7 @@ To record the current schema, before it changes: call `record` on two ranks with
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from shardkit.checkpoint import manage, manifest
 from shardkit.checkpoint.manifest import RunState
+from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -40,6 +42,22 @@ def test_a_recorded_checkpoint_loads(schema: int, alone: None, tmp_path: Path) -
     assert found is not None
     assert found[1] == RunState(STEP, 2000, 5, 1, 48, 1000, 2.5, {"shuffle": True})
     assert strategy.holds(STEP)
+
+
+def test_a_later_schema_is_refused_by_name_and_left_alone(alone: None, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(RECORDED / f"schema_{manifest.SCHEMA}", root)
+    shutil.copytree(root / "step_00000002", root / "step_00000003")
+    file = root / "step_00000003" / manifest.FILE_NAME
+    body = json.loads(file.read_bytes())["manifest"]
+    text = manifest._canonical({**body, "schema": manifest.SCHEMA + 1, "versions": {"shardkit": "9.1"}})
+    file.write_text(f'{{"digest":"{manifest._digest(text)}","manifest":{text}}}')
+    checkpoints = fakes.checkpointer(root, fakes.Plain(n_elements=ELEMENTS))
+    with pytest.raises(CheckpointError, match=f"has schema {manifest.SCHEMA + 1}, this version reads") as caught:
+        checkpoints.resume(root)
+    checkpoints.close()
+    assert "use shardkit 9.1" in caught.value.fix
+    assert (root / "step_00000003").is_dir(), "the checkpoint before it is no replacement for one that is intact"
 
 
 def test_the_current_schema_is_recorded() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from shardkit import bandwidth
-from shardkit.launch import doctor, doctor_host
+from shardkit.cli import main
+from shardkit.launch import affinity, doctor, doctor_host
 from shardkit.launch.doctor import Check
 from shardkit.launch.gpus import ranks_per_node, visible_gpus
 from tests.launch.jobs import REPO, environment
+from tests.launch.test_affinity import fake_machine
 
 
 def shardkit_doctor(*args: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
@@ -21,12 +24,19 @@ def shardkit_doctor(*args: str, launcher: tuple[str, ...] = (), **env: str) -> s
     )  # fmt: skip
 
 
-def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(tmp_path: Path) -> None:
-    done = shardkit_doctor("--run-dir", str(tmp_path / "runs"), RANK="1")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAIL  rank variables" in done.stdout and "RANK='1' is set, but WORLD_SIZE is not" in done.stdout
-    for name in ("python", "torch", "DeepSpeed ops", "compiler", "host memory", "/dev/shm", "run directory"):
-        assert any(line[6:].startswith(name) for line in done.stdout.splitlines()), name
+def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**dict.fromkeys(os.environ, ""), **environment(RANK="1")}.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "torch_checks", lambda: [Check("torch", "pass", "2.9")])  # the test below asks it
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--run-dir", str(tmp_path / "runs")])
+    said = capsys.readouterr().out
+    assert ended.value.code == 1, said
+    assert "FAIL  rank variables" in said and "RANK='1' is set, but WORLD_SIZE is not" in said
+    for name in ("python", "torch", "compiler", "NUMA", "host memory", "/dev/shm", "run directory"):
+        assert any(line[6:].startswith(name) for line in said.splitlines()), name
     assert list(tmp_path.iterdir()) == [], "looking leaves nothing behind"
 
 
@@ -40,6 +50,7 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
     assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"])
     assert measured["latency_s"][0] == 0 and measured["latency_s"][1] > 0
+    assert {"torch", "torch GPUs", "DeepSpeed ops"} <= {check["name"] for check in found["checks"]}
     (kept,) = json.loads((tmp_path / "cache/shardkit/calibration.json").read_text()).values()
     assert kept == measured
     assert {check["status"] for check in found["checks"]} <= {"pass", "warn", "fail"}
@@ -89,6 +100,17 @@ def test_the_cgroups_memory_limit(limit: str, found: int | None, tmp_path: Path)
     group.mkdir(parents=True)
     (group / "memory.max").write_text(limit + "\n")
     assert doctor_host.cgroup_memory_limit(tmp_path) == found
+
+
+def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = fake_machine(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1, 2, 3])
+    (near,) = doctor_host.numa(root)
+    assert near.status == "pass" and near.found == "node 0: CPUs 0-1; node 1: CPUs 2-3; GPUs on nodes 1, 0, ?"
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1])
+    (far,) = doctor_host.numa(root)
+    assert far.status == "warn" and far.found.endswith("none of the CPUs beside GPU 0") and far.fix
 
 
 def test_the_worst_finding_decides() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +34,9 @@ CASES = {
     "array": replace(
         BASE, overrides=("train.seed=%a",), slurm=SlurmOptions(array="0-3%2", dependency="afterok:12", exclude="n[1-2]")
     ),
-    "container": replace(BASE, max_restarts=2, slurm=SlurmOptions(container="nvcr.io#nvidia/pytorch", max_requeues=3)),
+    "container": replace(BASE, max_restarts=2, slurm=SlurmOptions(
+        container="nvcr.io#nvidia/pytorch", container_mounts="/data:/data", max_requeues=3, signal_s=600
+    )),
     "hostile": replace(
         BASE, name=HOSTILE, run_dir=f"/data/{HOSTILE}", config=f"/data/{HOSTILE}/c.yaml", cwd=f"/home/{HOSTILE}",
         python=f"/opt/{HOSTILE}/python", overrides=(f"data.path={HOSTILE}",), slurm=SlurmOptions(extra=("--nice=5",)),
@@ -80,6 +85,23 @@ def test_the_srun_command() -> None:
     assert argv[-3:] == ["-m", "shardkit.train", "run.dir=/r/a%b"]
 
 
+@pytest.mark.parametrize("style", ["torchrun", "srun"])
+def test_a_container_has_the_run_and_its_own_python(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SHARDKIT_CONTAINER": "nvcr.io#nvidia/pytorch",
+        "SHARDKIT_CONTAINER_MOUNTS": "/data:/data:ro",
+    }  # fmt: skip
+    monkeypatch.chdir("/tmp")
+    argv = step_argv(read_batch([style, "-", "run.dir=/runs/a b"], environ), environ)
+    assert "--container-image=nvcr.io#nvidia/pytorch" in argv and "--container-workdir=/tmp" in argv
+    assert "--container-mounts=/tmp:/tmp,/runs/a b:/runs/a b,/data:/data:ro" in argv
+    assert "python3" in argv and sys.executable not in argv
+    argv = step_argv(read_batch([style, "-", "run.dir=/tmp/runs/a"], environ), environ)
+    assert "--container-mounts=/tmp:/tmp,/data:/data:ro" in argv
+    with pytest.raises(LaunchError, match="cannot be mounted"):
+        step_argv(read_batch([style, "-", "run.dir=/runs/a:b"], environ), environ)
+
+
 def test_array_tasks_have_their_own_directory_and_values() -> None:
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_ARRAY_TASK_ID": "3"}
     batch = read_batch(["torchrun", "-", "run.dir=/r", "train.seed=%a"], environ)
@@ -110,6 +132,32 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith("error: shardkit is not installed for any of: ")
+
+
+PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then sleep 0.1; exit; fi
+exec {python} -c 'import time
+from shardkit.launch.notice import Notice
+notice = Notice()
+time.sleep(0.4)
+print(*[number.name for number in notice.came])'
+"""
+
+
+def test_a_warning_at_any_moment_of_the_scripts_start_is_kept(tmp_path: Path) -> None:
+    """Between bash, which looks for an interpreter, and Python, which takes its place."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    argv, env = ["bash", "-c", f'echo; . "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=str(python))
+    started = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) for _ in range(12)]
+    for process in started:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in started:
+        time.sleep(0.02 + 0.02 * random.random())
+        process.send_signal(signal.SIGUSR2)
+    assert [process.communicate(timeout=60)[0].strip() for process in started] == ["SIGUSR2"] * len(started)
 
 
 def shardkit(*args: str, cwd: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
@@ -144,6 +192,8 @@ def test_without_slurm_the_error_says_so(command: list[str], tmp_path: Path) -> 
         (["parallel.strategy=single"], {}, "single"),
         (["train.global_batch_size=7", "train.micro_batch_size=1"], {}, "global_batch_size"),
         (["run.device=cuda"], {"gpus_per_node": 0}, "no GPU"),
+        ([], {"gpus_per_node": 2}, "4 ranks on each node, but 2 GPU(s)"),
+        ([], {"nodes": 0}, "--nodes 0"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_queues(

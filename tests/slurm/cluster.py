@@ -46,13 +46,13 @@ class Cluster:
     def shardkit(self, *args: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-m", "shardkit.cli", *args)
 
-    def sbatch(self, style: str, output: Path, args: list[str], *options: str, config: str = "-") -> str:
-        """Submit a template on 2 nodes × 2 ranks without GPUs; the job's id."""
+    def sbatch(self, style: str, output: Path, args: list[str], *options: str, nodes: int = 2, ranks: int = 2) -> str:
+        """Submit a template on `nodes` × `ranks` without GPUs; the job's id."""
         template = {"torchrun": "train.sbatch", "srun": "train_srun.sbatch"}[style]
-        sizes = {"torchrun": ["--cpus-per-task=2"], "srun": ["--ntasks-per-node=2", "--cpus-per-task=1"]}[style]
+        sizes = {"torchrun": ["--cpus-per-task=2"], "srun": [f"--ntasks-per-node={ranks}", "--cpus-per-task=1"]}[style]
         return self.call(
-            "sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", *sizes, f"--output={output}",
-            "--export=ALL,NPROC_PER_NODE=2", *options, str(REPO / "slurm" / template), config, *args,
+            "sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", *sizes, f"--output={output}",
+            f"--export=ALL,NPROC_PER_NODE={ranks}", *options, str(REPO / "slurm" / template), "-", *args,
         ).strip()  # fmt: skip
 
     def field(self, job: str, name: str) -> str:
@@ -60,7 +60,12 @@ class Cluster:
         assert match is not None, name
         return match[1]
 
-    def wait(self, job: str, output: Path, seconds: float = 120) -> str:
+    def preempt(self) -> str:
+        """Run a job of partition `high` on all nodes for a moment; its id."""
+        options = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap=true"]
+        return self.call("sbatch", "--parsable", *options).strip()
+
+    def wait(self, job: str, output: Path, seconds: float = 240) -> str:
         """The state that the job ended in."""
 
         def ended() -> bool:
@@ -69,8 +74,21 @@ class Cluster:
         until(ended, seconds, lambda: f"{self.call('scontrol', 'show', 'job', job)}\n{read(output)}")
         return self.field(job, "JobState")
 
+    def wait_for_start(self, job: str, restart: int, output: Path) -> bool:
+        """Until the job runs for the `restart`-th time; False if it ended before."""
+        state = ""
+
+        def running() -> bool:
+            nonlocal state
+            shown = self.call("scontrol", "show", "job", job, "-o")  # in one look: it may be queued again any moment
+            state = re.findall(r" JobState=(\S+)", shown)[0]
+            return state in _ENDED or (state == "RUNNING" and f" Restarts={restart} " in shown)
+
+        until(running, 180, lambda: f"{self.call('scontrol', 'show', 'job', job)}\n{read(output)}")
+        return state == "RUNNING"
+
     def wait_for_step(self, run_dir: Path, step: int, output: Path) -> None:
-        until(lambda: max(_losses(run_dir), default=0) >= step, 90, lambda: read(output))
+        until(lambda: last_step(run_dir) >= step, 180, lambda: read(output))
 
 
 def until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:
@@ -85,8 +103,9 @@ def read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else f"{path}: no output yet"
 
 
-def _losses(run_dir: Path) -> dict[int, float]:
+def last_step(run_dir: Path) -> int:
+    """The last step in metrics.jsonl; 0 where there is none yet, or a line is half written."""
     try:
-        return losses(run_dir)
-    except (OSError, ValueError):  # not there yet, or a line half written
-        return {}
+        return max(losses(run_dir), default=0)
+    except (OSError, ValueError):
+        return 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import SCRIPT, Cluster, why_not
+from tests.launch.jobs import REPO, environment, losses
+from tests.slurm.cluster import SCRIPT, Cluster, read, why_not
+from tests.slurm.runs import steady, tiny
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +26,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(folder)
     finally:
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """A corpus, and the losses of one process on it."""
+    folder = tmp_path_factory.mktemp("alone")
+    text = folder / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
+    args = tiny(folder / "run", text, "single")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return text, losses(folder / "run")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of `steady` on 2 nodes × 1 rank."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = cluster.sbatch("srun", folder / "out", steady(folder / "run"), ranks=1)
+    assert cluster.wait(job, folder / "out") == "COMPLETED", read(folder / "out")
+    return losses(folder / "run")

@@ -41,11 +41,11 @@ def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), targets
 
 
-def micro_batches(step: int, rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(step: int, rank: int, world: int, accum: int = ACCUM) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's share: the rows split evenly over micro-batches, then over ranks."""
     tokens, targets = samples(step)
     out = []
-    for chunk_t, chunk_y in zip(tokens.chunk(ACCUM), targets.chunk(ACCUM), strict=True):
+    for chunk_t, chunk_y in zip(tokens.chunk(accum), targets.chunk(accum), strict=True):
         out.append((chunk_t.chunk(world)[rank], chunk_y.chunk(world)[rank]))
     return out
 

@@ -1,0 +1,171 @@
+"""How fast checkpoints are written and read, and what a background save costs training, on 2 CPU ranks.
+
+`python -m benchmarks.checkpoint` trains a transformer under FSDP2 and under ZeRO-2 in one process group and measures in
+turns, on one disk, every file put on disk before the clock stops: a raw sequential write and read of the same bytes
+(one file per rank, memory to disk and back, no checksums), our save and load, our save in the background while training
+goes on, `torch.save` of the full state dict, and DeepSpeed's `save_checkpoint`. Nothing that is read is in the page
+cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .checkpoint_arms import Clock, Run, deepspeed_save, forget, in_background, raw_read, raw_write, torch_save
+from .common import environment, median_ci, write_result
+from .overhead import launch
+
+FEWEST = 6
+"""Rounds that an interval of 95 % needs."""
+GOALS = {"save_throughput": 0.7, "load_throughput": 0.7, "async_blocking": 0.2}
+
+
+class Bench:
+    """The arms, and the folder that is empty before each of them."""
+
+    def __init__(self, folder: Path, layers: int, rest_s: float) -> None:
+        self.fsdp, self.zero = Run("fsdp", layers, folder / "fsdp"), Run("zero2", layers, folder / "zero")
+        self.clock, self.rest_s = Clock(), rest_s
+        self.raw, self.peer = folder / "raw", folder / "peer"
+
+    def clean(self) -> None:
+        """Delete what was written, and let the disk come to rest: right after a write, the next one is slower."""
+        self.clock.most(0)
+        if self.fsdp.job.world.is_main:
+            for path in (self.raw, self.peer, self.fsdp.folder, self.zero.folder):
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+            os.sync()
+            time.sleep(self.rest_s)
+        self.clock.most(0)
+
+    def disk(self, number: int) -> dict[str, dict[str, float]]:
+        """A raw write and read, and a save and load, each from a disk at rest; who comes first alternates."""
+        views, mine = self.fsdp.state(), self.raw / f"{self.fsdp.job.world.rank}.bin"
+        found: dict[str, dict[str, float]] = {}
+
+        def raw() -> None:
+            self.clean()
+            found["raw_write"] = self.clock(partial(raw_write, views, mine))
+            self.cold(self.raw)
+            found["raw_read"] = self.clock(partial(raw_read, views, mine))
+
+        def ours() -> None:
+            self.clean()
+            found["save"] = self.clock(partial(self.fsdp.save, number))
+            self.cold(self.fsdp.folder)
+            found["load"] = self.clock(self.fsdp.load)
+
+        for arm in (raw, ours) if number % 2 else (ours, raw):
+            arm()
+        return found
+
+    def cold(self, where: Path) -> None:
+        self.clock.most(0)
+        forget(where)
+        time.sleep(self.rest_s)
+        self.clock.most(0)
+
+    def others(self, number: int) -> dict[str, dict[str, float]]:
+        """A save in the background, and each peer's save beside ours of the same engine."""
+        found = {}
+        for name, action in {
+            "background": partial(in_background, self.fsdp, 10_000 + number, 2),
+            "torch_save": partial(self.clock, partial(torch_save, self.fsdp, self.peer / "full.pt")),
+            "zero_save": partial(self.clock, partial(self.zero.save, number)),
+            "deepspeed_save": partial(self.clock, partial(deepspeed_save, self.zero, self.peer)),
+        }.items():
+            self.clean()
+            found[name] = action()
+        return found
+
+
+def worker(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    bench = Bench(folder, layers, rest_s)
+    n_bytes = sum(len(view) for view in bench.fsdp.state())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, n_bytes)
+    found: list[dict[str, dict[str, float]]] = []
+    began = time.monotonic()
+    while len(found) <= FEWEST or (len(found) <= rounds and bench.clock.most(time.monotonic() - began) < 60 * minutes):
+        number = len(found) + 1
+        found.append({**bench.disk(number), **bench.others(number)})
+    first, *rest = found
+    if dist.get_rank() == 0:
+        print(json.dumps({"bytes": sum(every), "bytes_per_rank": max(every), "first": first, "rounds": rest}))
+    bench.zero.close()
+    bench.fsdp.close()
+    del bench
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def summary(measured: dict[str, Any]) -> dict[str, Any]:
+    """Ratios of what was measured in the same round, and throughputs in GiB/s."""
+    rounds, gib = measured["rounds"], measured["bytes"] / 2**30
+
+    def ratio(over: tuple[str, str], under: tuple[str, str]) -> tuple[float, float, float]:
+        return median_ci([r[over[0]][over[1]] / r[under[0]][under[1]] for r in rounds])
+
+    def speed(arm: str) -> float:
+        return float(gib / median(r[arm]["s"] for r in rounds))
+
+    everything = [measured["first"], *rounds]
+    arms = ("save", "background", "torch_save", "zero_save", "deepspeed_save", "load")
+    return {
+        "save_throughput": ratio(("raw_write", "s"), ("save", "s")),
+        "load_throughput": ratio(("raw_read", "s"), ("load", "s")),
+        "async_blocking": ratio(("background", "blocking_s"), ("save", "s")),
+        "first_async_blocking": measured["first"]["background"]["blocking_s"] / measured["first"]["save"]["s"],
+        "training_speed_during_async": median_ci([r["background"]["training_speed"] for r in rounds]),
+        "async_cost": median_ci(
+            [(r["background"]["blocking_s"] + r["background"]["lost_s"]) / r["save"]["s"] for r in rounds]
+        ),
+        "over_torch_save": ratio(("save", "s"), ("torch_save", "s")),
+        "over_deepspeed": ratio(("zero_save", "s"), ("deepspeed_save", "s")),
+        "gib_per_s": {arm: speed(arm) for arm in ("raw_write", "save", "raw_read", "load")},
+        "extra_memory": {
+            arm: max(r[arm]["extra_bytes"] for r in everything) / measured["bytes_per_rank"] for arm in arms
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12, help="at most; the first is for warming up")
+    parser.add_argument("--minutes", type=float, default=8, help=f"no new round after that, but for the {FEWEST} least")
+    parser.add_argument("--layers", type=int, default=15, help="each adds 144 MiB to the checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
+    parser.add_argument("--rest", type=float, default=2, help="seconds before each use of the disk")
+    parser.add_argument("--worker", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/checkpoint.json")
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.folder, args.layers, args.rounds, args.minutes, args.rest)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="checkpoint-") as temp:
+        sizes = ("rounds", "minutes", "layers", "rest")
+        options = [word for name in sizes for word in (f"--{name}", str(getattr(args, name)))]
+        out = launch(["benchmarks.checkpoint", "--worker", "--folder", temp, *options])
+    measured = json.loads(out.strip().splitlines()[-1])
+    result = {"goals": GOALS, "ranks": 2, **summary(measured), "samples": measured}
+    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=2))
+    if args.keep:
+        print(f"written: {write_result('checkpoint', result)} ({environment()['cpu']})")
+
+
+if __name__ == "__main__":
+    main()

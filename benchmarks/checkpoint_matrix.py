@@ -1,0 +1,48 @@
+"""Every strategy and world size saved, and loaded under every other: what `tests/checkpoint/test_matrix.py` checks.
+
+`python -m benchmarks.checkpoint_matrix` runs all pairs in fp32 and in bf16 and writes how many came out bit-equal and
+how far the losses after the load are from those of the run that was never saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint import cases, matrix
+
+from .common import RESULTS, write_result
+
+
+def measure(mode: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = matrix.run(matrix.full(), Path(folder), [mode])
+    loads = [pair for pair in outcome.pairs if pair.source]
+    worst = max(loads, key=outcome.distance)
+    return {
+        "pairs": len({(p.source, p.target) for p in loads}),
+        "not_bit_equal": sorted({f"{p.source} → {p.target}" for p in loads if p.differing}),
+        "steps_compared": len(worst.losses),
+        "worst_loss_difference": outcome.distance(worst),
+        "worst_pair": f"{worst.source} → {worst.target}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--modes", nargs="*", default=["fp32", "bf16"])
+    path = RESULTS / "checkpoint_matrix.json"
+    modes = json.loads(path.read_text())["modes"] if path.exists() else {}  # they can be run one at a time
+    modes |= {mode: measure(mode) for mode in parser.parse_args().modes}
+    worlds = {case: cases.worlds(case) for case in cases.CASES}
+    write_result("checkpoint_matrix", {"world_sizes": worlds, "modes": modes})
+    for mode, result in modes.items():
+        print(mode, result)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What `shardkit launch` adds to a start, how fast a job recovers and what watching over it takes, on 2 CPU ranks.
+
+`python -m benchmarks.launch` measures in turns the time from the command to the end of the first optimizer step of the
+same training module under torchrun, `shardkit launch`, `accelerate launch` and the `deepspeed` launcher; then the time
+from a rank's SIGKILL to the first step after the restart; then, step by step, the time inside the watchdog's and the
+preemption flag's calls and inside the step's one reduction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from .common import REPO, RESULTS, median_ci, write_result
+from .overhead import Ours, launch, overrides, write_tokens
+
+GOALS = {"first_step": 1.10, "watching": 0.005}
+ENGINE = "ddp"
+TOOLS = Path(sys.executable).parent
+
+
+def commands(args: list[str], port: int) -> dict[str, list[str]]:
+    """Each launcher's own command for the same module and arguments."""
+    train = ["-m", "shardkit.train", *args]
+    return {
+        "torchrun": [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *train
+        ],
+        "shardkit launch": [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args],
+        "accelerate launch": [
+            str(TOOLS / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *train,
+        ],
+        "deepspeed": [
+            str(TOOLS / "deepspeed"), "--num_gpus", "2", "--master_port", str(port), "--module", *train[1:]
+        ],
+    }  # fmt: skip
+
+
+def execute(argv: list[str]) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DEEPSPEED_LOG_LEVEL": "error"}
+    done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def step_times(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, when it ended) of every gather."""
+    records = [json.loads(line) for line in (run_dir / "memory.jsonl").read_text().splitlines()]
+    return [(int(record["step"]), float(record["time"])) for record in records]
+
+
+def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]]:
+    """Seconds from each command to the end of its first step; who goes first alternates."""
+    times: dict[str, list[float]] = {}
+    for index in range(rounds):
+        with socket.create_server(("", 0)) as free:  # the deepspeed launcher wants a number
+            port = free.getsockname()[1]
+        names = list(commands([], port))
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            run_dir = folder / f"{index}-{name.replace(' ', '-')}"
+            argv = commands(overrides(ENGINE, tokens, str(run_dir), 1), port)[name]
+            began = time.time()
+            execute(argv)
+            times.setdefault(name, []).append(step_times(run_dir)[0][1] - began)
+    return times
+
+
+class Dying:
+    """A task whose rank 1 kills itself in step 4 of the first attempt, and notes when."""
+
+    def __init__(self, config: Any, note: str) -> None:
+        self.note, self.step = Path(note), 0
+        self.dies = os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+    def build_model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(4, 2)
+
+    def dataset(self, split: Literal["train", "val"]) -> Any:
+        import torch
+
+        return [torch.ones(4) for _ in range(64)] if split == "train" else None
+
+    def n_targets(self, batch: Any) -> int:
+        return len(batch)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.step += 1
+        if self.dies and self.step == 4:
+            self.note.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch).square().sum()
+
+
+def recoveries(rounds: int, folder: Path) -> list[float]:
+    """Seconds from a rank's SIGKILL to the end of the first step after it; a checkpoint is there after each step."""
+    times = []
+    for index in range(rounds):
+        run_dir, note = folder / f"killed-{index}", folder / f"killed-{index}.time"
+        settings = [
+            f"run.dir={run_dir}", "run.device=cpu", "train.max_steps=6", "train.micro_batch_size=2",
+            "task.factory=benchmarks.launch:Dying", f"task.args.note={note}", "checkpoint.every_steps=1",
+            "memory.interval=1", "logging.tensorboard=false",
+        ]  # fmt: skip
+        argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", "--max-restarts", "1"]
+        execute([*argv, *settings])
+        died = float(note.read_text())
+        times.append(min(when for _, when in step_times(run_dir) if when > died) - died)
+    return times
+
+
+class Timed:
+    """Seconds spent inside the functions given to `around`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any], before: Callable[[], object] = lambda: None) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            before()
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
+    """Time inside the calls, as shares of the step time; on one rank of the job.
+
+    The ranks wait for each other before the reduction is timed: what the slower one keeps the other waiting is no cost
+    of the reduction. That wait is left out of the step time as well.
+    """
+    import torch.distributed as dist
+
+    from shardkit.dist import World
+
+    warmup = 3
+    ours = Ours(ENGINE, tokens, f"{folder}/watched", steps + warmup)
+    clocks = {name: Timed() for name in ("watchdog", "preemption flag", "reduction", "wait")}
+    trainer: Any = ours.trainer
+    trainer.watchdog.beat = clocks["watchdog"].around(trainer.watchdog.beat)
+    trainer.stop.flags = clocks["preemption flag"].around(trainer.stop.flags)
+    trainer.stop.agree = clocks["preemption flag"].around(trainer.stop.agree)
+    wait = clocks["wait"].around(lambda: dist.barrier(group=trainer.world.books))
+    World.sum = clocks["reduction"].around(World.sum, before=wait)  # type: ignore[method-assign]
+    for _ in range(warmup):
+        ours.step()
+    for clock in clocks.values():
+        clock.seconds = 0.0
+    began = time.perf_counter()
+    for _ in range(steps):
+        ours.step()
+    total = time.perf_counter() - began - clocks.pop("wait").seconds
+    ours.close()
+    return {**{name: clock.seconds / total for name, clock in clocks.items()}, "step_s": total / steps}
+
+
+def worker(tokens: str, folder: str, steps: int) -> None:
+    """One rank; rank 0 prints its shares as JSON."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result = watching(tokens, folder, steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Each launcher's times and their ratio to torchrun's of the same round."""
+    return {
+        name: {
+            "median_s": median(values),
+            "ratio": median_ci([a / b for a, b in zip(values, times["torchrun"], strict=True)]),
+            "samples": values,
+        }
+        for name, values in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="starts of each launcher, at least 6")
+    parser.add_argument("--kills", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--parts", nargs="*", default=["first_step", "recovery", "watching"])
+    parser.add_argument("--worker", nargs=2, metavar=("TOKENS", "FOLDER"))
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], args.worker[1], args.steps)
+        return
+    result = earlier()
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp)
+        tokens = write_tokens(folder)
+        if "first_step" in args.parts:
+            result["first_step"] = compared(first_steps(args.rounds, tokens, folder))
+            for name, found in result["first_step"].items():
+                print(
+                    f"{name}: first step after {found['median_s']:.2f} s, × {found['ratio']} of torchrun's", flush=True
+                )
+            write_result("launch", result)
+        if "recovery" in args.parts:
+            samples = recoveries(args.kills, folder)
+            result["recovery"] = {"interval_s": median_ci(samples), "samples": samples}
+            print(f"first step after a rank was killed: {result['recovery']['interval_s']} s", flush=True)
+            write_result("launch", result)
+        if "watching" in args.parts:
+            out = launch(["benchmarks.launch", "--steps", str(args.steps), "--worker", tokens, str(folder)])
+            result["watching"] = json.loads(out.strip().splitlines()[-1])
+            print(f"shares of the step time: {result['watching']}")
+    print(f"written: {write_result('launch', result)}")
+
+
+def earlier() -> dict[str, Any]:
+    """What was measured before: parts can be measured one at a time."""
+    path = RESULTS / "launch.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    found.pop("environment", None)
+    return {**found, "goals": GOALS}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""Activation memory: recompute what a policy drops (`checkpoint`), keep the rest in host memory (`offload`)."""
+
+from __future__ import annotations
+
+from .checkpoint import checkpoint_activations
+from .offload import offload_activations
+
+__all__ = ["checkpoint_activations", "offload_activations"]

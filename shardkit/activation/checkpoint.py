@@ -1,0 +1,98 @@
+"""Activation checkpointing: keep a region's input, recompute the rest in backward (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ..config import ActivationConfig
+from ..errors import ConfigError
+from .products import contexts, keep_products
+from .segments import recompute_together
+from .targets import attention_modules, chosen_blocks
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: ActivationConfig,
+    attention_classes: Sequence[type[nn.Module]] = (),
+    compiled: bool = False,
+) -> None:
+    """Make the policy's regions recompute their activations in backward, in place.
+
+    A region's `forward` is replaced rather than its module wrapped, so parameter names stay what they are and an
+    engine's hooks stay outside of what is recomputed. Random states are restored: dropout drops the same elements.
+
+    Raises:
+        ConfigError: the model has no block or no attention, or fewer blocks than `every_k`.
+    """
+    _set_budget(config)
+    if not config.recomputes:
+        return
+    blocks = chosen_blocks(model, blocks, config)
+    _no_cache(model)
+    if config.policy == "sqrt":
+        for segment in segments(blocks):
+            recompute_together(segment, compiled)
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if config.policy == "selective_op":
+        torchs = partial(create_selective_checkpoint_contexts, keep_products)
+        options["context_fn"] = torchs if compiled else contexts
+    for module in _regions(blocks, config, attention_classes):
+        forward: Callable[..., Any] = module.forward
+        module.forward = partial(checkpoint, forward, **options)
+
+
+def _regions(
+    blocks: Sequence[nn.Module], config: ActivationConfig, attention_classes: Sequence[type[nn.Module]]
+) -> Sequence[nn.Module]:
+    if config.policy == "selective":
+        return attention_modules(blocks, attention_classes, config.policy)
+    if config.policy == "every_k":
+        if config.every_k > len(blocks):
+            raise ConfigError(
+                f"activation.every_k={config.every_k}, but the model has {len(blocks)} blocks "
+                f"({type(blocks[0]).__name__})",
+                f"set activation.every_k to 1..{len(blocks)}, or activation.policy=none",
+            )
+        # From the first on: a checkpointed last block would be recomputed at once, at the peak it should lower.
+        return blocks[:: config.every_k]
+    return blocks
+
+
+def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """⌈√n⌉ runs of consecutive blocks whose lengths differ by one at most, the longer first."""
+    count = math.isqrt(len(blocks) - 1) + 1
+    short, longer = divmod(len(blocks), count)
+    out, start = [], 0
+    for index in range(count):
+        end = start + short + (index < longer)
+        out.append(list(blocks[start:end]))
+        start = end
+    return out
+
+
+def _set_budget(config: ActivationConfig) -> None:
+    """The share of activations that torch.compile may keep: a setting of the process, read when it compiles."""
+    wanted = config.budget if config.policy == "budget" else 1.0
+    import torch._functorch.config as functorch
+
+    if functorch.activation_memory_budget != wanted:
+        functorch.activation_memory_budget = wanted
+        torch.compiler.reset()  # code compiled for another model of this process knows nothing of the new budget
+
+
+def _no_cache(model: nn.Module) -> None:
+    """Turn off the key/value caches of transformers models: computing a layer twice would fill them twice."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # type: ignore[union-attr]

@@ -1,0 +1,118 @@
+"""`selective_op`: keep what matrix products and fused attention return, compute all else again.
+
+torch has the same as `create_selective_checkpoint_contexts`, which compiled code uses. In eager mode it hands back a
+kept product as it is by then: a bias that was added to it in place is added a second time, without an error where a
+view lies between (torch 2.13: `y = linear(x)` on 3-dimensional input and `y += bias`, which is also how DeepSpeed's
+linear works under ZeRO-3). Here a kept product is copied before anything writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..errors import TrainingError
+
+_aten = torch.ops.aten
+PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+    _aten._scaled_mm.default,
+}
+ATTENTIONS = {
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy in torch's terms.
+
+    Attention with dropout is computed again: left out of the second pass, it would not draw its random numbers, and
+    every later dropout in the block would drop other elements than in forward.
+    """
+    if op in PRODUCTS or (op in ATTENTIONS and not _dropout_p(op, args, kwargs)):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """What forward and what recomputation run under (`context_fn` of `torch.utils.checkpoint`)."""
+    keeping = _Keeping()
+    return keeping, _Recalling(keeping)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps products in the order in which they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: list[tuple[Any, Any]] = []
+        self._by_storage: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                self._copy_before_write(tensor)
+        out = func(*args, **kwargs)
+        if keep_products(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._by_storage[tensor.untyped_storage()._cdata] = len(self.kept)
+            self.kept.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
+        return out
+
+    def _copy_before_write(self, tensor: torch.Tensor) -> None:
+        index = self._by_storage.pop(tensor.untyped_storage()._cdata, None)
+        if index is not None:
+            op, out = self.kept[index]
+            self.kept[index] = op, tree_map_only(torch.Tensor, torch.clone, out)
+
+
+class _Recalling(TorchDispatchMode):
+    """Hands the kept products out again, in the same order."""
+
+    def __init__(self, keeping: _Keeping) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = keeping.kept
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if keep_products(None, func, *args, **kwargs) != CheckpointPolicy.MUST_SAVE:
+            return func(*args, **kwargs)
+        if self._next >= len(self._kept) or self._kept[self._next][0] is not func:
+            raise TrainingError(
+                f"activation.policy=selective_op: backward came to {func} a second time, or forward did something else",
+                "run backward once, let forward depend on its input alone, or set activation.policy=selective",
+            )
+        _, out = self._kept[self._next]
+        self._kept[self._next] = None, None  # freed with its last use
+        self._next += 1
+        return out
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    index = [argument.name for argument in op._schema.arguments].index("dropout_p")
+    value: float = args[index] if len(args) > index else kwargs.get("dropout_p", 0.0)
+    return value

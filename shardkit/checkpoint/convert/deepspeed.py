@@ -1,0 +1,223 @@
+"""DeepSpeed's own folders (`global_step*`) of ZeRO-1, 2 and 3: fp32 masters, moments, frozen weights and buffers.
+
+What lies where, as deepspeed 0.19 writes it (`zero/stage_1_and_2.py`, `zero/stage3.py`, `utils/zero_to_fp32.py`):
+
+- ZeRO-1/2, `[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`: a flat fp32 partition per parameter group, its moments,
+  and which stretch of it is which parameter's (`param_slice_mappings`); a parameter goes on where the rank before ends.
+- ZeRO-3: flat partitions of sub-groups; each parameter is cut into world_size equal parts, the last one padded, and
+  rank R's parts lie one behind the other in the order of `param_shapes`.
+- `*_model_states.pt`: shapes, tied names, buffers, weights that are not trained, the step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source
+from .torch_zip import Archive
+from .unpickle import Record, TensorRef
+
+_OPTIM = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_WEIGHTS_ONLY = "pass --weights-only to leave the optimizer state behind"
+
+
+def is_deepspeed(folder: Path) -> bool:
+    return any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
+    """A `global_step*` folder as a source.
+
+    Raises:
+        CheckpointError: damaged, incomplete, of a model-parallel job, or with state that has no place here.
+    """
+    if (folder / "zero").is_dir():
+        raise CheckpointError(
+            f"{folder} is in DeepSpeed's universal layout", "convert the global_step folder that it was made from"
+        )
+    try:
+        return _Folder(folder, weights_only).source()
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} is not laid out as DeepSpeed lays it out: {type(error).__name__}: {error}",
+            "use a folder made by deepspeed 0.9 or newer, all of its files in place",
+        ) from error
+
+
+class _Folder:
+    def __init__(self, folder: Path, weights_only: bool) -> None:
+        self.path, self._weights_only = folder, weights_only
+        self._models = _by_rank(folder, _MODEL)
+        self._optims = _by_rank(folder, _OPTIM)
+        self._found: dict[str, list[Extent]] = {}
+        self._tensors: dict[str, FileTensor] = {}
+        self._scalars: dict[str, float] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._reached: dict[str, int] = {}
+
+    def source(self) -> Source:
+        model: Mapping[str, Any] = self._models[0].content
+        groups: list[Mapping[str, tuple[int, ...]]] = list(model.get("param_shapes") or ())
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        step = int(model["global_steps"])
+        if groups and not self._optims:
+            raise CheckpointError(f"{self.path} has no *_optim_states.pt, which hold the weights of ZeRO", RESTORE)
+        if not self._optims:
+            if model.get("optimizer") is not None and not self._weights_only:
+                raise CheckpointError(f"{self.path} holds optimizer state without names of parameters", _WEIGHTS_ONLY)
+            shapes = {}  # ZeRO is off: the module holds the weights
+        else:
+            self._read_partitions(groups)
+        for name, extents in self._found.items():
+            kind, _, rest = name.partition(".")
+            fqn = rest if kind == "model" else rest.rpartition(".")[0]
+            self._tensors[name] = FileTensor(shapes[fqn], self._dtypes[name], tuple(extents))
+        ties = dict(model.get("shared_params") or {})
+        self._read_module(model, shapes, ties)
+        renamed = canonical([*shapes, *ties, *(n.partition(".")[2] for n in self._tensors)])
+        return file_source(
+            "deepspeed", self.path,
+            {_rename(name, shapes, renamed): tensor for name, tensor in self._tensors.items()},
+            scalars={_rename(name, shapes, renamed): value for name, value in self._scalars.items()},
+            step=step,
+            ties={renamed[alias]: renamed[name] for alias, name in ties.items()},
+        )  # fmt: skip
+
+    def _read_partitions(self, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
+        first = self._optims[0].content["optimizer_state_dict"]
+        count = first["partition_count"]
+        counts = set(count) if isinstance(count, list) else {count}
+        if counts != {len(self._optims)} or set(self._optims) != set(range(len(self._optims))):
+            raise CheckpointError(
+                f"{self.path} was written by {'/'.join(map(str, sorted(counts)))} ranks, "
+                f"{len(self._optims)} of their *_optim_states.pt are there",
+                "copy all of them; expert-parallel jobs cannot be read",
+            )
+        stage3 = _number(first.get("zero_stage", 1)) == 3
+        for rank in range(len(self._optims)):
+            archive = self._optims[rank]
+            state = archive.content["optimizer_state_dict"]
+            pieces = _stage3(state, groups, rank, len(self._optims)) if stage3 else _stage12(state)
+            for name, index, at, length in pieces:
+                masters = state["fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"]
+                numel = math.prod(next(group[name] for group in groups if name in group))
+                start = rank * -(-numel // len(self._optims)) if stage3 else self._reached.get(name, 0)
+                self._reached[name] = start + length
+                self._add(archive, f"model.{name}", masters[index], at, start, length)
+                if not self._weights_only:
+                    self._add_states(archive, name, _base_state(state, index), masters[index], at, start, length)
+
+    def _add(self, archive: Archive, name: str, flat: TensorRef, at: int, start: int, length: int) -> None:
+        if not isinstance(flat, TensorRef) or at + length > flat.numel:
+            raise CheckpointError(f"{archive.file} does not hold all of its part of {name}", RESTORE)
+        if self._dtypes.setdefault(name, flat.dtype) != flat.dtype:
+            raise CheckpointError(f"{name} has two dtypes in {self.path}", RESTORE)
+        offset = archive.place(flat, name) + at * flat.dtype.itemsize
+        self._found.setdefault(name, []).append(Extent(archive.file, offset, (start,), length))
+
+    def _add_states(
+        self, archive: Archive, name: str, state: Mapping[str, Any], master: TensorRef, at: int, start: int, length: int
+    ) -> None:
+        """Moments lie beside the master, element for element; step counters are one number."""
+        for key, value in state.items():
+            where = f"optim.{name}.{key}"
+            if isinstance(value, TensorRef) and value.shape:
+                # Padding of the last partition is kept for moments, not for masters.
+                if len(value.shape) != 1 or value.numel < master.numel:
+                    raise CheckpointError(f"{where} in {archive.file} is not one value per element", _WEIGHTS_ONLY)
+                self._add(archive, where, value, at, start, length)
+            elif value is not None:
+                self._scalars[where] = archive.number(value, where)
+
+    def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
+        """Buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
+        frozen = model.get("frozen_param_shapes") or {}
+        buffers = set(model.get("buffer_names") or ())
+        for name, ref in model["module"].items():
+            if name in trained or name in ties or not isinstance(ref, TensorRef):
+                continue
+            if name in frozen and ref.numel != math.prod(frozen[name]):
+                self._tensors[f"model.{name}"] = self._frozen(name, frozen[name])
+            else:
+                kind = "buffer" if name in buffers else "model"
+                self._tensors[f"{kind}.{name}"] = self._models[0].tensor(ref, name)
+
+    def _frozen(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        extents, numel = [], math.prod(shape)
+        for rank in sorted(self._models):
+            ref: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
+            start = min(numel, rank * ref.numel)
+            length = min(ref.numel, numel - start)
+            extents.append(Extent(self._models[rank].file, self._models[rank].place(ref, name), (start,), length))
+        return FileTensor(shape, ref.dtype, tuple(extents))
+
+
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
+    found: dict[int, Archive] = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match and int(match.group(2)):
+            raise CheckpointError(
+                f"{path} is of a tensor-parallel job", "convert the folder to a plain one with DeepSpeed's own tools"
+            )
+        if match:
+            found[int(match.group(1) or 0)] = Archive(path)
+    return found
+
+
+def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+    """(parameter, group, first element in the group's partition, length) of one rank's partitions."""
+    for index, mapping in enumerate(state["param_slice_mappings"]):
+        for name, fragment in mapping.items():
+            yield name, index, fragment.get("start"), fragment.get("numel")
+
+
+def _stage3(
+    state: Mapping[str, Any], groups: list[Mapping[str, tuple[int, ...]]], rank: int, world: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """The same for ZeRO-3: each parameter's part, padding left out; a part never crosses a sub-group's end."""
+    flats: list[TensorRef] = state["fp32_flat_groups"]
+    index, at = 0, 0
+    for group in groups:
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            part = -(-numel // world)
+            while at == flats[index].numel:
+                index, at = index + 1, 0
+            yield name, index, at, max(0, min(part, numel - rank * part))
+            at += part
+
+
+def _base_state(state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The wrapped optimizer's states of flat partition `index`; FusedAdam counts steps in the parameter group."""
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    if isinstance(base, list):  # an elastic checkpoint
+        step = state.get("base_optimizer_state_step")
+        return {**base[index], **({} if step is None else {"step": step})}
+    owners = [(key, group) for group in base["param_groups"] for key in group["params"]]
+    key, group = owners[index]
+    found: dict[str, Any] = dict(base["state"].get(key, {}))
+    if "step" in group and "exp_avg" in found:
+        found.setdefault("step", group["step"])
+    return found
+
+
+def _number(value: Any) -> int:
+    """A number, or that of an enum's member."""
+    return int(value.args[0] if isinstance(value, Record) else value)
+
+
+def _rename(name: str, trained: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    kind, _, rest = name.partition(".")
+    if kind != "optim":
+        return f"{kind}.{renamed[rest]}"
+    fqn, _, key = rest.rpartition(".")
+    return f"optim.{renamed[fqn]}.{key}"

@@ -1,0 +1,196 @@
+"""Transformers models built from a config, with random weights drawn as their own code draws them.
+
+A model is built twice, without its weights: as the reference here (parameters on meta, buffers real), which answers
+questions about the architecture and lends its modules to `init_parameter`; and as the one that is trained, under
+whatever construction context its engine wants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import ModelConfig
+from ..errors import ConfigError
+from ..weights import parameters_on_meta
+from .hf_init import init_as_the_model_does
+
+MAPPINGS = {
+    "hf_causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "hf_masked_lm": "MODEL_FOR_MASKED_LM_MAPPING",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "super_resolution": "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING",
+}
+"""Task name -> the table in transformers that says which class a config belongs to."""
+
+
+class HFModel:
+    """The architecture that `model.preset`, `model.hf_config` and `model.hf` describe, for one of the tasks.
+
+    Raises:
+        ConfigError: transformers is not installed, the config is missing or has unknown keys, or transformers has no
+            model of that type for the task.
+    """
+
+    def __init__(self, model: ModelConfig, task: str, **defaults: Any) -> None:
+        transformers = import_transformers(task)
+        self.config = read_config(transformers, model, defaults)
+        mapping = getattr(transformers, MAPPINGS[task])
+        try:
+            self._class = mapping[type(self.config)]
+        except KeyError:
+            others = sorted({key.model_type for key in mapping})
+            close = get_close_matches(self.config.model_type, others, n=3)
+            raise ConfigError(
+                f"model_type={self.config.model_type} has no model for task.name={task} in transformers",
+                f"set model.hf.model_type to one that has, for example {', '.join(close or others[:5])}",
+            ) from None
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        """The model without its weights: parameters on meta, buffers as the constructor and the init rule set them."""
+        with parameters_on_meta():
+            return self._construct()
+
+    def build(self) -> nn.Module:
+        """A model under the caller's construction context, with the reference's buffers."""
+        with _ties_only():
+            model = self._construct()
+        fixed: list[tuple[nn.Module, str, torch.Tensor]] = []
+        for name, buffer in self.reference.named_buffers(remove_duplicate=False):
+            prefix, _, key = name.rpartition(".")
+            module = model.get_submodule(prefix)
+            module._buffers[key] = buffer.clone()  # an engine's context may have cast it
+            if key in module._non_persistent_buffers_set and buffer.is_floating_point():
+                fixed.append((module, key, buffer))
+        if fixed:
+            model.register_forward_pre_hook(partial(_restore, fixed))
+        return model
+
+    def _construct(self) -> nn.Module:
+        model: nn.Module = self._class._from_config(self.config, dtype=torch.float32)
+        return model
+
+    def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter as the model's own code initialises it."""
+        init_as_the_model_does(self.reference, fqn, full, generator)
+
+    @cached_property
+    def block_classes(self) -> tuple[type[nn.Module], ...]:
+        """The layers that transformers itself would checkpoint one by one."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        found = {type(m): None for m in self.reference.modules() if isinstance(m, GradientCheckpointingLayer)}
+        return tuple(found)
+
+    def longest_sequence(self) -> int | None:
+        """Positions the model has, where its config says so."""
+        longest = getattr(self.config, "max_position_embeddings", None)
+        return int(longest) if longest else None
+
+
+def import_transformers(needed_by: str) -> Any:
+    """transformers, or one line on how to get it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"task.name={needed_by} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
+    """The transformers config: `defaults` < the file of `model.hf_config` < `model.hf` (a preset fills in that one)."""
+    keys = {**defaults, **_file_keys(model.hf_config), **model.hf}
+    model_type = keys.pop("model_type", None)
+    known = transformers.CONFIG_MAPPING
+    if model_type is None:
+        raise ConfigError(
+            "model.hf has no model_type, and model.hf_config names no config.json",
+            "set model.preset (gpt2, bert-base, vit-b, swin2sr, …), model.hf.model_type, or model.hf_config",
+        )
+    if model_type not in known:
+        close = get_close_matches(str(model_type), list(known), n=3)
+        raise ConfigError(
+            f"model.hf.model_type={model_type} is not a model of transformers {transformers.__version__}",
+            f"did you mean {' or '.join(close)}?" if close else "see the model types in transformers' documentation",
+        )
+    _refuse_unknown(known[model_type], model_type, model.hf)
+    try:
+        config = known[model_type](**keys)
+    except Exception as error:  # transformers' validators raise what they like
+        raise ConfigError(
+            f"transformers refuses the {model_type} config: {' '.join(str(error).split())}",
+            "change the keys of model.hf that it names",
+        ) from error
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # for generation: it would hold every layer's keys and values
+    return config
+
+
+def _file_keys(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    expanded = os.path.expanduser(path)
+    file = os.path.join(expanded, "config.json") if os.path.isdir(expanded) else expanded
+    try:
+        with open(file, encoding="utf-8") as stream:
+            keys = json.load(stream)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.hf_config={path} cannot be read: {error}",
+            "name a transformers config.json, or the directory that holds one; nothing is downloaded",
+        ) from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"model.hf_config={path} is not a mapping of keys", "name a transformers config.json")
+    if "quantization_config" in keys:
+        raise ConfigError(
+            f"model.hf_config={path} is of a quantised model, which cannot be trained whole",
+            "use the config of the model it was made from",
+        )
+    return keys
+
+
+def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -> None:
+    """transformers keeps any key it is given, so that a misspelt one would be ignored."""
+    defaults = config_class()
+    names = {*defaults.to_dict(), *config_class.attribute_map, *(n for n in dir(defaults) if not n.startswith("_"))}
+    for key in given:
+        if key != "model_type" and key not in names:
+            close = get_close_matches(key, names, n=1)
+            raise ConfigError(
+                f"unknown key model.hf.{key} for model_type={model_type}",
+                f"did you mean model.hf.{close[0]}?" if close else f"see the config of {model_type} in transformers",
+            )
+
+
+def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
+    """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would be positions off by whole turns."""
+    for module, key, buffer in fixed:
+        held = module._buffers[key]
+        assert held is not None
+        if held.dtype != buffer.dtype:
+            module._buffers[key] = buffer.to(held.device)
+
+
+@contextmanager
+def _ties_only() -> Iterator[None]:
+    """Models built inside tie their weights but do not initialise them: under ZeRO-3 nothing is there to fill."""
+    from transformers import PreTrainedModel
+
+    whole = PreTrainedModel.init_weights
+    PreTrainedModel.init_weights = lambda self: self.tie_weights(recompute_mapping=False)
+    try:
+        yield
+    finally:
+        PreTrainedModel.init_weights = whole

@@ -1,0 +1,145 @@
+"""What a run exports is the run's model: in transformers, in a plain torch module, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from shardkit.checkpoint.convert.convert import convert
+from shardkit.checkpoint.reader import CheckpointReader
+from shardkit.config_io import load_config
+from shardkit.errors import CheckpointError
+from shardkit.models.transformer import Transformer
+from shardkit.tasks.load import load_task
+
+pytestmark = pytest.mark.dist
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+
+
+def model_of(run: Path, kind: str = "model") -> nn.Module:
+    """The run's model with the weights of its newest checkpoint, put there without the converter."""
+    task = load_task(load_config(run / "config.yaml").config)
+    model = task.build_model()
+    with CheckpointReader(newest(run)) as checkpoint, torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(checkpoint.read(f"{kind}.{name}").view(param.shape))
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_from_pretrained_gives_the_logits_of_the_run(case: str, runs_root: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    done = convert(runs_root / case, "safetensors", tmp_path / "hf", max_shard_size="100KB")
+    assert done.notes == []
+    shards = sorted(p.name for p in done.files if p.suffix == ".safetensors")
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors" and len(shards) > 2
+    assert all(p.stat().st_size < 110_000 for p in done.files)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.config.use_cache and model.dtype == torch.float32
+    tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens, use_cache=False).logits, model_of(runs_root / case)(tokens))
+
+
+def test_the_index_lists_every_tensor_once(runs_root: Path, tmp_path: Path) -> None:
+    convert(runs_root / "gpt2", "safetensors", tmp_path / "hf", max_shard_size="100KB")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    found: dict[str, str] = {}
+    total = 0
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                assert name not in found
+                found[name] = file.name
+                total += opened.get_tensor(name).nbytes
+    assert found == index["weight_map"] and total == index["metadata"]["total_size"]
+    assert "lm_head.weight" not in found, "tied: transformers itself does not save it twice"
+
+
+def test_weights_in_another_type(runs_root: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(runs_root / "gpt2", "safetensors", tmp_path / "hf", dtype="bf16")
+    assert [p.name for p in (tmp_path / "hf").glob("*.safetensors")] == ["model.safetensors"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    expected = dict(model_of(runs_root / "gpt2").named_parameters())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected[name].to(torch.bfloat16)), name
+
+
+def test_a_state_dict_loads_into_a_plain_model_with_the_loss_of_the_run(runs_root: Path, tmp_path: Path) -> None:
+    """The run evaluates its moving average: the exported one has the validation loss that the run recorded."""
+    run = runs_root / "native"
+    convert(run, "torch", tmp_path / "ema", average=True)
+    convert(run, "torch", tmp_path / "plain")
+    config = load_config(run / "config.yaml").config
+    samples = load_task(config).dataset("val")
+    assert samples is not None
+    losses = {}
+    for kind in ("ema", "plain"):
+        model = Transformer(config.model)
+        state = torch.load(tmp_path / kind / "model.pt", weights_only=True)
+        model.load_state_dict(state, strict=True)
+        assert state["head.weight"].data_ptr() == state["tok_emb.weight"].data_ptr()
+        total, count = torch.zeros(()), 0
+        with torch.no_grad():
+            for index in range(len(samples)):
+                tokens, targets = (samples[index][key].unsqueeze(0) for key in ("tokens", "targets"))
+                total += model(tokens, targets)
+                count += int((targets != -100).sum())
+        losses[kind] = float(total) / count
+    recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+    assert losses["ema"] == pytest.approx(recorded, abs=1e-5)
+    assert abs(losses["plain"] - recorded) > 1e-4
+
+
+def test_a_state_dict_can_be_mapped(runs_root: Path, tmp_path: Path) -> None:
+    convert(runs_root / "native", "torch", tmp_path / "out")
+    mapped = torch.load(tmp_path / "out" / "model.pt", weights_only=True, mmap=True)
+    expected = dict(model_of(runs_root / "native").named_parameters())
+    for name, param in expected.items():
+        assert mapped[name].data_ptr() % 64 == 0 and torch.equal(mapped[name], param)
+
+
+def test_which_checkpoint_of_a_run(runs_root: Path, tmp_path: Path) -> None:
+    for step in ("1", "latest", "best"):
+        convert(runs_root / "llama", "torch", tmp_path / step, step=step)
+    first, latest, best = (torch.load(tmp_path / s / "model.pt", weights_only=True) for s in ("1", "latest", "best"))
+    assert not torch.equal(first["lm_head.weight"], latest["lm_head.weight"])
+    assert torch.equal(best["lm_head.weight"], latest["lm_head.weight"]), "evaluated at the end only"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        convert(runs_root / "llama", "torch", tmp_path / "7", step="7")
+    # A checkpoint folder on its own; moved away from its run it has no config, and says so.
+    done = convert(newest(runs_root / "llama"), "safetensors", tmp_path / "alone")
+    assert (tmp_path / "alone" / "config.json").exists() and done.notes == []
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in newest(runs_root / "llama").iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    done = convert(moved, "safetensors", tmp_path / "stranger")
+    assert not (tmp_path / "stranger" / "config.json").exists()
+    assert len(done.notes) == 1 and "config.json" in done.notes[0]
+
+
+def test_a_model_that_cannot_be_built_is_exported_without_its_config(runs_root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    target = run / "checkpoints" / newest(runs_root / "llama").name
+    target.mkdir()
+    for file in newest(runs_root / "llama").iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    (run / "config.yaml").write_text("task: {factory: 'no_such_module:Task'}\n")
+    done = convert(run, "safetensors", tmp_path / "out")
+    assert len(done.notes) == 1 and "no_such_module" in done.notes[0]
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,201 @@
+"""Files of strangers: a pickle cannot run code, and damaged bytes are a clear error, wherever they lie."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.checkpoint.convert.sources import open_source
+from shardkit.checkpoint.convert.unpickle import _FUNCTIONS, Record, load
+from shardkit.cli import main
+from shardkit.errors import CheckpointError
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path, function: Callable[..., Any] = os.mkdir) -> None:
+        self.path, self.function = path, function
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return self.function, (str(self.path),)
+
+
+def refused(source: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Convert must end with exit code 2 and two lines; returns them."""
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(source), "--to", "safetensors", "--out", str(out)])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 2 and text.startswith("error: ") and "\n  fix: " in text, text
+    assert not out.exists() and not list(out.parent.glob(f".{out.name}*"))
+    return text
+
+
+@pytest.mark.parametrize("where", ["beside", "alone", "as a weight"])
+def test_a_hostile_state_dict(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bomb = Bomb(tmp_path / "was_here")
+    content = {"beside": {"w": torch.ones(3), "x": bomb}, "alone": bomb, "as a weight": {"w": bomb}}[where]
+    torch.save(content, tmp_path / "m.pt")
+    torch.load(tmp_path / "m.pt", weights_only=False)
+    (tmp_path / "was_here").rmdir()  # it does work
+    assert "posix.mkdir" in refused(tmp_path / "m.pt", tmp_path / "out", capsys)
+    assert not (tmp_path / "was_here").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("target", ["optim_states", "model_states"])
+def test_a_hostile_deepspeed_folder(
+    target: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(foreign_root / "zero2-fp32" / "global_step3", tmp_path / "ds")
+    file = next(folder.glob(f"*_{target}.pt"))
+    torch.save({"optimizer_state_dict": {"zero_stage": Bomb(tmp_path / "was_here")}}, file)
+    assert "posix.mkdir" in refused(folder, tmp_path / "out", capsys)
+    assert not (tmp_path / "was_here").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("where", ["instead", "inside", "in a data file"])
+def test_a_hostile_dcp_folder(
+    where: str, foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
+    bomb = Bomb(tmp_path / "was_here")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if where == "instead":
+        metadata = bomb
+    elif where == "inside":
+        metadata.storage_meta = bomb
+    else:
+        torch.save(bomb, folder / "__0_0.distcp")
+        size = (folder / "__0_0.distcp").stat().st_size
+        for info in metadata.storage_data.values():
+            info.relative_path, info.offset, info.length = "__0_0.distcp", 0, size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "posix.mkdir" in refused(folder, tmp_path / "out", capsys)
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_dcp_metadata_cannot_name_a_file_elsewhere(
+    foreign_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(foreign_root / "dcp", tmp_path / "dcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../elsewhere/{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    shutil.copytree(foreign_root / "dcp", tmp_path / "elsewhere")
+    assert "elsewhere" in refused(folder, tmp_path / "out", capsys)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'touch was_here'\ntR.",
+        b"c__builtin__\neval\n(S'1'\ntR.",
+        b"cbuiltins\ngetattr\n(cos\nsystem\ntR.",
+        b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.",
+        b"\x80\x04\x8c\x08builtins\x8c\x0bdict.pop.os\x93.",
+        b"cfunctools\npartial\n.",
+        b"ctorch\nload\n.",
+        b"ctorch.hub\nload\n.",
+        b"cdeepspeed\nrunner\n.",
+        b"(S'touch was_here'\nios\nsystem\n.",
+        b"\x80\x02\x82\x01.",  # an extension code
+        pickle.dumps(Record.get),
+        # Giving state to what the reader itself hands out.
+        b"ctorch._utils\n_rebuild_tensor_v2\n}S'_function'\nI1\nsb.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(N}S'_function'\nI1\nstb.",
+        b"ctorch\nFloatStorage\n}S'name'\nS'x'\nsb.",
+    ],
+)
+def test_what_is_not_on_the_list_is_refused(content: bytes) -> None:
+    before = dict(vars(Record)), dict(_FUNCTIONS)
+    with pytest.raises(CheckpointError, match=r"was not loaded|is damaged"):
+        load(content, "x")
+    assert (dict(vars(Record)), dict(_FUNCTIONS)) == before
+
+
+def test_a_class_that_a_pickle_changes_is_its_own() -> None:
+    """State for a class sets its attributes: of a class made for this pickle alone."""
+    content = b"cargparse\nNamespace\n(N}S'get'\nS'x'\nstb."
+    with suppress(CheckpointError):
+        load(content, "x")
+    assert callable(Record.get) and callable(load(b"cargparse\nNamespace\n)\x81.", "x").get)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", ["zero2-fp32/global_step3", "zero3-bf16/global_step3", "dcp"])
+def test_flipped_and_cut_bytes_never_raise_anything_else(case: str, foreign_root: Path, tmp_path: Path) -> None:
+    """These formats have no checksum of the data itself: what is read may differ, but it is read, or refused."""
+    chance = random.Random(0)
+    folder = shutil.copytree(foreign_root / case, tmp_path / "copy")
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".distcp", "")):
+        content = file.read_bytes()
+        for _ in range(40):
+            damaged = bytearray(content)
+            if chance.random() < 0.5:
+                damaged = damaged[: chance.randrange(len(damaged))]
+            else:
+                for _ in range(chance.choice((1, 4))):
+                    damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+            file.write_bytes(damaged)
+            with suppress(CheckpointError):
+                source = open_source(folder)
+                for name in source.tensors:
+                    for _ in source.pieces(name):
+                        pass
+                source.close()
+        file.write_bytes(content)
+
+
+def test_a_safetensors_header_that_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, header in enumerate(
+        [
+            b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,160000]}}',
+            b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}',
+            b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[16,0]}}',
+            b'{"w":{"dtype":"F32","shape":["4"],"data_offsets":[0,16]}}',
+            b'{"w":{"dtype":"F33","shape":[4],"data_offsets":[0,16]}}',
+            b'{"w":[1]}', b'[]', b'{"w":', b"\xff\xfe", b'{"w":{"shape":[4]}}', b"[" * 100000,
+        ]
+    ):  # fmt: skip
+        file = tmp_path / f"{number}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+        refused(file, tmp_path / "out", capsys)
+    (tmp_path / "x.safetensors").write_bytes((2**40).to_bytes(8, "little") + bytes(50))
+    refused(tmp_path / "x.safetensors", tmp_path / "out", capsys)
+    (tmp_path / "y.safetensors").write_bytes(b"abc")
+    refused(tmp_path / "y.safetensors", tmp_path / "out", capsys)
+
+
+def test_zips_that_are_not_what_torch_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "legacy.pt", tmp_path / "out", capsys)
+    torch.save({"w": torch.ones(300)}, tmp_path / "good.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "good.pt") as good,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for info in good.infolist():
+            packed.writestr(info.filename, good.read(info), zipfile.ZIP_DEFLATED)
+    assert "compressed" in refused(tmp_path / "packed.pt", tmp_path / "out", capsys)
+    with zipfile.ZipFile(tmp_path / "empty.pt", "w") as empty:
+        empty.writestr("readme", b"")
+    refused(tmp_path / "empty.pt", tmp_path / "out", capsys)
+    content = (tmp_path / "good.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    refused(tmp_path / "cut.pt", tmp_path / "out", capsys)

@@ -1,0 +1,67 @@
+"""A conversion holds a piece of a tensor at a time, whatever the size of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPO
+
+N_TENSORS, TENSOR_MIB, SHARD_MIB = 5, 28, 40
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from shardkit.checkpoint.convert.convert import convert
+
+torch.set_num_threads(1)
+root, (count, mib, shard) = Path(sys.argv[1]), map(int, sys.argv[2:])
+
+
+def peak_mib():
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM")) / 1024
+
+
+def growth(source, to, **options):
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins at what is held now
+    before = peak_mib()
+    convert(root / source, to, root / f"{source}-{to}", max_shard_size=f"{shard}MiB", **options)
+    return peak_mib() - before
+
+
+torch.save({"w": torch.ones(1000)}, root / "warm.pt")
+for to in ("safetensors", "torch", "shardkit"):  # imports and thread pools
+    convert(root / "warm.pt", to, root / f"warm-{to}")
+state = {f"layer{i}.weight": torch.full((mib * 256, 1024), float(i)) for i in range(count)}
+torch.save(state, root / "plain.pt")
+dcp.save({"model": state}, checkpoint_id=root / "dcp", no_dist=True)
+del state
+grown = {
+    "torch to safetensors": growth("plain.pt", "safetensors"),
+    "torch to bf16": growth("dcp", "safetensors", dtype="bf16"),
+    "dcp to shardkit": growth("dcp", "shardkit"),
+    "shardkit to torch": growth("dcp-shardkit", "torch"),
+    "safetensors to torch": growth("plain.pt-safetensors", "torch"),
+}
+(root / "grown.json").write_text(json.dumps(grown))
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("needs a kernel that resets the high-water mark of memory")
+    sizes = map(str, (N_TENSORS, TENSOR_MIB, SHARD_MIB))
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path), *sizes]
+    subprocess.run(command, cwd=REPO, check=True, timeout=200)
+    grown = json.loads((tmp_path / "grown.json").read_text())
+    shards = len(list((tmp_path / "plain.pt-safetensors").glob("*.safetensors")))
+    assert shards == N_TENSORS, "the model is several times a shard"
+    assert max(grown.values()) < SHARD_MIB, grown

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import LaunchError
+from shardkit.launch import affinity
+from shardkit.launch.env import RankEnv
+from shardkit.launch.gpus import flight_recorder, pci_addresses
+from shardkit.launch.job import JobSpec
+from shardkit.launch.launcher import added_environment
+from tests.launch.jobs import REPO, environment
+
+TWO_SOCKETS = {cpu: (cpu % 16 // 8, cpu % 16 // 8, cpu % 8) for cpu in range(32)}
+"""32 CPUs: two sockets of 8 cores, CPU 16 + n is the other thread of CPU n's core."""
+
+
+def test_ranks_get_neighbours_and_the_threads_of_a_core_stay_together() -> None:
+    found = affinity.divide(range(32), 4, TWO_SOCKETS)
+    assert [affinity.render(cpus) for cpus in found] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+
+
+def test_gpu_ranks_get_cpus_beside_their_gpu() -> None:
+    found = affinity.divide(range(32), 4, TWO_SOCKETS, beside=[1, 1, 0, 0])
+    assert [affinity.render(cpus) for cpus in found] == ["8-11,24-27", "12-15,28-31", "0-3,16-19", "4-7,20-23"]
+    one_each = affinity.divide(range(32), 2, TWO_SOCKETS, beside=[1, 0])
+    assert [affinity.render(cpus) for cpus in one_each] == ["8-15,24-31", "0-7,16-23"]
+
+
+@pytest.mark.parametrize("beside", [[None, 0], [0], [7, 0]])
+def test_gpus_of_unknown_place_change_nothing(beside: list[int | None]) -> None:
+    assert affinity.divide(range(32), 2, TWO_SOCKETS, beside) == affinity.divide(range(32), 2, TWO_SOCKETS)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("allowed", [range(32), range(3, 20), [1, 2, 9, 10, 25, 26, 30, 31]])
+def test_shares_are_equal_allowed_and_nobody_elses(n_ranks: int, allowed: list[int]) -> None:
+    found = affinity.divide(allowed, n_ranks, TWO_SOCKETS, beside=[rank % 2 for rank in range(n_ranks)])
+    everyone = [cpu for cpus in found for cpu in cpus]
+    assert len(everyone) == len(set(everyone)) and set(everyone) <= set(allowed)
+    assert min(map(len, affinity.divide(allowed, n_ranks, TWO_SOCKETS))) == len(allowed) // n_ranks
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: list(range(16)))
+    monkeypatch.setattr(affinity, "topology", lambda root: {})
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize(
+    ("n_ranks", "environ", "bound"),
+    [
+        (2, {}, True),
+        (8, {}, True),
+        (1, {}, False),  # a single rank may use all
+        (9, {}, False),  # less than two CPUs each
+        (4, {"OMP_NUM_THREADS": "4"}, True),
+        (4, {"OMP_NUM_THREADS": "5"}, False),  # its threads would not fit
+        (4, {"OMP_PROC_BIND": "close"}, False),
+        (4, {"OMP_PROC_BIND": "false"}, True),
+        (4, {"OMP_PLACES": "cores"}, False),
+        (4, {"GOMP_CPU_AFFINITY": "0-3"}, False),
+        (4, {"KMP_AFFINITY": "granularity=fine"}, False),
+    ],
+)
+def test_ranks_are_left_alone_where_the_user_binds_or_cpus_are_few(
+    n_ranks: int, environ: dict[str, str], bound: bool
+) -> None:
+    assert bool(affinity.shares(n_ranks, False, environ)) is bound
+
+
+def fake_machine(root: Path) -> Path:
+    """Two nodes of two cores; a GPU on each, the first one on node 1, and one whose node the firmware keeps quiet."""
+    for node, cpulist in (("node0", "0-1\n"), ("node1", "2-3\n")):
+        (root / "sys/devices/system/node" / node).mkdir(parents=True)
+        (root / "sys/devices/system/node" / node / "cpulist").write_text(cpulist)
+    for address, node_of in (("0000:07:00.0", "1"), ("0000:8a:00.0", "0"), ("0000:c0:00.0", "-1")):
+        (root / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
+        (root / "proc/driver/nvidia/gpus" / address / "information").write_text(f"GPU UUID: \t GPU-{address[5:7]}\n")
+        (root / "sys/bus/pci/devices" / address).mkdir(parents=True)
+        (root / "sys/bus/pci/devices" / address / "numa_node").write_text(node_of + "\n")
+    return root
+
+
+def test_gpus_and_nodes_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = fake_machine(tmp_path)
+    first, second, third = pci_addresses({}, root)
+    assert pci_addresses({"CUDA_VISIBLE_DEVICES": "1,0"}, root) == [second, first]
+    assert pci_addresses({"CUDA_VISIBLE_DEVICES": "GPU-8a"}, root) == [second]
+    assert pci_addresses({"CUDA_VISIBLE_DEVICES": ""}, root) == []
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1, 2, 3])
+    assert affinity.shares(2, True, {}, root) == [[2, 3], [0, 1]]
+    assert affinity.shares(2, False, {}, root) == [[0, 1], [2, 3]]
+    assert affinity.shares(2, True, {"CUDA_VISIBLE_DEVICES": "2,0"}, root) == [[0, 1], [2, 3]], third
+
+
+def test_lists_of_cpus() -> None:
+    assert affinity.parse("0-2,5") == [0, 1, 2, 5] and affinity.render([5, 0, 1, 2]) == "0-2,5"
+    for wrong in ("", "a", "3-1", "1,,2", "-1"):
+        with pytest.raises(LaunchError, match="list of CPUs"):
+            affinity.parse(wrong)
+
+
+def test_ranks_get_as_many_threads_as_cpus() -> None:
+    spec = JobSpec(config=None, run_dir="r", nproc_per_node=2)
+    added = added_environment(spec, {}, [[0, 1], [2, 3]])
+    assert added["SHARDKIT_CPUS"] == "0-1:2-3" and int(added["OMP_NUM_THREADS"]) <= 2
+    assert "SHARDKIT_CPUS" not in added_environment(spec, {})
+
+
+def rank(local_rank: int, source: str = "torchelastic") -> RankEnv:
+    return RankEnv(local_rank, 2, local_rank, 2, 0, 1, source)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    found: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(list(cpus)), raising=False)
+    return found
+
+
+@pytest.mark.usefixtures("cpus")
+def test_a_rank_moves_to_its_share(moves: list[list[int]]) -> None:
+    affinity.bind(rank(1), {"SHARDKIT_CPUS": "0-1:2-3"})
+    affinity.bind(rank(1), {})  # torchrun by hand
+    affinity.bind(rank(1, "slurm"), {"SLURM_CPU_BIND_TYPE": "mask_cpu:"})  # Slurm has done it
+    affinity.bind(rank(1, "slurm"), {"SLURM_CPUS_PER_TASK": "16"})  # by cgroup
+    affinity.bind(rank(1, "slurm"), {"SHARDKIT_CPUS": "off"})
+    assert moves == [[2, 3]]
+    said = affinity.bind(rank(1, "slurm"), {"SLURM_CPU_BIND_TYPE": "none"})
+    assert moves[1] == list(range(8, 16)) and said is not None and "0-7 8-15" in said
+    with pytest.raises(LaunchError, match="no entry for local rank 1"):
+        affinity.bind(rank(1), {"SHARDKIT_CPUS": "0-1"})
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_threads_inherit_the_share_and_a_cpu_that_is_not_there_is_an_error() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    code = (
+        "import os, sys; from shardkit.launch import affinity; from shardkit.launch.env import detect\n"
+        "from shardkit.errors import ShardkitError, report\n"
+        "try: affinity.bind(detect())\n"
+        "except ShardkitError as error: sys.exit(report(error))\n"
+        "import torch; torch.ones(512, 512) @ torch.ones(512, 512)\n"
+        "print({tuple(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')})"
+    )
+
+    def started(cpus: str) -> subprocess.CompletedProcess[str]:
+        env = environment(SHARDKIT_CPUS=cpus)
+        return subprocess.run([sys.executable, "-c", code], cwd=REPO, env=env, capture_output=True, text=True)
+
+    assert started(str(cpu)).stdout == f"{{({cpu},)}}\n"
+    wrong = started("9999")
+    assert wrong.returncode == 2 and "may not run on CPUs 9999, only on" in wrong.stderr
+
+
+def test_nccls_flight_recorder_is_on_unless_the_user_says_otherwise() -> None:
+    found = flight_recorder("/runs/a", {})
+    assert found == {
+        "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "/runs/a/logs/nccl_rank_",
+    }  # fmt: skip
+    own = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
+    assert flight_recorder("/runs/a", own) == {}, "older names of the same settings count too"

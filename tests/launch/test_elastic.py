@@ -1,0 +1,172 @@
+"""Jobs that lose and gain nodes: two launchers on this machine stand for two nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardkit.config_io import load_config
+from shardkit.errors import ShardkitError
+from shardkit.launch import elastic, record, restart
+from shardkit.launch.job import JobSpec
+from shardkit.launch.meeting import ReservedPort
+from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
+
+TWO = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, nodes=(1, 3), max_restarts=1)
+
+
+def refusal(spec: JobSpec, *overrides: str) -> str:
+    with pytest.raises(ShardkitError) as caught:
+        elastic.check(spec, load_config(None, ["train.micro_batch_size=2", *overrides]).config)
+    assert caught.value.fix
+    return str(caught.value)
+
+
+def test_what_would_go_wrong_when_a_node_leaves_or_joins_is_refused_before_the_start() -> None:
+    elastic.check(TWO, load_config(None, ["train.micro_batch_size=2", "train.global_batch_size=24"]).config)
+    elastic.check(replace(TWO, nodes=(2, 2)), load_config(None).config)
+    assert "pass --max-restarts" in refusal(replace(TWO, max_restarts=0), "train.global_batch_size=24")
+    assert "set train.global_batch_size=12" in refusal(TWO)
+    assert "with 3 node(s) of --nnodes 1:3: train.global_batch_size=8" in refusal(TWO, "train.global_batch_size=8")
+    assert "delete the run" in refusal(TWO, "train.global_batch_size=24", "run.overwrite=true")
+    mesh = ["train.global_batch_size=24", "parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=1"]
+    assert "with 2 node(s)" in refusal(TWO, *mesh)
+
+
+def test_nodes_that_join_later_meet_in_a_new_store_and_go_on_with_the_run(tmp_path: Path) -> None:
+    assert elastic.variables(replace(TWO, nodes=(1, 1))) == {}
+    assert elastic.variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    told = elastic.variables(TWO)
+    assert restart.is_restart(told) and not restart.is_restart({"TORCHELASTIC_RESTART_COUNT": "0"})
+    errors = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "SHARDKIT_KEEP": "x", "RANK": "0"}
+    # Its own agent must see a failure: after a success it would wait for the others to end.
+    assert restart.stopped(str(tmp_path), "SIGTERM", {**told, **errors}) == 75
+    assert restart.stopped(str(tmp_path), "SIGUSR2", {**told, **errors}) == 0
+    assert restart.stopped(str(tmp_path), "SIGTERM", errors) == 0
+
+
+def test_a_restart_that_two_nodes_saw_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.note_restart(tmp_path, "rank 0: Connection closed by peer", lost_peer=True)
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # the other node's launcher
+    record.note_restart(tmp_path, "local rank 1: killed by SIGKILL (exit code -9)")
+    record.note_restart(tmp_path, "rank 1: ValueError: again")
+    assert [reason for _, reason in record.restarts(tmp_path)] == [
+        "local rank 1: killed by SIGKILL (exit code -9)", "rank 1: ValueError: again",
+    ]  # fmt: skip
+    assert (record.summary(tmp_path) or "").startswith("started 3 times; ended before: ")
+
+
+def until(found: Callable[[], object], logs: list[Path], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not found():
+        if time.monotonic() > deadline:
+            raise AssertionError("\n".join(f"{path}:\n{path.read_text()[-4000:]}" for path in logs))
+        time.sleep(0.05)
+
+
+class Node:
+    """A launcher that stands for a node."""
+
+    def __init__(self, name: str, folder: Path, argv: list[str]) -> None:
+        self.log, self._marker = folder / f"{name}.log", f"TEST_NODE={folder}/{name}"
+        env = environment(**dict([self._marker.split("=", 1)]))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=log, stderr=log)
+
+    def lose(self) -> None:
+        """As when the power fails: nothing of it says goodbye."""
+        for pid in with_marker(self._marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        until(lambda: not with_marker(self._marker), [self.log])
+
+
+@contextmanager
+def nodes(folder: Path, argv: list[str]) -> Iterator[Callable[[str], Node]]:
+    started: list[Node] = []
+
+    def start(name: str) -> Node:
+        started.append(Node(name, folder, argv))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for node in started:
+            node.lose()
+
+
+def records(run_dir: Path) -> list[dict[str, float]]:
+    with contextlib.suppress(OSError, ValueError):
+        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return []
+
+
+def resumed(log: Path) -> list[int]:
+    """The steps that ranks resumed from, in order."""
+    lines = [line for line in log.read_text().splitlines() if line.startswith("resuming from /")]
+    return [int(line.rpartition(" ")[2]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_node_is_lost_and_returns(tmp_path: Path) -> None:
+    fixed = dict(
+        train__max_steps=400, train__global_batch_size=8, train__grad_accum_steps="null", checkpoint__every_steps=5,
+        checkpoint__keep_last=2,
+    )  # fmt: skip
+    plain = run(command("--nproc-per-node", "1", *settings(tmp_path / "plain", **fixed)))
+    assert plain.returncode == 0, plain.stderr
+
+    slow, folder = tmp_path / "slow", tmp_path / "run"
+    slow.touch()
+    port = ReservedPort()  # nobody else is given it, and the first node can still take it
+    options = ["--nproc-per-node", "1", "--nnodes", "1:2", "--max-restarts", "3"]
+    options += ["--rdzv-endpoint", f"localhost:{port.port}", "--rdzv-id", tmp_path.name]
+    options += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    argv = command(*options, *settings(folder, task__args__slow_while=slow, **fixed))
+    with nodes(tmp_path, argv) as start:
+        first = start("first")
+        until(lambda: records(folder), [first.log])  # it holds the store, and trains alone
+        second = start("second")
+        alone = len(records(folder))
+        logs = [first.log, second.log]
+        until(lambda: len(resumed(first.log)) + len(resumed(second.log)) == 1, logs)
+        (joined_at,) = resumed(first.log) + resumed(second.log)
+        assert joined_at >= alone, "growing saves first"
+        until(lambda: len(records(folder)) > joined_at + 12, logs)
+
+        second.lose()
+        had = len(records(folder))
+        before = len(resumed(first.log))
+        until(lambda: len(resumed(first.log)) > before, logs)
+        lost = had - resumed(first.log)[-1]
+        assert 0 <= lost <= 5 + 1, f"{lost} steps were lost: at most those since the last save, and the one under way"
+        until(lambda: len(records(folder)) > had + 5, logs)
+
+        third = start("third")
+        logs.append(third.log)
+        seen = len(records(folder))
+        until(lambda: third.log.exists() and (resumed(third.log) or len(resumed(first.log)) > before + 1), logs)
+        assert max(resumed(first.log) + resumed(third.log)) >= seen
+        slow.unlink()
+        assert first.process.wait(90) == 0, first.log.read_text()
+        assert third.process.wait(90) == 0, third.log.read_text()
+    port.close()
+    want, found = losses(tmp_path / "plain"), losses(folder)
+    assert found.keys() == want.keys()
+    assert max(abs(found[step] - want[step]) for step in want) <= 1e-5
+    reasons = [reason for _, reason in record.restarts(folder)]
+    assert len(reasons) == 3 and reasons[0].startswith("saved for SIGTERM"), reasons
+    assert "started 4 times" in first.log.read_text() + third.log.read_text()

@@ -1,0 +1,61 @@
+"""Other launchers start the same training module; two jobs on one host do not get in each other's way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.launch.meeting import ReservedPort
+from tests.launch.jobs import REPO, command, environment, losses, run, settings
+
+pytestmark = pytest.mark.dist
+TOOLS = Path(sys.executable).parent
+
+
+def ranks_seen(run_dir: Path) -> int:
+    """How many ranks the first memory record speaks of."""
+    return len(json.loads((run_dir / "memory.jsonl").read_text().splitlines()[0])["ranks"])
+
+
+@pytest.mark.slow
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    # On CPUs accelerate starts several ranks only under --multi_gpu, or through mpirun; port 0: the system picks one.
+    launcher = ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", "0", "-m"]
+    argv = [str(TOOLS / "accelerate"), *launcher, "shardkit.train", "--config", str(REPO / "configs/ddp.yaml")]
+    done = run([*argv, *settings(tmp_path / "run")])
+    assert done.returncode == 0, done.stderr
+    assert ranks_seen(tmp_path / "run") == 2
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_the_deepspeed_launcher(tmp_path: Path) -> None:
+    port = ReservedPort()  # it asks for a number; nobody else is given this one
+    argv = [str(TOOLS / "deepspeed"), "--num_gpus", "2", "--master_port", str(port.port), "--module", "shardkit.train"]
+    argv += ["--config", str(REPO / "configs/ddp.yaml"), *settings(tmp_path / "run")]
+    done = run(argv, DS_ACCELERATOR="cpu")
+    port.close()
+    assert done.returncode == 0, done.stderr
+    assert ranks_seen(tmp_path / "run") == 2
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once_on_one_host(tmp_path: Path) -> None:
+    jobs = [
+        subprocess.Popen(
+            command("--nproc-per-node", "2", *settings(tmp_path / name)),
+            cwd=REPO, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    ends = [job.communicate(timeout=120)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ends
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")

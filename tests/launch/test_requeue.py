@@ -1,0 +1,235 @@
+"""When a batch job saves, goes back to the queue, leaves out a node, or gives up. On real clusters: tests/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import LaunchError
+from shardkit.launch import lead, notice, record, requeue, restart
+from shardkit.launch.failure import Failure
+from tests.launch.jobs import REPO, environment
+
+JOB = "JobId=7 Restarts=0 EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
+ECC = Failure(rank=3, exit_code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered", node="n4")
+CRASH = Failure(rank=3, exit_code=1, message="ValueError: x", node="n4")
+USER = Failure(rank=0, exit_code=2, message="sample 7 is empty", is_error=True)
+SAVED = Failure(rank=0, exit_code=75, message="saved and stopped for SIGUSR2")
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts a scontrol on the path that shows `JOB` with these values; its calls go to the returned file."""
+
+    def make(end: str = "Unknown", preempt: str = "None", excluded: str = "(null)", fails: str = "never") -> Path:
+        calls, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
+        program.parent.mkdir()
+        program.write_text(
+            f'#!/bin/bash\nif [ "$1" = show ]; then echo "{JOB.format(end=end, preempt=preempt, excluded=excluded)}"\n'
+            f'else echo "$*" >> {calls}; fi\n[ "$1" != {fails} ] || {{ echo "not so: $1" >&2; exit 1; }}\n'
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        return calls
+
+    return make
+
+
+def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> None:
+    """Record starts at these steps, and why they ended."""
+    for number, (step, reason) in enumerate(ended):
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+        record.note_start(run_dir, job, number, "n[1-2]")
+        if reason is not None:
+            record.note_end(run_dir, job, number, reason)
+
+
+@pytest.mark.parametrize(
+    ("ended", "refused"),
+    [
+        ([(0, "failed: x"), (0, "failed: x"), (0, "failed: x")], "made no step in 3 starts, it stands at 0"),
+        ([(5, None), (5, None), (5, "failed: x")], "lost, or it was killed; failed: x"),
+        ([(0, "failed: x"), (0, "failed: x")], None),
+        ([(0, "failed: x"), (0, "failed: x"), (3, "failed: x")], None),
+        ([(0, "preempted"), (0, "preempted"), (0, "preempted"), (0, "preempted")], None),
+        ([(0, None), (0, "preempted"), (0, None), (0, "preempted"), (0, None)], "made no step"),
+        ([(step, "saved after USR2") for step in range(9)], "was queued again 8 times"),
+    ],
+)
+def test_a_job_that_gets_nowhere_is_not_started_for_ever(
+    ended: list[tuple[int, str | None]], refused: str | None, tmp_path: Path
+) -> None:
+    starts(tmp_path, *ended)
+    starts(tmp_path, *[(0, "failed: x")] * 5, job="6")  # another job's are its own
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": ended[-1][0]}) + "\n")
+    problem = requeue.refusal(tmp_path, "7", max_requeues=8)
+    assert (problem is None) == (refused is None), problem
+    if problem is not None and refused is not None:
+        assert refused in problem.cause and problem.fix
+
+
+@pytest.mark.parametrize(
+    ("came", "failures", "preempt", "why"),
+    [
+        ([signal.SIGUSR2], [SAVED], "None", "saved after USR2"),
+        ([signal.SIGTERM], [SAVED], "None", None),  # a user's scancel
+        ([signal.SIGTERM], [SAVED], "2026-01-01T00:00:00", "preempted"),
+        ([], [CRASH], "2026-01-01T00:00:00", "preempted"),
+        ([], [CRASH], "None", None),
+        ([], [USER], "2026-01-01T00:00:00", None),
+        ([], [], "2026-01-01T00:00:00", "preempted"),
+        ([], [ECC, CRASH], "None", "node at fault: n4"),
+        ([], [CRASH, ECC], "None", None),  # the first one is the cause
+        ([signal.SIGUSR2], [USER], "None", None),
+    ],
+)
+def test_what_goes_back_to_the_queue(
+    came: list[signal.Signals], failures: list[Failure], preempt: str, why: str | None, scontrol: Callable[..., Path]
+) -> None:
+    scontrol(preempt=preempt)
+    assert requeue.reason("7", came, failures, stopped=SAVED in failures) == why
+
+
+@pytest.mark.parametrize(
+    ("before", "nodes", "fails", "calls", "said"),
+    [
+        ("(null)", [], "never", ["requeue 7"], "queued again"),
+        ("(null)", ["n4"], "never", ["requeue 7", "update JobId=7 ExcNodeList=n4"], "queued again without n4"),
+        ("n[1-2]", ["n4"], "never", ["requeue 7", "update JobId=7 ExcNodeList=n[1-2],n4"], "without n[1-2],n4"),
+        ("(null)", ["n4"], "update", ["requeue 7", "update JobId=7 ExcNodeList=n4"], "not let it exclude n4: not so"),
+    ],
+)
+def test_queued_again_without_a_bad_node(
+    before: str, nodes: list[str], fails: str, calls: list[str], said: str, scontrol: Callable[..., Path]
+) -> None:
+    noted = scontrol(excluded=before, fails=fails)
+    assert said in requeue.queue_again("7", nodes)
+    assert noted.read_text().splitlines() == calls
+
+
+def test_a_refused_requeue_says_why(scontrol: Callable[..., Path]) -> None:
+    scontrol(fails="requeue")
+    with pytest.raises(LaunchError, match="scontrol requeue 7 refused: not so: requeue") as caught:
+        requeue.queue_again("7")
+    assert "run.resume=true" in caught.value.fix
+
+
+def test_the_summary_counts_starts_by_why_they_ended(tmp_path: Path) -> None:
+    assert record.summary(tmp_path) is None
+    starts(tmp_path, (0, "done"))
+    assert record.summary(tmp_path) is None
+    starts(tmp_path, (5, "saved after USR2"), (9, None), (9, "saved after USR2"), (12, None), job="8")
+    told = record.summary(tmp_path)
+    assert told is not None and told.startswith("started 5 times; ended before: ")
+    assert "2 x saved after USR2" in told and "1 x done" in told and "1 x without a word" in told
+
+
+def measured(run_dir: Path, saves: list[float], steps: list[float]) -> None:
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": 1, "total_s": s}) for s in saves]
+    (run_dir / "logs/checkpoints.jsonl").write_text("\n".join([*lines, '{"step": 3, "tot']))
+    (run_dir / "metrics.jsonl").write_text("\n".join(json.dumps({"step": 1, "step_time_s": s}) for s in steps))
+
+
+def test_the_lead_follows_the_measured_saves_and_steps(tmp_path: Path) -> None:
+    assert lead.needed_s(tmp_path) is None
+    measured(tmp_path, [3.0, 100.0, 5.0], [])
+    assert lead.needed_s(tmp_path) == 30 + 200
+    measured(tmp_path, [3.0, 100.0, 5.0], [900.0] + [20.0] * 99)  # the first step compiled
+    assert lead.needed_s(tmp_path) == 30 + 240
+    assert lead.signal_s(None, tmp_path, False) == 270
+    assert lead.signal_s(45, tmp_path, False) == 45
+    checkpoint = str(tmp_path / "checkpoints/step_00000005")
+    assert lead.signal_s(None, tmp_path / "new", checkpoint) == 270
+    assert lead.signal_s(None, tmp_path / "new", True) == 120
+
+
+class Clock:
+    """Runs a `Notice` at chosen times, with what Slurm says about the job."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, outlook: requeue.Outlook) -> None:
+        self.sent: list[tuple[float, str]] = []
+        self.now, self.run_dir, self.outlook = 0.0, run_dir, outlook
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        monkeypatch.setattr(requeue, "outlook", lambda job: self.outlook)
+        monkeypatch.setattr(notice, "_signal_steps", lambda name, job: self.sent.append((self.now, name)))
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay as they are
+        self.notice = notice.Notice()
+
+    def run(self, until: float) -> None:
+        while self.now < until:
+            self.now += 1
+            self.notice.watch("7", self.run_dir)
+
+
+def test_the_ranks_are_told_in_time_for_a_slow_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured(tmp_path, [400.0], [10.0])  # 30 + 2 × 410
+    clock = Clock(monkeypatch, tmp_path, requeue.Outlook(ends_at=3600))
+    clock.run(3600 - 850 - 1)
+    assert clock.sent == [] and "told 850 s before its time limit" in capfd.readouterr().err
+    clock.run(3600 - 850)
+    assert clock.sent == [(2750.0, "USR2")]
+    assert clock.notice.came == [signal.SIGUSR2]
+
+
+def test_the_ranks_are_told_again_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, tmp_path, requeue.Outlook())
+    clock.run(10)
+    assert clock.sent == []
+    clock.notice._note(signal.SIGUSR2, None)
+    clock.notice._note(signal.SIGTERM, None)
+    clock.run(18)
+    assert clock.sent == [(11.0, "USR2"), (11.0, "TERM"), (14.0, "USR2"), (17.0, "USR2")]
+
+
+def test_a_preemption_without_a_signal_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, tmp_path, requeue.Outlook())
+    clock.run(20)
+    clock.outlook = requeue.Outlook(preempted=True)
+    clock.run(60)
+    assert clock.sent[0] == (31.0, "USR2")
+
+
+def test_times_and_nodes_as_scontrol_writes_them(scontrol: Callable[..., Path]) -> None:
+    scontrol(end="2026-11-21T07:53:01", preempt="2026-11-21T07:48:19", excluded="n[1-2]")
+    local = time.mktime((2026, 11, 21, 7, 53, 1, 0, 0, -1))
+    assert requeue.outlook("7") == requeue.Outlook(ends_at=local, preempted=True, excluded="n[1-2]")
+
+
+def test_a_restarted_job_does_not_take_up_what_another_left(tmp_path: Path) -> None:
+    """It was to overwrite an old run, and was preempted before it did."""
+    environ = {"SLURM_JOB_ID": "7"}
+    (tmp_path / "env.json").write_text('{"slurm_job": "6"}')
+    assert restart.overrides(str(tmp_path), False, environ) == []
+    (tmp_path / "env.json").write_text('{"slurm_job": "7"}')
+    assert restart.overrides(str(tmp_path), False, environ) == ["run.overwrite=false", "run.resume=true"]
+
+
+CHILD = """
+import os, signal, subprocess, sys
+from shardkit.preemption import StopRequest, note_early
+note_early()
+os.kill(os.getpid(), signal.SIGUSR2)  # while it starts
+alive = subprocess.run(["bash", "-c", "kill -USR2 $$; echo alive"], capture_output=True, text=True).stdout
+request = StopRequest()
+request.listen()
+print(alive.strip(), request.flags())
+request.close()
+os.kill(os.getpid(), signal.SIGUSR2)  # while it ends
+"""
+
+
+def test_a_signal_while_ranks_start_is_kept_and_ends_no_child() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "alive [0.0, 1.0]\n"), done

@@ -1,0 +1,206 @@
+"""Jobs that are preempted, run into their time limit, are cancelled, or lose a node, on a real Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import losses
+from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
+from tests.slurm.runs import reasons, record, steady, with_task
+from tests.slurm.tasks import PHASES
+
+pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+
+
+def test_preempted_at_a_random_step_it_loses_nothing(
+    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    job = cluster.sbatch("torchrun", output, steady(tmp_path / "run"), ranks=1)
+    cluster.wait_for_step(tmp_path / "run", random.randint(1, 30), output)
+    other = cluster.preempt()
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    assert cluster.field(job, "Restarts") == "1", read(output)
+    assert cluster.field(other, "JobState") == "COMPLETED"
+    assert losses(tmp_path / "run") == undisturbed
+    events = [(event["event"], event["restart"]) for event in record(tmp_path / "run")]
+    assert events == [("start", 0), ("end", 0), ("start", 1), ("end", 1)]
+    assert reasons(tmp_path / "run") == ["saved after USR2", "done"]
+    assert "started 2 times; ended before: 1 x saved after USR2" in read(output)
+
+
+@pytest.mark.slow
+def test_told_before_the_time_limit_it_saves_and_goes_on(
+    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    job = cluster.sbatch("srun", output, steady(tmp_path / "run"), ranks=1)
+    cluster.wait_for_step(tmp_path / "run", random.randint(1, 30), output)
+    cluster.call("scancel", "--batch", "--signal=USR2", job)  # what --signal sends
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    assert cluster.field(job, "Restarts") == "1", read(output)
+    assert losses(tmp_path / "run") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_longer_than_the_time_limit_is_a_chain_of_starts(cluster: Cluster, tmp_path: Path) -> None:
+    """A limit of one minute, reached for real; each start goes on where the one before it saved."""
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    options = ["--time=1", "--signal=B:USR2@20"]
+    job = cluster.sbatch("srun", output, steady(run_dir, steps=500), *options, ranks=1)
+    assert cluster.wait(job, output, 300) == "COMPLETED", read(output)
+    restarts = int(cluster.field(job, "Restarts"))
+    assert restarts >= 1, read(output)
+    assert reasons(run_dir) == ["saved after USR2"] * restarts + ["done"]
+    assert sorted(losses(run_dir)) == list(range(1, 501))
+    assert f"started {restarts + 1} times; ended before: {restarts} x saved after USR2" in read(output)
+
+
+@pytest.mark.slow
+def test_slow_saves_are_begun_earlier_than_slurm_signals(cluster: Cluster, tmp_path: Path) -> None:
+    """Saves that take two minutes need more than --signal's two minutes: the job watches its own clock."""
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "logs/checkpoints.jsonl").write_text(json.dumps({"step": 0, "total_s": 128}) + "\n")
+    job = cluster.sbatch("srun", output, steady(run_dir, steps=100_000), "--time=5", ranks=1)
+    until(lambda: last_step(run_dir) > 0, 60, lambda: read(output))
+    until(lambda: cluster.field(job, "Restarts") == "1", 60, lambda: read(output))
+    cluster.call("scancel", job)
+    assert "told 286 s before its time limit" in read(output) and "the time limit is near" in read(output)
+    assert reasons(run_dir)[0] == "saved after USR2"
+    cluster.wait(job, output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("style", "moments"), [("torchrun", 10), ("srun", 12)])
+def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
+    style: str, moments: int, cluster: Cluster, tmp_path: Path
+) -> None:
+    def args(run_dir: Path) -> list[str]:
+        return with_task(
+            run_dir, "Paced", train__max_steps=110, train__deterministic="true", train__eval_every=3,
+            train__eval_batches=6, checkpoint__every_steps=4,
+        )  # fmt: skip
+
+    whole, output, run_dir = tmp_path / "whole", tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch(style, output, args(whole), ranks=1)
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    output = tmp_path / "again.out"
+    job = cluster.sbatch(style, output, args(run_dir), ranks=1)
+    chance = random.Random(20)
+    for restart in range(moments):
+        assert cluster.wait_for_start(job, restart, output), read(output)
+        strike_at(chance.choice(PHASES), chance, run_dir, output)
+        if chance.random() < 0.3:
+            cluster.preempt()
+        else:
+            cluster.call("scancel", "--batch", "--signal=USR2", job)
+    assert cluster.wait(job, output, 120) == "COMPLETED", read(output)
+    assert int(cluster.field(job, "Restarts")) == moments, read(output)
+    hit = Counter((run_dir / "phases").read_text().split())
+    hit["start-up"] += moments - hit.total()  # before the task was there to note it
+    print(f"\n{style}: {moments} preemptions: {dict(hit)}; {Counter(reasons(run_dir))}")
+    assert losses(run_dir) == losses(whole)
+    assert validation(run_dir) == validation(whole)
+    assert min(hit[phase] for phase in PHASES) > 0, hit
+
+
+def strike_at(phase: str, chance: random.Random, run_dir: Path, output: Path) -> None:
+    """Wait for a random moment of `phase`."""
+    if phase == "start-up":
+        time.sleep(chance.uniform(0, 5))
+        return
+    step = last_step(run_dir) + chance.randint(1, 3)
+    until(lambda: last_step(run_dir) >= step, 180, lambda: read(output))
+    until(lambda: read(run_dir / "phase") == phase, 120, lambda: read(output))
+    if phase != "saving":
+        time.sleep(chance.uniform(0, 0.2))
+
+
+def validation(run_dir: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["val_loss"] for r in records if "val_loss" in r}
+
+
+@pytest.mark.parametrize("style", [pytest.param("torchrun", marks=pytest.mark.slow), "srun"])
+def test_a_cancelled_job_keeps_its_checkpoint_and_stays_cancelled(style: str, cluster: Cluster, tmp_path: Path) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch(style, output, steady(run_dir, steps=100_000), ranks=1)
+    cluster.wait_for_step(run_dir, 3, output)
+    told = cluster.shardkit("cancel", job)
+    assert told.returncode == 0, told.stderr
+    assert cluster.wait(job, output) == "CANCELLED", read(output)
+    until(lambda: (run_dir / "checkpoints/latest").exists(), 20, lambda: read(output))
+    assert cluster.field(job, "Restarts") == "0"
+    assert max(losses(run_dir)) == int((run_dir / "checkpoints/latest").read_text().strip().rpartition("_")[2])
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_dies_is_queued_again_and_finishes(
+    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch("torchrun", output, steady(run_dir, checkpoint__every_steps=5), ranks=1)
+    cluster.wait_for_step(run_dir, 12, output)
+    cluster.call("bash", str(SCRIPT), "kill-node", str(cluster.folder), "n2")
+    try:
+        until(lambda: "PENDING" in cluster.field(job, "JobState"), 60, lambda: read(output))
+    finally:
+        cluster.call("bash", str(SCRIPT), "start-node", str(cluster.folder), "n2")
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    assert losses(run_dir) == undisturbed
+    assert "started 2 times; ended before: " in read(output)
+
+
+@pytest.mark.slow
+def test_a_node_whose_hardware_fails_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch("srun", output, with_task(run_dir, "Faulty"), nodes=1, ranks=1)
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    broken = read(run_dir / "broken")
+    assert cluster.field(job, "ExcNodeList") == broken != cluster.field(job, "NodeList")
+    assert cluster.field(job, "Restarts") == "1"
+    assert reasons(run_dir) == [f"node at fault: {broken}", "done"]
+    assert f"queued again without {broken}" in read(output)
+
+
+@pytest.mark.slow
+def test_a_user_may_leave_out_a_node_of_a_job_that_waits(cluster: Cluster, tmp_path: Path) -> None:
+    """What `queue_again` relies on, as a user without privileges, from inside the job."""
+    tmp_path.chmod(0o777)
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        '#!/bin/bash\n[ -z "$SLURM_RESTART_COUNT" ] || exit 0\ntrap "" TERM\nid -un\n'
+        "scontrol requeue $SLURM_JOB_ID\nscontrol update JobId=$SLURM_JOB_ID ExcNodeList=$SLURM_JOB_NODELIST\necho $?\n"
+    )
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    for folder in (tmp_path.parent, cluster.folder, cluster.folder.parent, cluster.folder.parent.parent):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    job = cluster.call(
+        *as_nobody, "sbatch", "--parsable", "--requeue", "-N1", "--open-mode=append", f"--chdir={tmp_path}",
+        f"--output={tmp_path}/out", str(script),
+    ).strip()  # fmt: skip
+    assert cluster.wait(job, tmp_path / "out") == "COMPLETED", read(tmp_path / "out")
+    assert cluster.field(job, "ExcNodeList") in ("n1", "n2")
+    assert read(tmp_path / "out").startswith("nobody")
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_at_once_each_time_is_not_started_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+    """Somebody, or a site's RequeueExit, queues a broken job again and again."""
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch("srun", output, with_task(run_dir, "Nowhere"), nodes=1, ranks=1)
+    for _ in range(3):
+        assert cluster.wait(job, output) == "FAILED", read(output)
+        cluster.call("scontrol", "requeue", job)
+    assert cluster.wait(job, output) == "FAILED", read(output)
+    assert cluster.field(job, "ExitCode") == "2:0"
+    assert f"error: job {job} made no step in 3 starts, it stands at 0. They ended: failed: " in read(output)

@@ -1,0 +1,84 @@
+"""`shardkit submit`, `jobs`, `logs` and `cancel` on a real Slurm cluster, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import REPO, losses, settings
+from tests.slurm.cluster import Cluster, read
+
+pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+
+
+def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / 'my "run" $(touch hacked) it\'s %j 100%'
+    args = ["configs/ddp.yaml", *settings(folder, model__n_heads=4), "--nodes=2", "--gpus-per-node=0"]
+    args += ["--ranks-per-node=1", "--cpus-per-task=2", "--style=srun", "--name", 'a "name" $(id)']
+    done = cluster.shardkit("submit", *args)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[2]
+    assert f"{folder}/logs/slurm-{job}.out" in done.stdout and "warning" not in done.stderr
+    listed = cluster.shardkit("jobs").stdout
+    assert str(folder) in listed and job in listed
+    followed = cluster.shardkit("logs", "-f", job)
+    assert "files written:" in followed.stdout and "step 6/6" in followed.stdout, followed
+    assert cluster.field(job, "JobState") == "COMPLETED"
+    assert {p.name for p in (folder / "submit").iterdir()} >= {"config.yaml", "job.sbatch", "code.json", "job_id"}
+    assert not list(REPO.glob("hacked")) and not list(tmp_path.glob("hacked"))
+    assert cluster.shardkit("logs", str(folder)).stdout == (folder / f"logs/slurm-{job}.out").read_text()
+
+
+@pytest.mark.slow
+def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: Cluster, tmp_path: Path) -> None:
+    first = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=true").strip()
+    args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "train.seed=%a", "--gpus-per-node=0", "--ranks-per-node=1"]
+    done = cluster.shardkit("submit", *args, "--array=3-4", f"--dependency=afterok:{first}", "--style=srun")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[2]
+    for index in (3, 4):
+        output = tmp_path / f"run/logs/slurm-{job}_{index}.out"
+        assert cluster.wait(f"{job}_{index}", output) == "COMPLETED", read(output)
+        assert f"seed: {index}" in (tmp_path / f"run/array_{index}/config.yaml").read_text()
+    assert losses(tmp_path / "run/array_3") != losses(tmp_path / "run/array_4")
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "fix"),
+    [
+        (["--partition=nowhere"], "invalid partition specified: nowhere", "sinfo -s"),
+        (["--partition=lab", "--account=chemistry"], "Invalid account or account/partition", "sacctmgr show assoc"),
+        (["--partition=lab", "--nodes=2", "--account=physics", "--qos=best"], "Invalid account", "sacctmgr show assoc"),
+        (["--nodes=9"], "More processors requested than permitted", "sinfo -o"),
+        (["--mem=900G"], "Memory specification can not be satisfied", "sinfo -o"),
+        (["--time=soon"], "Invalid --time specification", "correct the option"),
+        (["--sbatch=--nosuch=3"], "unrecognized option '--nosuch=3'", "correct the option"),
+    ],
+)
+def test_slurms_refusal_is_passed_on_and_nothing_is_left(
+    options: list[str], said: str, fix: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0"]
+    done = cluster.shardkit("submit", *args, *options)
+    assert done.returncode == 2, done
+    cause, advice = done.stderr.splitlines()
+    assert cause.startswith("error: sbatch refused: ") and said in cause
+    assert advice.startswith("  fix: ") and fix in advice
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_slurm_accepts_but_holds_back_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    failed = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=false").strip()
+    assert cluster.wait(failed, tmp_path) == "FAILED"
+    args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "--gpus-per-node=0", f"--dependency=afterok:{failed}"]
+    done = cluster.shardkit("submit", *args)
+    assert done.returncode == 0, done.stderr
+    cluster.call("scancel", done.stdout.split()[2])
+    assert done.stderr == "warning: Slurm holds it back: DependencyNeverSatisfied\n"
+
+
+def test_jobs_that_slurm_does_not_know(cluster: Cluster) -> None:
+    gone = cluster.shardkit("logs", "99999")
+    assert gone.returncode == 2 and "does not know job 99999" in gone.stderr
+    assert cluster.shardkit("cancel", "99999").returncode == 2

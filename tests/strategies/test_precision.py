@@ -1,0 +1,148 @@
+"""Types of weights, gradients and moments, and dynamic loss scaling, under every strategy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.config import PrecisionConfig
+from shardkit.dtypes import check_masters, describe
+from shardkit.errors import ConfigError
+from shardkit.job import start
+from shardkit.precision import cast_parameters, convert_to_fp8
+from tests.ranks import run_ranks
+
+ALL = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+SPREAD = 0.02
+"""How far bf16 losses of this job may lie from fp32's: two single bf16 runs of different order differ by 0.006."""
+
+
+@pytest.fixture(scope="module")
+def fp32() -> list[tuple[float, float]]:
+    return run_ranks(1, "tests.strategies.precision_cases:curves", names=["single"], extra={})[0]["single"]
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("mode", ["bf16", "pure_bf16"])
+def test_bf16_losses_stay_near_those_of_fp32(mode: str, fp32: list[tuple[float, float]]) -> None:
+    results = run_ranks(2, "tests.strategies.precision_cases:curves", names=ALL, extra={"precision.mode": mode})
+    for name, curve in results[0].items():
+        assert [norm for _, norm in curve] != [norm for _, norm in fp32], f"{name} did not compute in bf16"
+        for (loss, _), (want, _) in zip(curve, fp32, strict=True):
+            assert abs(loss - want) <= SPREAD, f"{name}: {loss} instead of {want}"
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_masters_and_moments_are_fp32_unless_asked() -> None:
+    mixed = run_ranks(2, "tests.strategies.precision_cases:types", names=ALL, extra={"precision.mode": "bf16"})[0]
+    for name, found in mixed.items():
+        masters = found["master_params" if name.startswith("zero") else "params"]
+        assert set(masters) == {"float32"}, f"{name}: {describe(found)}"
+        assert set(found["optimizer"]) == {"float32"}, name
+        if name.startswith("zero"):
+            assert set(found["params"]) == {"bfloat16"}, name
+    pure = run_ranks(2, "tests.strategies.precision_cases:types", names=ALL, extra={"precision.mode": "pure_bf16"})[0]
+    for name, found in pure.items():
+        moments = {dtype: size for dtype, size in found["optimizer"].items() if size > 1000}  # step counts are fp32
+        assert set(moments) == set(found["params"]) == {"bfloat16"}, f"{name}: {describe(found)}"
+
+
+@pytest.mark.dist
+def test_gradients_travel_in_the_type_asked_for(fp32: list[tuple[float, float]]) -> None:
+    extra = {"precision.reduce_dtype": "bf16"}
+    results = run_ranks(2, "tests.strategies.precision_cases:curves", names=["ddp", "fsdp", "zero2"], extra=extra)
+    for name, curve in results[0].items():
+        assert curve[0][1] != pytest.approx(fp32[0][1], rel=1e-7), f"{name} reduced in fp32"
+        for (loss, norm), (want, want_norm) in zip(curve, fp32, strict=True):
+            assert abs(loss - want) <= SPREAD, name
+            assert norm == pytest.approx(want_norm, rel=0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world: int, fp32: list[tuple[float, float]]) -> None:
+    names = ["single"] if world == 1 else ["ddp", "fsdp"]
+    for result in run_ranks(world, "tests.strategies.precision_cases:scaled", names=names, overflow_at=2):
+        for name, (curve, scales, weights, scalars) in result.items():
+            assert not math.isfinite(curve[2][1]), f"{name}: the norm says that the step overflowed"
+            assert weights[2] == weights[1], f"{name}: the step was not skipped"
+            assert weights[3] != weights[2]
+            assert scales == [1024, 1024, 512, 512, 512], name
+            assert scalars["engine.loss_scaler.cur_scale"] == 512
+            for step in (0, 1):  # scaling and unscaling cancel out: powers of two
+                assert curve[step] == pytest.approx(fp32[step], rel=1e-5), name
+
+
+@pytest.mark.dist
+def test_the_scale_grows_after_a_window_without_overflow() -> None:
+    result = run_ranks(1, "tests.strategies.precision_cases:scaled", names=["single"], overflow_at=99, steps=7)[0]
+    assert result["single"][1] == [1024, 1024, 2048, 2048, 2048, 4096, 4096]
+
+
+def test_a_model_built_in_another_type_is_refused() -> None:
+    with (
+        start(None, {"parallel.strategy": "single", "precision.mode": "bf16", "run.device": "cpu"}) as job,
+        pytest.raises(ConfigError, match=r"updates float32 weights.*bfloat16") as error,
+    ):
+        job.wrap(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16())
+    assert "pure_bf16" in error.value.fix
+
+
+def test_frozen_parameters_may_have_any_type() -> None:
+    with start(None, {"parallel.strategy": "single", "precision.mode": "bf16", "run.device": "cpu"}) as job:
+
+        def adapter_on_a_bf16_base() -> nn.Module:
+            base = nn.Linear(4, 4).bfloat16().requires_grad_(False)
+            return nn.Sequential(base, nn.Linear(4, 4))
+
+        job.wrap(adapter_on_a_bf16_base)
+        check_masters(job.config.precision, job.strategy)
+
+
+def test_pure_bf16_casts_parameters_and_nothing_else() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.append(model[0])
+    cast_parameters(model, PrecisionConfig(mode="pure_bf16"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model[1].running_mean.dtype == torch.float32
+    assert model[2].weight is model[0].weight
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.up(x).relu())
+        return out
+
+
+def test_fp8_computes_linear_layers_but_the_head_in_8_bits() -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    torch.manual_seed(0)
+    model, x = Net(32), torch.randn(16, 32)
+    want = model(x)
+    convert_to_fp8(model, PrecisionConfig(mode="fp8"), emulate=True)
+    assert type(model.up).__name__ == "Float8Linear"
+    assert type(model.head) is nn.Linear
+    error = ((model(x) - want).norm() / want.norm()).item()
+    assert 1e-4 < error < 0.1, "eight bits give another result, but not much"
+
+
+def test_fp8_of_nothing_is_refused() -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        convert_to_fp8(Net(20), PrecisionConfig(mode="fp8"))
+
+
+def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
+    with pytest.raises(ConfigError, match="needs torchao") as error:
+        convert_to_fp8(Net(32), PrecisionConfig(mode="fp8"))
+    assert "pip install" in error.value.fix

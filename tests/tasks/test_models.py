@@ -1,0 +1,126 @@
+"""The built-in tasks on transformers models, under every strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.config_io import load_config
+from shardkit.errors import ConfigError
+from shardkit.job import start
+from shardkit.tasks.base import Task
+from shardkit.tasks.load import BUILT_IN, load_task
+from shardkit.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.tasks import cases
+
+REPO = Path(__file__).resolve().parents[2]
+STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+TARGET = "tests.tasks.cases:records"
+
+
+def compare(tasks: list[str], strategies: list[str], folder: Path) -> None:
+    cases.write_text(folder)
+    one = run_ranks(1, TARGET, tasks=tasks, strategies=["single"], folder=str(folder))[0]
+    for rank in run_ranks(2, TARGET, tasks=tasks, strategies=strategies, folder=str(folder), timeout=600):
+        for (task, strategy), steps in rank.items():
+            for step, want in zip(steps, one[task, "single"], strict=True):
+                assert step["loss"] == pytest.approx(want["loss"], abs=1e-5), (task, strategy)
+                assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), (task, strategy)
+                for name in ("val_loss", "val_accuracy", "val_psnr"):
+                    assert step.get(name) == pytest.approx(want.get(name), abs=1e-4), (task, strategy, name)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    compare(["gpt2", "bert"], ["zero3"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("task", cases.TASKS)
+def test_every_task_under_every_strategy(task: str, tmp_path: Path) -> None:
+    compare([task], STRATEGIES, tmp_path)
+
+
+def test_every_built_in_is_a_task(tmp_path: Path) -> None:
+    cases.write_text(tmp_path)
+    for case in cases.TASKS:
+        task = load_task(load_config(None, cases.settings(case, "single", 1, str(tmp_path))).config)
+        assert isinstance(task, Task)
+    assert {overrides["task.name"] for overrides in cases.TASKS.values()} | {"causal_lm"} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert"])
+def test_a_sequence_beyond_the_positions_is_refused(case: str, tmp_path: Path) -> None:
+    cases.write_text(tmp_path)
+    settings = cases.settings(case, "single", 1, str(tmp_path)) | {"train.seq_len": 300}
+    with pytest.raises(ConfigError, match=r"train.seq_len=300 is longer than the model's 256 positions"):
+        load_task(load_config(None, settings).config)
+
+
+def test_a_vocabulary_that_does_not_cover_the_data_is_refused(tmp_path: Path) -> None:
+    cases.write_text(tmp_path)
+    settings = cases.settings("gpt2", "single", 1, str(tmp_path)) | {"model.hf.vocab_size": 100}
+    with pytest.raises(ConfigError, match=r"model.hf.vocab_size=100, but .* holds the token"):
+        load_task(load_config(None, settings).config).dataset("train")
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"model.preset": "gpt2-debug", "train.max_steps": 60, "train.seq_len": 128},
+    "bert": {"model.preset": "bert-debug", "train.max_steps": 60, "train.seq_len": 128, "parallel.strategy": "fsdp"},
+    "vit": {"model.preset": "vit-debug", "train.max_steps": 120, "data.workers": 0},
+    "swin2sr": {"model.preset": "swin2sr-debug", "train.max_steps": 120, "data.crop_size": 48, "data.workers": 0},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
+    settings = {
+        "run.dir": str(tmp_path / "run"), "run.device": "cpu", "precision.mode": "fp32", "optim.lr": 2e-3,
+        "optim.warmup_steps": 10, "train.eval_every": None, "train.eval_batches": 8, "data.cache_dir": None,
+        "checkpoint.at_end": False, **SMALL[name],
+    }  # fmt: skip
+    if name in ("vit", "swin2sr"):
+        del settings["data.cache_dir"]
+    with start(load_config(REPO / "configs" / f"{name}.yaml", settings)) as job:
+        trainer = Trainer(job)
+        records = list(trainer.steps())
+    baseline = trainer.task.describe()
+    first, last = (sum(r["loss"] for r in part) / 5 for part in (records[:5], records[-5:]))
+    assert last < 0.85 * first
+    if name in ("gpt2", "bert"):
+        assert records[-1]["val_loss"] < 1.05 * baseline["unigram_cross_entropy"]
+    elif name == "vit":
+        assert records[-1]["val_accuracy"] > 2 * baseline["accuracy_by_chance"]
+    else:
+        assert records[-1]["val_psnr"] > 15
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_starts_from_local_safetensors_in_pieces(tmp_path: Path) -> None:
+    cases.write_text(tmp_path)
+    extra = {"train.max_steps": 1, "optim.lr": 0.0, "model.init_from": str(tmp_path / "weights")}
+    settings = cases.settings("gpt2", "single", 1, str(tmp_path))
+    task: Any = load_task(load_config(None, settings).config)
+    torch.manual_seed(5)
+    own = type(task.hf.reference)(task.hf.config).eval()
+    own.save_pretrained(tmp_path / "weights", max_shard_size="100KB")
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 2
+    val = task.dataset("val")
+    batch = torch.utils.data.default_collate([val[i] for i in range(len(val))])
+    with torch.no_grad():
+        logits = own(input_ids=batch["tokens"]).logits.flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten()).item()
+    extra["train.eval_batches"] = len(val)
+    for rank in run_ranks(2, TARGET, tasks=["gpt2"], strategies=["zero3"], folder=str(tmp_path), **extra):
+        for name, (record,) in rank.items():
+            assert record["val_loss"] == pytest.approx(want, abs=1e-5), name

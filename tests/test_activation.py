@@ -1,0 +1,450 @@
+"""Every policy and offload give the gradients of keeping everything, bit for bit, dropout included."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from shardkit.activation import checkpoint_activations, offload_activations
+from shardkit.activation.checkpoint import segments
+from shardkit.activation.products import keep_products
+from shardkit.blocks import find_blocks
+from shardkit.config import ActivationConfig, ModelConfig
+from shardkit.config_io import load_config
+from shardkit.errors import ConfigError, TrainingError
+from shardkit.memory import TensorTracker
+from shardkit.models.transformer import Transformer, init_parameter
+
+MODEL = ModelConfig(vocab_size=61, max_seq_len=32, d_model=32, n_layers=5, n_heads=4, dropout=0.1)
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "every_k": {"policy": "every_k", "every_k": 2},
+    "sqrt": {"policy": "sqrt"},
+    "selective": {"policy": "selective"},
+    "selective_op": {"policy": "selective_op"},
+}
+CPU = torch.device("cpu")
+
+
+def reference(config: ModelConfig = MODEL) -> Transformer:
+    model = Transformer(config)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        init_parameter(config, name, parameter.data, torch.Generator().manual_seed(index))
+    return model.train()
+
+
+def technique(model: nn.Module, **settings: Any) -> nn.Module:
+    config = ActivationConfig(**settings)
+    blocks = find_blocks(model)
+    checkpoint_activations(model, blocks, config)
+    offload_activations(model, blocks, config, CPU)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def gradients(
+    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor] | None = None, autocast: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss, and gradient by parameter name, of two accumulated passes under the same random numbers."""
+    torch.manual_seed(11)
+    total = torch.zeros(())
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = loss(model) if loss is not None else model(*batch())
+        value.backward()
+        total = total + value.detach()
+        torch.rand(1)  # what follows a pass draws on
+    return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same(got: Any, want: Any) -> None:
+    assert got[0].item() == want[0].item()
+    assert list(got[1]) == list(want[1])
+    for name, gradient in want[1].items():
+        assert torch.equal(got[1][name], gradient), name
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("policy", ["none", *POLICIES])
+def test_gradients_are_those_of_keeping_everything(policy: str, offload: str) -> None:
+    settings = POLICIES.get(policy, {}) | {"offload": offload, "offload_min_bytes": 0}
+    want = gradients(reference())
+    assert_same(gradients(technique(reference(), **settings)), want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_under_autocast(policy: str) -> None:
+    want = gradients(reference(), autocast=True)
+    model = technique(reference(), **POLICIES[policy], offload="cpu", offload_min_bytes=0)
+    assert_same(gradients(model, autocast=True), want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copied_model_is_recomputed_with_its_own_weights(policy: str) -> None:
+    model = technique(reference(), **POLICIES[policy], offload="cpu", offload_min_bytes=0)
+    twin = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert_same(gradients(twin), gradients(reference()))
+
+
+@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt"])  # torch refuses it for selective_op
+def test_backward_twice_and_no_grad(policy: str) -> None:
+    def twice(model: nn.Module) -> torch.Tensor:
+        torch.manual_seed(3)
+        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+        torch.autograd.backward(out, retain_graph=True)
+        return out
+
+    want, model = Chain(BETWEEN["nothing"]), technique(Chain(BETWEEN["nothing"]), **POLICIES[policy])
+    assert_same(gradients(model, twice), gradients(want, twice))
+    with torch.no_grad():
+        torch.manual_seed(3)
+        value = model(torch.ones(5, 8))
+        torch.manual_seed(3)
+        assert torch.equal(value, want(torch.ones(5, 8)))
+
+
+# What is kept
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """Bytes that a forward leaves alive until backward."""
+    tokens, targets = batch()
+    with TensorTracker() as tracker:
+        tracker.see([model, tokens, targets])
+        before = tracker.current("cpu")
+        loss = model(tokens, targets)
+        saved = tracker.current("cpu") - before
+        loss.backward()
+    return saved
+
+
+def test_each_policy_keeps_what_it_says() -> None:
+    saved = {name: saved_bytes(technique(reference(), **settings)) for name, settings in POLICIES.items()}
+    saved["none"] = saved_bytes(reference())
+    saved["every_1"] = saved_bytes(technique(reference(), policy="every_k", every_k=1))
+    block_input = 3 * 16 * 32 * 4
+    assert saved["every_1"] == saved["full"]
+    # 5 blocks in 3 segments: two block inputs fewer; a few KiB of random states either way.
+    assert saved["full"] - saved["sqrt"] == pytest.approx(2 * block_input, abs=6000)
+    assert saved["sqrt"] < saved["full"] < saved["every_k"] < saved["none"]
+    assert saved["full"] < saved["selective"] < saved["none"]
+    assert saved["full"] < saved["selective_op"] < saved["none"]
+
+
+@given(n=st.integers(1, 300))
+def test_segments_are_even_and_as_many_as_the_root(n: int) -> None:
+    blocks = [nn.Identity() for _ in range(n)]
+    found = segments(blocks)
+    assert len(found) == math.ceil(math.sqrt(n))
+    assert [block for segment in found for block in segment] == blocks
+    lengths = [len(segment) for segment in found]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_nothing_outlives_backward() -> None:
+    for settings in ({"policy": "sqrt"}, {"policy": "none"}, {"policy": "full"}):
+        model = technique(reference(), **settings, offload="cpu", offload_min_bytes=0)
+        tokens, targets = batch()
+        with TensorTracker() as tracker:
+            tracker.see([model, tokens, targets])
+            model(tokens, targets).backward()
+            tracker.see(model)
+            after = tracker.current("cpu")
+            model(tokens, targets).backward()
+            assert tracker.current("cpu") == after, settings
+
+
+# sqrt: whatever happens between two blocks
+
+
+class Chain(nn.Module):
+    """Blocks called one by one, with `between` applied to what goes from one to the next."""
+
+    def __init__(self, between: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.between = between
+        for index, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(index))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, total = x, x.sum() * 0
+        for index, layer in enumerate(self.layers):
+            out = layer(x, scale=first.abs())["out"]
+            total = total + (out * (index + 1)).sum()  # intermediate values are used too
+            x = self.between(index, out, first)
+        return total + x.sum()
+
+
+class Layer(nn.Module):
+    """Takes a keyword, returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": x + self.dropout(torch.tanh(self.linear(x) * scale))}
+
+
+BETWEEN: dict[str, Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda i, x, first: x,
+    "new tensor": lambda i, x, first: x * 1.5,
+    "in place": lambda i, x, first: x.mul_(1.5) if i % 2 else x,
+    "view": lambda i, x, first: x.view(x.shape),
+    "flipped view": lambda i, x, first: x.t().contiguous().t(),
+    "skip connection": lambda i, x, first: x + first,
+    "cut": lambda i, x, first: x.detach() if i == 1 else x,
+    "dropout": lambda i, x, first: torch.dropout(x, 0.3, train=True),
+    "freed and made again": lambda i, x, first: x.clone().mul(2).clone(),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_sqrt_whatever_happens_between_blocks(between: str) -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+        return out
+
+    assert_same(
+        gradients(technique(Chain(BETWEEN[between]), policy="sqrt"), loss), gradients(Chain(BETWEEN[between]), loss)
+    )
+
+
+def test_sqrt_with_skipped_and_repeated_blocks() -> None:
+    class Jumping(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in (0, 1, 1, 2, 4, 5, 0, 3, 4):
+                x = self.layers[index](x, scale=x.abs())["out"]
+            return x.sum()
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        a = model(torch.linspace(-1, 1, 40).view(5, 8))
+        out: torch.Tensor = a * model(torch.linspace(-2, 1, 40).view(5, 8))  # two passes, one backward
+        return out
+
+    plain = BETWEEN["nothing"]
+    assert_same(gradients(technique(Jumping(plain), policy="sqrt"), loss), gradients(Jumping(plain), loss))
+
+
+def test_sqrt_with_hooks_that_change_values() -> None:
+    def hooked() -> nn.Module:
+        model = Chain(BETWEEN["nothing"])
+        model.layers[1].register_forward_pre_hook(lambda m, args: (args[0] * 3,))
+        model.layers[3].register_forward_hook(lambda m, args, out: {"out": out["out"] * 0.5})
+        return model
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+        return out
+
+    assert_same(gradients(technique(hooked(), policy="sqrt"), loss), gradients(hooked(), loss))
+
+
+def test_sqrt_names_a_block_that_computes_something_else_the_second_time() -> None:
+    class Fickle(Layer):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            return super().forward(x if self.calls == 1 else x[:2], scale=scale if self.calls == 1 else scale[:2])
+
+    model = Chain(BETWEEN["nothing"])
+    model.layers = nn.ModuleList(Fickle() for _ in range(6))
+    technique(model, policy="sqrt")
+    with pytest.raises(TrainingError) as caught:
+        model(torch.ones(5, 8)).backward()
+    assert "Fickle" in caught.value.cause
+    assert "activation.policy=none" in caught.value.fix
+
+
+# Offload
+
+
+def test_offload_copies_a_shared_storage_once_and_leaves_parameters() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+            self.mask = nn.Buffer(torch.ones(16, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x @ self.weight.t() * self.mask
+            a, b = hidden[:, :32], hidden[:, 32:]
+            return torch.cat([a * b, (a - b) * hidden.t()[:32].t()], dim=1)
+
+    model = nn.Sequential(Products(), Products())
+    offload_activations(model, list(model), ActivationConfig(offload="cpu", offload_min_bytes=64), CPU)
+    x = torch.ones(16, 64, requires_grad=True)
+    model(x).sum().backward()
+    # Each block saves its input (the second's is the first's output), `hidden` under three views, and `a - b`.
+    assert moved_bytes(model[0]) == 2 * (2 * 16 * 64 * 4 + 16 * 32 * 4)
+
+
+def moved_bytes(block: nn.Module) -> int:
+    offloader = block.forward.func.__self__  # type: ignore[attr-defined]
+    return int(offloader.moved_bytes)
+
+
+def test_offload_frees_what_it_moved() -> None:
+    """What is left of the original storages after forward: nothing that was large enough."""
+    model = technique(reference(), offload="cpu", offload_min_bytes=4096)
+    seen: list[Any] = []
+    import weakref
+
+    def watch(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        seen.append(weakref.ref(args[0].untyped_storage()))
+
+    for block in find_blocks(model):
+        block.mlp.register_forward_hook(watch)  # type: ignore[union-attr]
+    loss = model(*batch())
+    assert [ref() for ref in seen] == [None] * 5
+    loss.backward()
+
+
+def test_offload_says_when_the_threshold_leaves_nothing_to_move() -> None:
+    model = technique(reference(), offload="cpu", offload_min_bytes=10**9)
+    with pytest.warns(UserWarning, match="moves nothing: the largest saved tensor has"):
+        model(*batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        model(*batch())
+
+
+# Which operators selective_op keeps
+
+
+class InPlace(nn.Module):
+    """Writes over products after a view, where torch's own version counters see nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu_(self.up(x)))
+        out += self.bias
+        return torch.tanh(out) * out
+
+
+def test_products_that_are_written_to_in_place() -> None:
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(InPlace(), InPlace())
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.linspace(-1, 1, 80).view(2, 5, 8)).sum()
+        return out
+
+    assert_same(gradients(technique(chain(), policy="selective_op"), loss), gradients(chain(), loss))
+
+
+def test_selective_op_says_that_backward_ran_twice() -> None:
+    model = technique(Chain(BETWEEN["nothing"]), policy="selective_op")
+    loss = model(torch.ones(5, 8))
+    loss.backward(retain_graph=True)
+    with pytest.raises(TrainingError, match="a second time"):
+        loss.backward()
+
+
+def test_attention_with_dropout_is_not_kept() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    q = torch.zeros(1, 1, 2, 8)
+    assert keep_products(None, flash, q, q, q) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, flash, q, q, q, 0.0, True) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, flash, q, q, q, 0.1, True) == CheckpointPolicy.PREFER_RECOMPUTE
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert keep_products(None, efficient, q, q, q, None, True, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_products(None, torch.ops.aten.gelu.default, q) == CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Names, and models that cannot
+
+
+def test_parameter_names_stay() -> None:
+    names = [name for name, _ in reference().named_parameters()]
+    for settings in POLICIES.values():
+        model = technique(reference(), **settings, offload="cpu")
+        assert [name for name, _ in model.named_parameters()] == names
+
+
+def refused(model: nn.Module, **settings: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        technique(model, **settings)
+    assert "\n" not in caught.value.cause + caught.value.fix
+    return caught.value
+
+
+def test_more_than_the_layers() -> None:
+    error = refused(reference(), policy="every_k", every_k=6)
+    assert error.cause == "activation.every_k=6, but the model has 5 blocks (Block)"
+    assert "1..5" in error.fix
+
+
+@pytest.mark.parametrize("settings", [*POLICIES.values(), {"offload": "cpu"}])
+def test_no_block_says_which_classes_there_are(settings: dict[str, Any]) -> None:
+    error = refused(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.LayerNorm(3), nn.Linear(3, 2)), **settings)
+    assert "Sequential has no list of equal blocks" in error.cause
+    assert "Linear ×2, LayerNorm ×1" in error.fix
+
+
+def test_blocks_by_class_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    technique(model, policy="full", block_classes=["Linear"])
+    assert "forward" in vars(model[0])
+    assert "forward" not in vars(model[1])
+    error = refused(reference(), policy="full", block_classes=["Blok"])
+    assert "Blok" in error.cause
+    assert "Block ×5" in error.fix
+
+
+def test_no_attention_says_so_and_a_class_can_be_given() -> None:
+    error = refused(Chain(BETWEEN["nothing"]), policy="selective")
+    assert "Layer has no module named *attention* or *attn*" in error.cause
+    assert "Linear ×1" in error.cause
+    model = Chain(BETWEEN["nothing"])
+    checkpoint_activations(model, find_blocks(model), ActivationConfig(policy="selective"), (nn.Linear,))
+    assert all("forward" in vars(layer.linear) for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause", "fix"),
+    [
+        (["activation.every_k=0"], "activation.every_k=0 (command line), expected an integer >= 1", "default"),
+        (["activation.policy=budget"], "compile.enabled=false", "compile.enabled=true"),
+        (["activation.budget=1.5"], "activation.budget=1.5 (command line), expected a number >= 0 and <= 1", "default"),
+        (["activation.offload_min_bytes=-1"], "activation.offload_min_bytes=-1 (command line), expected", "default"),
+        (["activation.offload_min_bytes=lots"], "offload_min_bytes='lots' (command line), expected an in", "default"),
+        (
+            ["activation.offload=cpu", "compile.enabled=true", "compile.mode=reduce-overhead"],
+            "CUDA graphs", "compile.mode=default",
+        ),
+        (
+            ["activation.policy=selective_op", "compile.enabled=true", "parallel.strategy=zero3"],
+            "DeepSpeed's linear", "activation.policy=selective",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_settings(overrides: list[str], cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert cause in caught.value.cause
+    assert fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
