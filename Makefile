@@ -10,12 +10,12 @@ ARGS ?=
 NPROC ?=
 PIP_ARGS ?=
 
-.PHONY: help install train test test-slow lint format typecheck ci clean distclean
+.PHONY: help install train test test-slow test-release lint format typecheck ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train      run configs/quickstart.yaml on every GPU, else on 2 CPU ranks'
-	@echo 'make test       run the test suite (test-slow: the long matrix)'
+	@echo 'make test       run the test suite (test-slow: the long matrix; test-release: everything that is long)'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make ci         what CI runs'
@@ -55,6 +55,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-release: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -33,7 +33,8 @@ _NVME = "only ZeRO-3 swaps state to a disk: use zero3"
 _ENGINE_CASTS = "DeepSpeed's engine casts the model itself, and fp8 layers would be cast with it: use fsdp"
 _FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
 _ROWS = "FSDP2 shards rows, and this optimizer keeps one number per row and column: use ddp or single"
-_EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use fsdp, or zero2 with offload"
+_BLOCKS = "its states share a scale per 256 elements, which row shards cut and checkpoints could not hold: use ddp"
+_EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload"
 _ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only single updates in backward"
 _ZERO3_ONLY = "only ZeRO-3 has it"
 _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
@@ -70,7 +71,7 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
     "offload_ratio": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
     "adafactor": _row(fsdps=_ROWS, zero=_FLAT),
     "muon": _row(zero=_FLAT),
-    "adamw8bit": _row(zero=_EIGHT_BIT),
+    "adamw8bit": _row(fsdps=_BLOCKS, zero=_EIGHT_BIT),
     "in_backward": _row(ddp=_ALL_AT_ONCE, fsdps=_ALL_AT_ONCE, zero=_ALL_AT_ONCE),
     "ema": _row(),
     "fp16": _row(),

@@ -102,6 +102,7 @@ def test_the_table_is_complete() -> None:
         ("hpz", "zero3"),
         ("prefetch", "fsdp hsdp"),
         ("muon", "single ddp fsdp hsdp"),
+        ("adamw8bit", "single ddp"),
         ("in_backward", "single"),
     ],
 )

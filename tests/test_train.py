@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,12 @@ def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, te
         assert name in done.stdout, "the files written are listed"
 
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", SLOW("fsdp"), SLOW("zero1"), SLOW("zero2"), "zero3"])
 def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
     done = run(
         [
@@ -106,7 +110,7 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), "fsdp", "zero2", SLOW("zero3")])
 def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
     command = [sys.executable, "docs/examples/own_loop.py", strategy]
     if strategy != "single":

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from ..config import CheckpointConfig
 from ..dist import World
 from ..errors import CheckpointError
 from ..strategies import Strategy
-from ..strategies.base import HasRanges, Shard
+from ..strategies.base import Shard
 from . import layout, rng
 from .manifest import CHUNK_BYTES, RunState, storable
 from .staging import Staging, give_way
@@ -56,7 +55,6 @@ class Checkpointer:
     Args:
         root: the folder of the checkpoints; on a file system that all ranks share.
         timeout_s: longest wait for the slowest rank's write.
-        beside: what else is saved and loaded, sharded as the strategy's state is: an average of the weights.
         meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
     """
@@ -68,14 +66,12 @@ class Checkpointer:
         config: CheckpointConfig,
         root: str | Path,
         *,
-        beside: HasRanges | None = None,
         timeout_s: float = 1800,
         meeting_s: float = 30,
         chunk_bytes: int = CHUNK_BYTES,
         on_done: Callable[[SaveReport], None] | None = None,
     ) -> None:
         self._strategy, self._world, self._config = strategy, world, config
-        self._beside = beside
         self.root = Path(root)
         self._meeting_s = meeting_s
         self._chunk_bytes = chunk_bytes
@@ -174,7 +170,7 @@ class Checkpointer:
     def _ranges(self) -> Ranges:
         from .planner import by_name
 
-        ranges = by_name(chain(self._strategy.shards(), self._beside.shards() if self._beside else ()))
+        ranges = by_name(self._strategy.shards())
         for kind, state in rng.capture(self._world.device).items():
             name = f"rng.{self._world.rank}.{kind}"
             ranges[name] = [Shard(name, tuple(state.shape), 0, state)]
@@ -262,7 +258,7 @@ class Checkpointer:
         from .resume import resume
 
         where, on_corrupt = Path(source), self._config.on_corrupt
-        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept, self._beside)
+        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
         if found is not None:
             self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
         return found

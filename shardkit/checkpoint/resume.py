@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..dist import World
 from ..errors import CheckpointError
 from ..strategies import Strategy
-from ..strategies.base import HasRanges, Shard
+from ..strategies.base import Shard
 from . import layout, rng
 from .agree import agreed, first_failure, main_only
 from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
@@ -42,7 +41,6 @@ def resume(
     on_corrupt: Literal["previous", "error"],
     own_root: Path | None = None,
     accept: Callable[[RunState], None] | None = None,
-    beside: HasRanges | None = None,
 ) -> tuple[Path, RunState] | None:
     """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
 
@@ -50,7 +48,6 @@ def resume(
         own_root: the folder this run saves to. Damaged checkpoints in it, and those newer than the one that was loaded,
             are renamed: the run will write those steps again.
         accept: raises if the run's state does not suit the caller; called before anything is loaded.
-        beside: filled as the strategy is.
 
     Raises:
         CheckpointError: it does not fit this run; or it is damaged, and there is no other or none is wanted.
@@ -69,7 +66,7 @@ def resume(
     damaged: list[Path] = []
     for path in paths:
         try:
-            run = _load(strategy, world, group, path, accept, beside)
+            run = _load(strategy, world, group, path, accept)
         except CorruptCheckpoint as error:
             if on_corrupt == "error" or paths == [source]:
                 raise CheckpointError(error.cause, _fix(path)) from error
@@ -112,7 +109,6 @@ def _load(
     group: dist.ProcessGroup,
     path: Path,
     accept: Callable[[RunState], None] | None,
-    beside: HasRanges | None,
 ) -> RunState:
     reader, problem = None, None
     try:
@@ -125,7 +121,7 @@ def _load(
         manifest = reader.manifest
         if accept is not None:
             accept(manifest.run)
-        ranges = by_name(chain(strategy.load_targets(), beside.load_targets() if beside else ()))
+        ranges = by_name(strategy.load_targets())
         _check_names(group, manifest, ranges)
         generators = _rng_targets(manifest, world)
         _read(reader, {**ranges, **{s.name: [s] for s in generators.values()}}, group)

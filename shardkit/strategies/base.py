@@ -37,18 +37,6 @@ class Shard:
     replica: int = 0
 
 
-class HasRanges(Protocol):
-    """State that lies in ranges, and is saved and loaded by them."""
-
-    def shards(self) -> Iterator[Shard]:
-        """The ranges that this rank saves."""
-        ...
-
-    def load_targets(self) -> Iterator[Shard]:
-        """The ranges that a load fills on this rank."""
-        ...
-
-
 class Strategy(Protocol):
     """A way to spread a model over ranks. Verbs are called in the order they stand here."""
 

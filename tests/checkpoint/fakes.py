@@ -72,7 +72,7 @@ def world() -> World:
 
 
 def checkpointer(root: str | Path, strategy: Plain, **config: Any) -> Checkpointer:
-    options = {key: config.pop(key) for key in ("meeting_s", "on_done", "beside") if key in config}
+    options = {key: config.pop(key) for key in ("meeting_s", "on_done") if key in config}
     settings = CheckpointConfig(**{"keep_last": None, **config})
     return Checkpointer(strategy, world(), settings, root, timeout_s=60, chunk_bytes=40_000, **options)  # type: ignore[arg-type]
 

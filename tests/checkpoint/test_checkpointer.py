@@ -171,25 +171,28 @@ def test_a_folder_without_checkpoints_is_nothing_to_resume(make: Any, tmp_path: 
     assert make(fakes.Plain()).resume(tmp_path / "nowhere") is None
 
 
-class Average:
-    """State beside the strategy's: a moving average."""
+class Averaged(fakes.Plain):
+    """A strategy with one more tensor: a moving average."""
 
     def __init__(self) -> None:
-        self.values = torch.zeros(1000)
+        super().__init__()
+        self.average = torch.arange(1000.0)
 
     def shards(self) -> Iterator[Shard]:
-        yield Shard("ema.0", (1000,), 0, self.values)
+        yield from super().shards()
+        yield Shard("ema.0", (1000,), 0, self.average)
 
-    load_targets = shards
+    def load_targets(self) -> Iterator[Shard]:
+        yield from super().load_targets()
+        yield Shard("ema.0", (1000,), 0, self.average)
 
 
 def test_an_average_of_the_weights_is_saved_with_them_and_not_dropped(make: Any, tmp_path: Path) -> None:
-    average = Average()
-    average.values += torch.arange(1000)
-    make(fakes.Plain(), beside=average).save(RunState(step=1))
-    average.values.zero_()
-    make(fakes.Plain(), beside=average).resume(tmp_path)
-    assert torch.equal(average.values, torch.arange(1000.0))
+    make(Averaged()).save(RunState(step=1))
+    again = Averaged()
+    again.average.zero_()
+    make(again).resume(tmp_path)
+    assert torch.equal(again.average, torch.arange(1000.0))
     with pytest.raises(CheckpointError, match=r"holds ema\.0.*no place") as caught:
         make(fakes.Plain()).resume(tmp_path)
     assert "train.ema_decay" in caught.value.fix

@@ -68,6 +68,7 @@ def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: P
     check_bitwise(world, names, tmp_path, **{"checkpoint.async_save": async_save})
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_cpu_adam_goes_on_to_the_bit() -> None:
     stops = (7, 9, 14, 20)  # where the powers of beta by repeated multiplication and by `pow` differ

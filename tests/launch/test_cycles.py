@@ -17,7 +17,7 @@ from tests.launch.jobs import REPO, command, environment, settings, with_marker
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_a_hundred_starts_and_stops_leave_nothing_behind(tmp_path: Path) -> None:
     drivers, count = [], 50

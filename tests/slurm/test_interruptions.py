@@ -48,7 +48,7 @@ def test_told_before_the_time_limit_it_saves_and_goes_on(
     assert losses(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_a_run_longer_than_the_time_limit_is_a_chain_of_starts(cluster: Cluster, tmp_path: Path) -> None:
     """A limit of one minute, reached for real; each start goes on where the one before it saved."""
@@ -78,7 +78,7 @@ def test_slow_saves_are_begun_earlier_than_slurm_signals(cluster: Cluster, tmp_p
     cluster.wait(job, output)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("style", "moments"), [("torchrun", 10), ("srun", 12)])
 def test_preempted_again_and_again_at_any_moment_it_loses_nothing(

@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "strategy"),
     [
-        ("torchrun", "fsdp"),
+        pytest.param("torchrun", "fsdp", marks=SLOW),
         ("srun", "ddp"),
         pytest.param("torchrun", "ddp", marks=SLOW),
         pytest.param("torchrun", "zero2", marks=SLOW),

@@ -165,3 +165,29 @@ def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> 
             checkpoints.close()
         gc.collect()
     return out
+
+
+def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[Curve, Curve]:
+    """Steps 3 to 5 of a run that went through, and of one that was saved after step 3 and resumed."""
+    from shardkit.checkpoint.checkpointer import Checkpointer
+    from shardkit.checkpoint.manifest import RunState
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    name = "single" if world == 1 else "ddp"
+    curves: list[Curve] = []
+    for resume in (False, True):
+        with start(None, settings(name, world) | extra) as job:
+            cases.wrap(job)
+            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, root, timeout_s=60)
+            if resume:
+                assert checkpoints.resume(root) is not None
+            curve = []
+            for step in range(3 if resume else 0, 6):
+                result = job.step(cases.micro_batches(step, rank, world), cases.loss_fn, cases.n_targets)
+                curve.append((result.loss, result.grad_norm))
+                if step == 2:
+                    checkpoints.save(RunState(step=3, seed=0))
+            curves.append(curve[-3:])
+            checkpoints.close()
+        gc.collect()
+    return curves[0], curves[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,14 @@ def test_8_bit_adamw_follows_adamw() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     state = optimizer.state[model[0].weight]["exp_avg"]
     assert sum(getattr(state, name).nbytes for name in state.__tensor_flatten__()[0]) < 1.6 * 64 * 64
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", pytest.param("adamw8bit", marks=pytest.mark.slow)])
+def test_a_resumed_run_goes_on_to_the_bit(optimizer: str, tmp_path: Path) -> None:
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao", reason="needs torchao")
+    extra = {"optim.name": optimizer, "optim.lr": 3e-3, "train.deterministic": True}
+    target = "tests.strategies.precision_cases:resumed_curve"
+    for through, resumed in run_ranks(2, target, root=str(tmp_path), extra=extra):
+        assert resumed == through

@@ -81,7 +81,9 @@ ALSO_STARTED = [
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("cases", [STARTED, pytest.param(ALSO_STARTED, marks=SLOW)], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(STARTED, marks=SLOW), pytest.param(ALSO_STARTED, marks=SLOW)], ids=["some", "others"]
+)
 def test_training_starts_from_exported_weights(
     cases: list[tuple[str, str, str, dict[str, Any]]], runs_root: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ grown = {
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs a kernel that resets the high-water mark of memory")
