@@ -47,6 +47,13 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
             "pip install 'shardkit[torchao]', or set optim.name=adamw",
         ) from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+
+    def lr_as_tensor(*_: Any) -> None:
+        """Its compiled update reads the rate from a tensor, a schedule writes a number."""
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    optimizer.register_step_pre_hook(lr_as_tensor)
     return optimizer
 
 

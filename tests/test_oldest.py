@@ -38,9 +38,11 @@ def python() -> Path:
         others = [name for name in bounds if name not in ("torch", "deepspeed")]
         for packages in (["pip>=25.3"], [pinned[0]], [*pinned, *others, "pytest", "pytest-timeout", "hypothesis"]):
             subprocess.run([str(interpreter), "-m", "pip", "install", "-q", "-U", *packages], check=True)
+        (folder / ".installed").touch()
+    if not (folder / ".built").exists():
         build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"  # minutes, once
         subprocess.run([str(interpreter), "-c", build], check=True, env=environment(interpreter))
-        (folder / ".installed").touch()
+        (folder / ".built").touch()
     return interpreter
 
 
