@@ -47,9 +47,16 @@ def python() -> Path:
 
 
 def environment(interpreter: Path) -> dict[str, str]:
-    """Ops compiled against one torch are not shared with another."""
+    """Its own tools first (ninja), and ops compiled against one torch are not shared with another."""
     ops = interpreter.parent.parent / "ops"
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(ops)}
+    path = f"{interpreter.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return {
+        **os.environ,
+        "PATH": path,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(ops),
+    }
 
 
 @pytest.mark.slow

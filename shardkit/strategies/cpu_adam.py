@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,8 @@ def build_cpu_adam(world: World) -> None:
 
 def _load(builder: Any) -> str:
     """Compile the op if need be and load it, for this process to find it loaded; what the compiler has against it."""
+    # The ninja that deepspeed depends on lies beside the interpreter: not on PATH where its venv is not activated.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     try:
         with sole_builder(_build_folder(builder)):
             builder().load(verbose=False)
