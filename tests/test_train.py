@@ -294,6 +294,8 @@ def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "shardkit.train", *settings(tmp_path, text, train__max_steps=100000, logging__every=1)],
         cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True,
+        # A test run in the background ignores Ctrl-C, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     seen = ""
