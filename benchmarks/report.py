@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from .common import REPO, RESULTS
@@ -252,6 +253,38 @@ def _loss(result: dict[str, Any]) -> str:
     )
 
 
+def gather(result: dict[str, Any]) -> str:
+    def ms(seconds: list[float], digits: int) -> str:
+        return interval([1e3 * value for value in seconds], digits)
+
+    rows = [
+        f"| {world} | {ms(found['rank_0_cpu_s'], 2)} | {100 * found['share_of_time']:.2f} % "
+        f"| {ms(found['rank_0_s'], 1)} | {ms(found['together_s'], 1)} | {found['jsonl_line_bytes'] / 2**10:.1f} |"
+        for world, found in result["worlds"].items()
+    ]
+    sent = next(iter(result["worlds"].values()))["bytes_sent_per_rank"]
+    text = paragraph(
+        f"`python -m benchmarks.gather`: every rank's row to rank 0 in one gloo gather of {sent} bytes per rank, and "
+        f"its line for `memory.jsonl`; {result['rounds']} rounds, all ranks processes of this one machine. Processor "
+        f"time is rank 0's own, and its share of the time between gathers: {result['interval']} steps of "
+        f"{1e3 * result['step_s']:.0f} ms (goal < {100 * result['goal']:.0f} %). Wall times also hold what the other "
+        f"ranks' processes take from the {result['environment']['cores']} cores: with all of them waiting already, and "
+        "begun at once."
+    )
+    return "\n".join([
+        "## Gathering every rank's memory",
+        "",
+        text,
+        "",
+        "| ranks | rank 0's processor time, ms | of the time | wall, ms | wall, begun at once, ms | line, KiB |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
 def paragraph(text: str) -> str:
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
@@ -260,13 +293,50 @@ def mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:.1f}"
 
 
+def plan_accuracy(result: dict[str, Any]) -> str:
+    groups: dict[str, list[float]] = {}
+    for name, row in result["cases"].items():
+        strategy = name.split(" ")[1]
+        kind = "DeepSpeed ZeRO" if strategy.startswith("zero") else strategy.partition("@")[0]
+        groups.setdefault(kind, []).append(row["error"])
+    rows = [
+        f"| {kind} | {len(errors)} | {100 * median(map(abs, errors)):.3f} % | {100 * min(errors):+.2f} % "
+        f"| {100 * max(errors):+.2f} % |"
+        for kind, errors in groups.items()
+    ]
+    worst = sorted(result["cases"].items(), key=lambda item: -abs(item[1]["error"]))[:5]
+    return "\n".join([
+        "## Predicted against measured peaks",
+        "",
+        paragraph(
+            "`python -m benchmarks.plan_accuracy`: peak bytes of torch's CPU allocator in the wrap and "
+            f"{result['steps']} steps of real processes (its own running total, from the profiler), against what the "
+            "planner says of the same config. Models of some million parameters: kernels' scratch, which is not "
+            "predicted on the CPU, weighs more than it would in large ones."
+        ),
+        "",
+        "| engine | cases | median error | lowest | highest |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        "| furthest off | error | peak in |",
+        "|---|---|---|",
+        *(f"| {name} | {100 * row['error']:+.2f} % | {row['phase']} |" for name, row in worst),
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "startup": startup,
     "checkpoint": checkpoint,
     "checkpoint_matrix": checkpoint_matrix,
     "launch": launch,
+    "plan_accuracy": plan_accuracy,
     "activation": activation,
+    "gather": gather,
 }
 
 

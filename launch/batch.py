@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
-from . import container, exit_codes, failure, fit, record, requeue
+from . import container, exit_codes, failure, fit, oom, record, requeue
 from .follow import Follower
 from .notice import Notice, say
 from .placement import integer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..config_io import LoadedConfig
 
 _POLL_S = 0.1
+_BEGAN = time.time()  # this process is one start of the job
 # Slurm's warning goes to every process of a step: until a process listens, it has to be ignored, or it kills.
 _SHIELD = ["bash", "-c", "trap '' USR2; exec \"$@\"", "shield"]
 
@@ -247,7 +248,8 @@ def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: b
 def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
     """Say what ranks died of; under torchrun each node's launcher has done it."""
     if failures and batch.style == "srun":
-        print(failure.explain(failures, str(batch.log_dir)), file=sys.stderr, flush=True)
+        memory = oom.words(failures, oom.read(batch.run_dir, _BEGAN))
+        print(failure.explain(failures, str(batch.log_dir), memory=memory), file=sys.stderr, flush=True)
 
 
 def _from_launchers(batch: Batch) -> list[failure.Failure]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-OK, FAILED, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
+OK, FAILED, USER_ERROR, OUT_OF_MEMORY, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
 _CAUSES = {
     signal.SIGKILL: (

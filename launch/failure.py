@@ -168,26 +168,35 @@ def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
     return sorted(everyone.values(), key=lambda failure: failure.order)
 
 
-def explain(failures: list[Failure], where: str, oom_kills: int = 0) -> str:
+def explain(
+    failures: list[Failure], where: str, oom_kills: int = 0, memory: Mapping[int, list[str]] | None = None
+) -> str:
     """What to show: the first failing rank whole, the others in one line.
 
     Args:
         failures: likely origin first; at least one.
         where: the logs' directory.
         oom_kills: processes the kernel killed for want of memory while the job ran.
+        memory: rank → what its post-mortem says about memory; takes the place of a general fix.
     """
     first, others = failures[0], failures[1:]
+    said = (memory or {}).get(first.rank, [])
     if first.is_error:
-        lines = [f"error: {first.message}"] + ([f"  fix: {first.fix}"] if first.fix else [])
+        lines = [f"error: {first.message}"] + (said or ([f"  fix: {first.fix}"] if first.fix else []))
         if first.exit_code == exit_codes.USER_ERROR:
             return "\n".join(lines)
     else:
         cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
         lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
         lines = ([first.trace.rstrip()] if first.trace else []) + lines
-        lines += ([f"  likely cause: {cause}"] if cause else []) + ([f"  fix: {fix}"] if fix else [])
+        lines += [f"  likely cause: {cause}"] if cause else []
+        lines += said or ([f"  fix: {fix}"] if fix else [])
         if first.lost_peer:
             lines.append("  this rank lost a peer: the first error is on another node, or was not recorded")
+    same = [failure for failure in others if failure.exit_code == first.exit_code == exit_codes.OUT_OF_MEMORY]
+    if same:
+        lines.append(f"  out of memory as well: rank(s) {', '.join(str(failure.rank) for failure in same)}")
+        others = [failure for failure in others if failure not in same]
     if others:
         ranks = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda f: f.rank))
         lines.append(f"  {len(others)} other rank(s) ended because of it: {ranks}")

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import LaunchError
-from . import affinity, elastic, exit_codes, failure, meeting, processes
+from . import affinity, elastic, exit_codes, failure, meeting, oom, processes
 from .follow import RankOutput
 from .job import JobSpec, Rendezvous
 from .placement import integer
@@ -63,7 +63,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
             print(affinity.describe(cpus), flush=True)
         oom_before = exit_codes.oom_kill_count()
         ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec))
-        return _verdict(ended, Path(spec.log_dir), exit_codes.oom_kill_count() - oom_before)
+        return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
     finally:
         if reserved is not None:
             reserved.close()
@@ -164,11 +164,12 @@ def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts
     return False
 
 
-def _verdict(ended: Ended, log_dir: Path, oom_kills: int) -> int:
+def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
     if ended.asked == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED
-    recorded = [found for folder in failure.attempts(log_dir)[-1:] for found in failure.in_attempt(folder)]
+    last_attempt = failure.attempts(log_dir)[-1:]
+    recorded = [found for folder in last_attempt for found in failure.in_attempt(folder)]
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
         print(f"{recorded[0].message}: start it again with run.resume=true to go on", file=sys.stderr, flush=True)
         return exit_codes.PREEMPTED
@@ -180,7 +181,9 @@ def _verdict(ended: Ended, log_dir: Path, oom_kills: int) -> int:
     text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
     failures = failure.merged(recorded, failure.in_torchrun_log(text))
     if failures:
-        print(failure.explain(failures, str(log_dir), oom_kills), file=sys.stderr, flush=True)
+        began = max((folder.stat().st_mtime for folder in last_attempt), default=0.0)  # when its ranks' folders came
+        memory = oom.words(failures, oom.read(run_dir, began))
+        print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
     last = "\n".join(text.splitlines()[-20:])
     print(

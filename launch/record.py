@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -130,6 +131,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def _append(run_dir: Path, event: dict[str, Any]) -> None:
-    path(run_dir).parent.mkdir(parents=True, exist_ok=True)
-    with path(run_dir).open("a") as file:
-        file.write(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **event}) + "\n")
+    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **event})
+    try:
+        path(run_dir).parent.mkdir(parents=True, exist_ok=True)
+        with path(run_dir).open("a") as file:
+            file.write(line + "\n")
+    except OSError as error:  # a full disk must not end a job that only wanted to note something
+        print(f"cannot write {path(run_dir)}: {error.strerror}", file=sys.stderr, flush=True)

@@ -75,7 +75,8 @@ class Restarts:
             self._note(attempts[self._known - 1], self._known)
             self._known += 1
         found = failure.in_attempt(attempts[-1]) if attempts else []
-        return any(one.exit_code == exit_codes.USER_ERROR and not one.lost_peer for one in found)
+        final = (exit_codes.USER_ERROR, exit_codes.OUT_OF_MEMORY)  # the same settings would end the same way
+        return any(one.exit_code in final and not one.lost_peer for one in found)
 
     def _note(self, attempt: Path, number: int) -> None:
         try:

@@ -152,6 +152,12 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
         raise ConfigError(
             f"precision.mode={mode}, but the run is on the CPU: {CUDA_ONLY[mode]}", _without("precision.mode")
         )
+    if device != "cuda" and config.memory.cap is not None and config.compile.enabled:
+        raise ConfigError(
+            f"memory.cap={config.memory.cap} with compile.enabled=true on the CPU: tensors are counted operator by "
+            "operator, and compiled code shows none",
+            "remove memory.cap, or set compile.enabled=false",
+        )
     mesh_shape(config, world_size, local_world_size)
     for rule in IGNORED:
         if rule.applies(config):

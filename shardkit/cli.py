@@ -14,7 +14,9 @@ from . import __version__, cli_launch
 from .checkpoint.cli import app as checkpoint_app
 from .checkpoint.convert.cli import convert
 from .errors import ShardkitError, report
+from .plan.cli import ladder, max_model, plan
 from .profile.cli import profile
+from .report.cli import report as report_command
 
 PACKAGE = Path(__file__).parent
 
@@ -79,7 +81,11 @@ def capability() -> None:
 
 
 cli_launch.register(app)
+app.command()(plan)
+app.command()(ladder)
+app.command()(max_model)
 app.command()(profile)
+app.command("report")(report_command)
 app.add_typer(checkpoint_app)
 app.command()(convert)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 if TYPE_CHECKING:
     from .config_io import LoadedConfig
+    from .launch.job import JobSpec
+    from .plan.estimate import MemoryEstimate
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run; - for defaults.")]
 Overrides = Annotated[
@@ -97,9 +100,18 @@ def submit(
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="--OPTION=VALUE", help="Any other option of sbatch; may be repeated."),
     ] = None,
+    gpu: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="The cards that will be there (h100, …): the job is planned for them."),
+    ] = None,
+    gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or how large they are.")] = None,  # noqa: UP045
+    force: Annotated[bool, typer.Option("--force", help="Submit it although the plan says it cannot fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
 ) -> None:
-    """Queue CONFIG on a Slurm cluster; it is checked first, and goes on after preemptions and time limits."""
+    """Queue CONFIG on a Slurm cluster; it is checked first, and goes on after preemptions and time limits.
+
+    With --gpu or --gpu-memory its memory is predicted too, and what cannot fit is not queued.
+    """
     from .errors import LaunchError
     from .launch import queue
     from .launch import submit as launcher
@@ -116,16 +128,43 @@ def submit(
         config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node,
         ranks_per_node=ranks_per_node or gpus_per_node or 1, max_restarts=max_restarts, name=name, options=options,
     )  # fmt: skip
+    planned = None
+    if (gpu or gpu_memory) and not force:
+        planned = _planned(config, overrides or [], job.spec, gpu, gpu_memory, mem)
     if dry_run:
         typer.echo(job.script, nl=False)
         return
     job_id = launcher.submit(job)
+    if planned is not None:
+        planned.save(Path(job.spec.run_dir))
     output = f"{job.spec.run_dir}/logs/slurm-{job_id}{'_%a' if array else ''}.out"
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {job.spec.run_dir}/submit")
     typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
     held = queue.held_back(job_id)
     if held:
         typer.echo(f"warning: Slurm holds it back: {held}", err=True)
+
+
+def _planned(
+    config: str, overrides: list[str], spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
+) -> MemoryEstimate:
+    """Plan what is submitted; of an array, its first job."""
+    from .errors import ConfigError
+    from .memory.units import gib
+    from .plan.gate import refuse_misfit
+    from .plan.target import choose_target
+
+    if not spec.gpus_per_node:
+        raise ConfigError("--gpu asks for a plan, but the job asks for no GPU", "pass --gpus-per-node N, or no --gpu")
+    fixed = [item for item in overrides if "%a" not in item]
+    ranks = spec.nproc_per_node * spec.nodes[1]
+    loaded = _load(config, fixed).config
+    # Slurm's sizes are binary: K, M, G, T; a plain number means MiB.
+    on_host = None if mem is None else f"{mem}M" if mem.isdigit() else mem
+    target = choose_target(loaded, ranks, spec.nproc_per_node, gpu, gpu_memory, on_host)
+    estimate = refuse_misfit(lambda more: _load(config, [*fixed, *more]).config, target)
+    typer.echo(f"planned: {gib(estimate.needed)} of {gib(target.device_memory or 0)} on each GPU: {estimate.verdict}")
+    return estimate
 
 
 def jobs() -> None:
@@ -165,8 +204,6 @@ def doctor(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What the ranks measure.")] = "auto",
 ) -> None:
     """Look for what makes training fail or crawl; under torchrun or srun also measure the ranks together."""
-    from pathlib import Path
-
     from .errors import LaunchError
     from .launch import doctor as doctors
     from .launch.env import detect

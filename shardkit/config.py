@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .presets import HF_PRESETS, MODEL_PRESETS
+from .sizes import parse_bytes
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -324,6 +325,30 @@ class CheckpointConfig(Section):
 class MemoryConfig(Section):
     interval: int = Field(10, ge=1)
     """Steps between gathers of every rank's memory on rank 0 (the first and last step are always gathered)."""
+    trace_step: int | None = Field(None, ge=1)
+    """An optimizer step to trace tensor by tensor on every rank: what its peak is made of, and module by module how
+    memory rises and falls (trace/rank{r}.json); that step takes several times as long. Unset = none."""
+    cap: str | None = None
+    """Most memory a rank may use for tensors, such as 2GiB; beyond it a rank runs out of memory as on a smaller GPU.
+    On a GPU the allocator sees to it, for nothing; on the CPU each operator is counted, some 20 µs more for each."""
+    host_warn: float = Field(0.95, gt=0, le=1)
+    """Share of the host's memory in use from which a rank warns, and leaves a post-mortem in case it is killed."""
+
+    @model_validator(mode="after")
+    def _cap(self) -> MemoryConfig:
+        try:
+            self.cap_bytes  # noqa: B018
+        except ValueError:
+            raise conflict(
+                f"memory.cap={self.cap} is not a size",
+                "write a number and KiB, MiB, GiB or TiB, such as memory.cap=2GiB",
+            ) from None
+        return self
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """`cap` in bytes."""
+        return None if self.cap is None else parse_bytes(self.cap)
 
 
 class ProfileConfig(Section):
@@ -359,6 +384,10 @@ class LoggingConfig(Section):
     """Write TensorBoard event files beside `metrics.jsonl`."""
     wandb_project: str | None = Field(None, min_length=1)
     """Also log to this Weights & Biases project (needs the `wandb` extra; WANDB_MODE=offline works)."""
+    prometheus_port: int | None = Field(None, ge=0, le=65535)
+    """Rank 0 answers Prometheus here; 0 = any free port, written to `logs/prometheus.txt`; unset = not at all."""
+    prometheus_host: str = Field("127.0.0.1", min_length=1)
+    """Address that the endpoint is bound to; it asks nobody for a password, so other machines are an open choice."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is shown."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from .memory.state import local_tensors
 from .memory.units import gib
 from .precision import master_dtype
 from .strategies import Strategy
+
+_LOG = logging.getLogger(__name__)
 
 Bytes = dict[str, dict[str, int]]
 """category → dtype → bytes on one rank."""
@@ -61,7 +64,10 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
     """Write every rank's `count_dtypes` to `logs/dtypes.json` and show rank 0's in one line; collective."""
     ranks = world.gather(count_dtypes(strategy))
     if world.is_main:
-        (run_dir / "logs" / "dtypes.json").write_text(json.dumps(ranks, indent=1) + "\n")
+        try:
+            (run_dir / "logs" / "dtypes.json").write_text(json.dumps(ranks, indent=1) + "\n")
+        except OSError as error:
+            _LOG.warning("cannot write %s: %s", run_dir / "logs" / "dtypes.json", error.strerror)
         print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
 
 

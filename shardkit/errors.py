@@ -52,6 +52,12 @@ class TrainingError(ShardkitError):
     exit_code = 1
 
 
+class OutOfMemoryError(ShardkitError):
+    """A rank asked for memory that is not there. Not started again: with the same settings it would ask again."""
+
+    exit_code = 3
+
+
 def report(error: ShardkitError) -> int:
     """Print the error's cause and fix on stderr, after its traceback if SHARDKIT_DEBUG=1; returns the exit code."""
     if os.environ.get("SHARDKIT_DEBUG", "") not in ("", "0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,16 +15,19 @@ from .launch import record
 from .tasks.base import Dataset, Task
 
 
-def evaluate(job: Job, task: Task, data: Dataset) -> dict[str, float]:
+def evaluate(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool] = lambda: False) -> dict[str, float]:
     """Means over at most `train.eval_batches` micro-batches per rank of `data`; collective.
 
     `val_loss`, and `val_<name>` of whatever else the task measures.
+
+    Args:
+        is_over: asked before every micro-batch, with the same answer on every rank; ends the evaluation, without means.
     """
     with torch.no_grad(), job.strategy.evaluating():
-        return _means(job, task, data)
+        return _means(job, task, data, is_over)
 
 
-def _means(job: Job, task: Task, data: Dataset) -> dict[str, float]:
+def _means(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool]) -> dict[str, float]:
     model, world, train = job.model, job.world, job.config.train
     model.eval()
     sums: dict[str, torch.Tensor] = {}
@@ -32,6 +36,9 @@ def _means(job: Job, task: Task, data: Dataset) -> dict[str, float]:
     collate = getattr(task, "collate", None)
     batches = eval_batches(data, train.micro_batch_size, world.rank, world.size, train.eval_batches, collate)
     for batch, is_filler in batches:
+        if is_over():
+            model.train()
+            return {}
         for name, value in measure(model, to_device(batch, world.device)).items():
             total = sums.setdefault(name, torch.zeros((), device=world.device))
             if not is_filler:

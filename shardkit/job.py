@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,13 +19,17 @@ from .config_io import LoadedConfig, load_config, resolve_batch
 from .dist import World, choose_device, process_groups, rank_env
 from .dtypes import check_masters
 from .errors import ConfigError, TrainingError
+from .memory.cap import MemoryCap, memory_cap
 from .memory.ledger import MemoryLedger
+from .memory.oom import PostMortem
 from .optim import make_optimizer as default_optimizer
 from .parallelize import parallelize
 from .precision import set_matmul_precision
 from .strategies import OptimizerFactory, Strategy, make_strategy
 from .unused import refuse_unused
 from .weights import Init, Weights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,14 @@ class Job:
     world: World
     ledger: MemoryLedger
     strategy: Strategy
+    cap: MemoryCap | None = None
     step_index: int = 0
     _last_step: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        local_size = self.world.env.local_world_size
+        self.post_mortem = PostMortem(self.config, self.ledger, self.strategy, local_size, self.cap)
+        self.ledger.risk.on_risk = self.post_mortem.at_risk
 
     @property
     def config(self) -> RunConfig:
@@ -99,6 +109,8 @@ class Job:
             )
             refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
             check_masters(self.config.precision, self.strategy)
+        if self.cap is not None:  # a model may have been built before the cap was there
+            self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
         return self.strategy.model
 
     def step(
@@ -139,6 +151,26 @@ class Job:
             raise not_finite(world, self.step_index, out.loss_sum.item())
         return StepResult(loss, out.grad_norm.item(), int(count))
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that says what would help.
+
+        Raises:
+            OutOfMemoryError: in the place of torch's, as whose consequence it is raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            explained = self.post_mortem.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def explained(self, items: Iterator[T]) -> Iterator[T]:
+        """`items`, made inside `explaining`."""
+        with self.explaining():
+            yield from items
+
 
 def not_finite(world: World, step: int, local_loss: float) -> TrainingError:
     """The error that names the ranks whose loss is not finite; collective."""
@@ -164,6 +196,7 @@ def start(
     Raises:
         ConfigError: the config cannot work on this world; checked before anything is joined or written.
         LaunchError: the environment contradicts itself, or ranks cannot find each other.
+        OutOfMemoryError: memory ran out inside and nobody dealt with it; `RUN_DIR/oom` says more.
     """
     loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
     env = rank_env()
@@ -174,13 +207,17 @@ def start(
     resolve_batch(loaded.config, env.world_size)
     set_matmul_precision(loaded.config.precision)
     _seed(loaded.config, env.rank)
-    with process_groups(loaded.config, env) as world:
+    memory = loaded.config.memory
+    with process_groups(loaded.config, env) as world, memory_cap(memory.cap_bytes, world.device) as cap:
         ledger = MemoryLedger(
-            world.device, world.ledger, world.rank, world.size, env.local_rank, interval=loaded.config.memory.interval
-        )
+            world.device, world.ledger, world.rank, world.size, env.local_rank,
+            interval=memory.interval, host_warn=memory.host_warn,
+        )  # fmt: skip
         strategy = make_strategy(loaded.config, world)
+        job = Job(loaded, world, ledger, strategy, cap)
         try:
-            yield Job(loaded, world, ledger, strategy)
+            with job.explaining():
+                yield job
         finally:
             strategy.teardown()
 

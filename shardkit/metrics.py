@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 from .memory.jsonl import append_jsonl
+from .memory.rows import RankRow
+from .memory.summary import WHOLE, pressure, summary
 
 _LOG = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON object per optimizer step; TensorBoard gets the same numbers.
+    """Appends one JSON object per optimizer step; TensorBoard gets the same numbers, and every gather's memory.
 
     A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
     in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss after an
@@ -47,22 +50,37 @@ class MetricsWriter:
         append_jsonl(self._path, clean)
         if self._wandb is not None:
             self._wandb.log({f"train/{k}": v for k, v in record.items() if k != "step"}, step=int(record["step"]))
-        if self._tensorboard_dir is None:
-            return
+        if self._tensorboard_dir is not None:
+            self._picture({f"train/{key}": v for key, v in record.items() if key != "step"}, int(record["step"]))
+
+    def _picture(self, scalars: Mapping[str, float], step: int) -> None:
         try:
-            self._show(record)
+            self._show(scalars, step)
         except OSError as error:  # a full disk ends the pictures, not the run
-            _LOG.warning("no more TensorBoard events from step %d on: %s", record["step"], error)
+            _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
             self._tensorboard_dir = self._board = None
 
-    def _show(self, record: dict[str, float]) -> None:
+    def _show(self, scalars: Mapping[str, float], step: int) -> None:
         if self._board is None:  # its import takes most of a second: after the first step, not before
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
-        for key, value in record.items():
-            if key != "step":
-                self._board.add_scalar(f"train/{key}", value, int(record["step"]))
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, step)
+
+    def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
+        """TensorBoard: how each gather's figures are spread, and the peak of each rank of a world that is not large."""
+        if self._tensorboard_dir is None or not rows:
+            return
+        condensed = summary(rows)
+        found = {
+            f"memory/{name}/{key}": getattr(spread, key)
+            for name, spread in condensed.spreads.items()
+            for key in ("max", "min", "skew")
+        }
+        if condensed.peak is not None and len(rows) <= WHOLE:
+            found |= {f"memory_of_rank/{condensed.peak[0]}/{row.identity.rank}": pressure(row) for row in rows}
+        self._picture(found, step)
 
     def close(self) -> None:
         if self._wandb is not None:

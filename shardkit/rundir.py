@@ -22,8 +22,8 @@ from .dist import World
 from .errors import ConfigError, ShardkitError
 
 MARKER = "config.yaml"
-FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl", "env.json")
-FOLDERS = ("tensorboard", "wandb", "logs", "checkpoints", "profile", ".rendezvous")
+FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl", "env.json", "report.html", "compare.html")
+FOLDERS = ("tensorboard", "wandb", "logs", "checkpoints", "profile", "trace", "oom", ".rendezvous")
 
 
 def prepare(loaded: LoadedConfig, world: World) -> Path:
@@ -33,12 +33,12 @@ def prepare(loaded: LoadedConfig, world: World) -> Path:
         ConfigError: the directory holds a run already, or cannot be written.
     """
     path = Path(loaded.config.run.dir)
-    _on_main(world, path, lambda: _claim(path, loaded))
+    on_main(world, path, lambda: _claim(path, loaded))
     return path
 
 
-def _on_main(world: World, path: Path, action: Callable[[], None]) -> None:
-    """Do something to the directory on rank 0; what goes wrong there is raised on every rank."""
+def on_main(world: World, path: Path, action: Callable[[], None]) -> None:
+    """Do something that writes to the directory on rank 0; what goes wrong there is raised on every rank."""
     problem: ShardkitError | None = None
     if world.is_main:
         try:
@@ -104,7 +104,7 @@ def go_on(loaded: LoadedConfig, world: World, path: Path, step: int) -> None:
         _write_settings(path, loaded)
         _rewind(path, step)
 
-    _on_main(world, path, change)
+    on_main(world, path, change)
 
 
 def _rewind(path: Path, step: int) -> None:

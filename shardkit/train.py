@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from .config_io import LoadedConfig, load_config
-from .errors import ShardkitError, report
+from .errors import OutOfMemoryError, ShardkitError, report
 from .launch import affinity, failure, restart
 from .launch.env import detect
+from .output import outlive_full_disks
 from .preemption import note_early
 
 
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # Such errors are the same on every rank of a machine, or agreed on by all: say it once.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
-        return report(error) if local_rank == "0" else error.exit_code
+        mine = local_rank == "0" or isinstance(error, OutOfMemoryError)
+        return report(error) if mine else error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -69,4 +71,5 @@ def run(loaded: LoadedConfig) -> int:
 
 
 if __name__ == "__main__":
+    outlive_full_disks()
     sys.exit(main())

@@ -6,13 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from . import dtypes, rundir
-from .accumulate import StepOutput, train_step
+from .accumulate import Phases, StepOutput, train_step
 from .checkpoint.checkpointer import Checkpointer, SaveReport
 from .checkpoint.manifest import RunState
 from .config_io import resolve_batch
@@ -23,12 +24,10 @@ from .evaluate import evaluate, report
 from .job import Job, not_finite
 from .memory.jsonl import append_jsonl
 from .memory.rows import record as memory_record
-from .metrics import MetricsWriter
-from .models.flops import gpu_peak_flops
 from .optim import lr_at
 from .preemption import StopRequest
 from .profile.recorder import Profiler
-from .progress import Progress
+from .recording import open_recorder
 from .tasks.base import Dataset
 from .tasks.load import load_task
 from .watchdog import Watchdog
@@ -187,36 +186,27 @@ class Trainer:
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
-        writer = self._metrics_writer() if self.world.is_main else None
-        progress = self._progress() if self.world.is_main else None
+        recorder = open_recorder(self.job, self.task, self.run_dir, self.step)
         failed = True
         self.stop.listen()
         self.watchdog.start()
         try:
-            for record in self.steps():
-                if writer is not None and progress is not None:
-                    writer.write(record)
-                    progress.update(record, self.world.size, *self.job.ledger.worst_peak())
+            for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
+                if recorder is not None:
+                    recorder.step(record, self.job.ledger.last_rows)
                 yield record
             failed = False
         finally:
             self.watchdog.stop()
             self.loader.close()
-            if progress is not None:
-                progress.close()
-            if writer is not None:
-                writer.close()
+            if recorder is not None:
+                recorder.close()
             try:
                 self.checkpoints.close(failed)
             finally:
                 self.stop.close()
                 if self.profiler is not None:
                     self.profiler.close(failed)
-
-    def _metrics_writer(self) -> MetricsWriter:
-        logging = self.config.logging
-        settings = self.config.model_dump(mode="json")
-        return MetricsWriter(self.run_dir, logging.tensorboard, self.step, logging.wandb_project, settings)
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
@@ -259,7 +249,7 @@ class Trainer:
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
                 with self.watchdog.allowing(self.config.run.init_timeout_s):
-                    record |= evaluate(self.job, self.task, self.val_data)
+                    record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
             if self.profiler is not None:
                 with self.watchdog.allowing(self.config.run.init_timeout_s):
                     self.profiler.finish(self.step)
@@ -275,13 +265,23 @@ class Trainer:
 
     def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
         phases = self.job.ledger if self.profiler is None else self.profiler.before(self.step)
-        out = train_step(
-            self.job.strategy, phases, batch.micro_batches, self.loss, targets, self.world.size,
-            self.world.device, self.config.train.max_norm,
-        )  # fmt: skip
+        with self._tracing(phases) as phases:
+            out = train_step(
+                self.job.strategy, phases, batch.micro_batches, self.loss, targets, self.world.size,
+                self.world.device, self.config.train.max_norm,
+            )  # fmt: skip
         if self.profiler is not None:
             self.profiler.after(self.step)
         return out
+
+    def _tracing(self, phases: Phases) -> AbstractContextManager[Phases]:
+        """Tensor by tensor, if this is the step of `memory.trace_step`."""
+        if self.step != self.config.memory.trace_step:
+            return nullcontext(phases)
+        from .memory.traced_step import FOLDER, traced_step
+
+        path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
+        return traced_step(self.job.strategy, phases, self.world.device, path, self.step)
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
         """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""
@@ -301,6 +301,11 @@ class Trainer:
         if bad:
             raise not_finite(self.world, self.step, local)
         return total / max(targets, 1.0), next_targets
+
+    def _stop_asked(self) -> bool:
+        """Whether some rank was asked to stop, outside a step; collective."""
+        self.stop.agree(self.world.sum(self.stop.flags()))
+        return self.stop.agreed is not None
 
     def _save_due(self) -> bool:
         asked = self._save_asked or self.stop.agreed is not None
@@ -370,11 +375,3 @@ class Trainer:
                 "no parameter changed in the first step, on any rank",
                 "check that the loss depends on the model's parameters and that they require gradients",
             )
-
-    def _progress(self) -> Progress:
-        flops = getattr(self.task, "flops_per_token", None)
-        peak = None
-        if self.world.device.type == "cuda":
-            peak = gpu_peak_flops(torch.cuda.get_device_name(self.world.device), self.config.precision.mode)
-        train = self.config.train
-        return Progress(train.max_steps, self.step, self.config.logging.every, flops() if flops else None, peak)

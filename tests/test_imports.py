@@ -20,7 +20,7 @@ PACKAGE = REPO / "shardkit"
 
 # Bottom first. A module imports from its own line or a lower one; a package counts as one module here.
 LAYERS: list[set[str]] = [
-    {"errors", "presets"},
+    {"errors", "output", "presets", "sizes"},
     {"config", "config_errors", "config_io", "config_layers", "config_render", "yaml_reader", "capability"},
     {"launch", "preemption"},
     {
@@ -36,13 +36,15 @@ LAYERS: list[set[str]] = [
         "optim",
         "weights",
         "metrics",
+        "prometheus",
     },
     {"strategies"},
     {"parallelize", "accumulate"},
     {"checkpoint"},
     {"unused", "dtypes", "job", "rundir", "progress", "evaluate", "watchdog", "profile"},
+    {"recording"},
     {"trainer", "plan", "bandwidth"},
-    {"train", "cli", "cli_launch"},
+    {"train", "cli", "cli_launch", "report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

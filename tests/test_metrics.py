@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from shardkit import capability
 from shardkit.config_io import load_config
 from shardkit.errors import ConfigError
 from shardkit.metrics import MetricsWriter
+from tests.memory.samples import gpu_row
 
 
 def test_wandb_gets_every_step_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,32 @@ def test_wandb_that_is_not_installed_is_refused_at_start(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="needs wandb") as error:
         capability.check(config, device="cpu", world_size=2, local_world_size=2)
     assert "pip install" in error.value.fix
+
+
+def test_tensorboard_gets_every_gathers_memory(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write({"step": 1, "loss": 2.0})
+    writer.write_memory(1, [gpu_row(0, 2**30), gpu_row(1, 3 * 2**30)])
+    writer.write_memory(5, [gpu_row(0, 2**30), gpu_row(1, 5 * 2**30)])
+    writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    series = {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert series["memory/peak_allocated/max"] == [(1, 3 * 2**30), (5, 5 * 2**30)]
+    assert series["memory/peak_allocated/min"] == [(1, 2**30), (5, 2**30)]
+    assert series["memory/peak_allocated/skew"] == [(1, 1.5), (5, pytest.approx(5 / 3))]
+    assert series["memory_of_rank/peak_allocated/1"] == [(1, 3 * 2**30), (5, 5 * 2**30)]
+    assert series["train/loss"] == [(1, 2.0)]
+
+
+def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    rows = [gpu_row(rank, 2**30) for rank in range(64)]
+    writer.write_memory(1, rows)
+    began = time.perf_counter()
+    for step in range(2, 22):
+        writer.write_memory(step, rows)
+    assert (time.perf_counter() - began) / 20 < 0.02  # a few ms each, at gathers only
+    writer.close()
+    assert b"memory_of_rank" not in next((tmp_path / "tensorboard").iterdir()).read_bytes()

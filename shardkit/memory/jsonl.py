@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..output import STORAGE_TROUBLE
 
 _LOG = logging.getLogger(__name__)
-_STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 _warned: set[str] = set()
 
 
@@ -36,7 +35,7 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in _STORAGE_TROUBLE:
+        if error.errno not in STORAGE_TROUBLE:
             raise ConfigError(
                 f"cannot write {path}: {error.strerror}", "choose a run.dir that exists and is writable"
             ) from error

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError
-from .limits import host_limit
-from .phases import PhaseRecorder
+from .host_risk import SHARE, HostRisk
+from .limits import tightest_limit
+from .phases import PhaseRecorder, note_phase
 from .probe import DeviceProbe, HostProbe
+from .roll import RollCall
 from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
 from .state import HasState, count_state, module_state
 
@@ -44,8 +46,11 @@ class MemoryLedger:
         rank, world_size, local_rank: this rank's place.
         host: this machine's name; default: its host name.
         interval: steps between gathers, for `due`.
+        host_warn: share of the host's memory in use from which gathers warn.
 
     Attributes:
+        step: the optimizer step that runs, or ran last; 0 before the first.
+        risk: what watches the host's memory at each gather.
         overhead_s: seconds spent inside the ledger so far, waiting for other ranks in `gather` included.
         gather_s: the part of `overhead_s` that `gather` took.
         last_rows: rank 0: the rows of the last gather; empty elsewhere.
@@ -62,6 +67,7 @@ class MemoryLedger:
         host: str | None = None,
         *,
         interval: int = 10,
+        host_warn: float = SHARE,
     ) -> None:
         began = time.perf_counter()
         if world_size > 1 and group is None:
@@ -73,17 +79,19 @@ class MemoryLedger:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.overhead_s = self.gather_s = 0.0
         self.last_rows: list[RankRow] = []
-        self.staging_bytes = 0
+        self.staging_bytes = self.step = 0
+        self.risk = HostRisk(host_warn)
         self._group = group
+        self._roll = None if group is None or world_size == 1 else RollCall(group, rank)
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
-        self._limit = host_limit()
+        self._limit = tightest_limit()
         self._phases = PhaseRecorder(self._device_probe, self._host_probe)
         self._state: dict[StateKind, StateBytes] | None = None
         self._source: HasState | None = None
         self._due: bool | None = None
         self._steps_done = 0
         self._step_times: list[tuple[float, float, float]] = []
-        self._slow: tuple[int | None, int | None] = (None, None)
+        self._slow: tuple[int | None, int | None, int | None] = (None, None, None)
         self._slow_next = 0.0
         identity = Identity(rank, host or socket.gethostname(), local_rank, self._device_probe.name)
         self._identities = self._exchange(identity)
@@ -138,7 +146,7 @@ class MemoryLedger:
 
     def begin_step(self, step: int, due: bool | None = None) -> None:
         """Say which step comes and whether a gather follows it (default: as `due` says): only then is state counted."""
-        self._due = self.due(step) if due is None else due
+        self.step, self._due = step, self.due(step) if due is None else due
 
     def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Count state if this step is due; call it after the last backward and before the optimizer step.
@@ -189,18 +197,19 @@ class MemoryLedger:
 
         Args:
             step: the step that has just ended; the same on every rank.
+
+        Raises:
+            TrainingError: on rank 0: ranks that did not report, by name.
         """
         began = time.perf_counter()
         row = self.row()
         rows = [row]
-        if self.world_size > 1:
-            sent = torch.tensor([step, *encode(row)], dtype=torch.int64)
-            received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
-            dist.gather(sent, received, group=self._group, group_dst=0)
-            rows = [] if received is None else self._decoded(step, received)
+        if self._roll is not None:
+            rows = self._collect(self._roll, step, row)
         self._phases.start_interval()
         self._step_times.clear()
         self.last_rows = rows if self.rank == 0 else []
+        self.risk.look(row, self.last_rows)
         took = time.perf_counter() - began
         self.gather_s += took
         self.overhead_s += took
@@ -209,7 +218,7 @@ class MemoryLedger:
     def row(self) -> RankRow:
         """This rank's row as a gather would send it now."""
         device, host = self._phases.overall()
-        uss, children = self._slow_probes()
+        uss, children, on_card = self._slow_probes()
         n_steps = len(self._step_times)
         times = [sum(values) / n_steps for values in zip(*self._step_times, strict=True)] if n_steps else [None] * 3
         return RankRow(
@@ -217,7 +226,9 @@ class MemoryLedger:
             step_time_s=times[0],
             data_wait_s=times[1],
             busy_s=times[2],
-            host_mem=HostMemory(host.rss, host.peak_rss, uss, children, self._limit, self.staging_bytes),
+            host_mem=HostMemory(
+                host.rss, host.peak_rss, uss, children, self._limit.n_bytes, self.staging_bytes, self._limit.in_use()
+            ),
             device_mem=None
             if device is None
             else DeviceMemory(
@@ -226,6 +237,7 @@ class MemoryLedger:
                 device.reserved,
                 device.peak_reserved,
                 self._device_probe.total or 0,
+                on_card,
             ),
             state=None if self._state is None else dict(self._state),
             phases=self._phases.rows(),
@@ -233,13 +245,6 @@ class MemoryLedger:
             ooms=None if device is None else device.ooms,
             overhead_s=self.overhead_s,
         )
-
-    def worst_peak(self) -> tuple[int | None, str]:
-        """Rank 0: the largest peak of any rank at the last gather, and of what: allocated on a GPU, RSS on the CPU."""
-        on_device = [row.device_mem.peak_allocated for row in self.last_rows if row.device_mem is not None]
-        if on_device:
-            return max(on_device), "peak allocated"
-        return max((row.host_mem.peak_rss for row in self.last_rows), default=None), "peak RSS"
 
     def watch(
         self, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | Path | None = None
@@ -265,6 +270,18 @@ class MemoryLedger:
         dist.all_gather_object(identities, identity, group=self._group)
         return identities
 
+    def _collect(self, roll: RollCall, step: int, row: RankRow) -> list[RankRow]:
+        sent = torch.tensor([step, *encode(row)], dtype=torch.int64)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
+        roll.note(step)
+        try:
+            dist.gather(sent, received, group=self._group, group_dst=0)
+        except RuntimeError as error:
+            if received is None:
+                raise
+            raise roll.explain(step, [identity.name for identity in self._identities], error) from error
+        return [] if received is None else self._decoded(step, received)
+
     def _decoded(self, step: int, received: list[torch.Tensor]) -> list[RankRow]:
         numbers = [tensor.tolist() for tensor in received]
         for identity, (their_step, *_) in zip(self._identities, numbers, strict=True):
@@ -272,11 +289,11 @@ class MemoryLedger:
                 raise RuntimeError(f"rank {identity.name} gathers memory at step {their_step}, rank 0 at step {step}")
         return [decode(identity, rest) for identity, (_, *rest) in zip(self._identities, numbers, strict=True)]
 
-    def _slow_probes(self) -> tuple[int | None, int | None]:
-        """USS and children's RSS, or the last known ones while asking again would cost more than its share of time."""
+    def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
+        """USS, children's RSS and what the card's processes hold; the last known ones while asking would cost too much."""
         began = time.perf_counter()
         if began >= self._slow_next:
-            self._slow = (self._host_probe.uss(), self._host_probe.children_rss())
+            self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()
             ended = time.perf_counter()
             self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
         return self._slow
@@ -304,4 +321,6 @@ class _Phase:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            note_phase(error, self._name)
         self._ledger.end()

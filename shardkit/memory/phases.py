@@ -33,6 +33,17 @@ class _Peaks:
         self.stale = False
 
 
+def note_phase(error: BaseException, name: PhaseName) -> None:
+    """Remember on an exception which phase it came from: the innermost, which notes it first."""
+    if phase_of(error) is None:
+        error.shardkit_phase = name  # type: ignore[attr-defined]
+
+
+def phase_of(error: BaseException) -> PhaseName | None:
+    """The phase that an exception left; `None` outside of all."""
+    return getattr(error, "shardkit_phase", None)
+
+
 class PhaseRecorder:
     """Reads both probes at the edges of phases; each reading covers what happened since the one before it."""
 

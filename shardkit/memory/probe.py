@@ -62,6 +62,13 @@ class DeviceProbe:
             ooms=stats["num_ooms"],
         )
 
+    def in_use(self) -> int | None:
+        """Bytes of the device that any process holds, as the driver says; does not wait for the device."""
+        if self._index is None:
+            return None
+        free, total = torch.cuda.mem_get_info(self._index)
+        return int(total - free)
+
     def reset_peak(self) -> None:
         """Let peaks start from the present values. Resets what `torch.cuda.max_memory_allocated` reports, too."""
         if self._index is not None:

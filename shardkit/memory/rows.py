@@ -7,14 +7,22 @@ added.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 SCHEMA = 1
 PhaseName = Literal["init", "wrap", "forward", "backward", "step"]
 StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]
+Category = Literal[
+    "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
+    "unattributed",
+]  # fmt: skip
 PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "step")
 KINDS: tuple[StateKind, ...] = ("params", "master_params", "grads", "optimizer", "buffers")
+CATEGORIES: tuple[Category, ...] = (
+    "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
+    "unattributed",
+)  # fmt: skip
 _NONE = -1
 
 
@@ -48,6 +56,7 @@ class HostMemory:
 
     Attributes:
         staging: what background saves keep for their copy of the state, a part of `rss`.
+        in_use: what all processes under `limit` hold together and the kernel cannot take back.
     """
 
     rss: int
@@ -56,17 +65,24 @@ class HostMemory:
     children_rss: int | None
     limit: int
     staging: int = 0
+    in_use: int | None = None
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The device's caching allocator, in bytes; peaks since the ledger was made. `None` as a whole on CPU."""
+    """The device's caching allocator, in bytes; peaks since the ledger was made. `None` as a whole on CPU.
+
+    Attributes:
+        total: the device's memory.
+        in_use: what all processes on the device hold together; what is not `reserved` is contexts and others'.
+    """
 
     allocated: int
     peak_allocated: int
     reserved: int
     peak_reserved: int
     total: int
+    in_use: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,9 +129,28 @@ class RankRow:
         """Bytes of all state, device and host."""
         return None if self.state is None else sum(b.total for b in self.state.values())
 
+    @property
+    def state_on_device(self) -> int | None:
+        """Bytes of the state that lies on the training device."""
+        return None if self.state is None else sum(b.device for b in self.state.values())
+
+    @property
+    def unattributed(self) -> int | None:
+        """Bytes of the device's allocated peak that are no state: activations, workspace and the like; None on CPU."""
+        if self.device_mem is None or self.state_on_device is None:
+            return None
+        return max(0, self.device_mem.peak_allocated - self.state_on_device)
+
     def to_json(self) -> dict[str, Any]:
-        row = asdict(self)
-        return {**row.pop("identity"), **row}
+        # Not asdict: it copies deeply, a large world's gather would wait for it.
+        row = {**vars(self.identity), **vars(self)}
+        del row["identity"]
+        row["host_mem"] = vars(self.host_mem)
+        row["device_mem"] = None if self.device_mem is None else vars(self.device_mem)
+        row["state"] = None if self.state is None else {kind: vars(held) for kind, held in self.state.items()}
+        row["phases"] = {phase: vars(memory) for phase, memory in self.phases.items()}
+        row["unattributed"] = self.unattributed
+        return row
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
@@ -186,12 +221,17 @@ def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
     return cls(**{field.name: obj[field.name] for field in known})
 
 
+_NAMES: dict[type, tuple[str, ...]] = {
+    cls: tuple(field.name for field in fields(cls)) for cls in (HostMemory, DeviceMemory, StateBytes, PhaseMemory)
+}
+
+
 def _values(cls: type[_T], obj: _T | None) -> list[int | None]:
-    return [None if obj is None else getattr(obj, field.name) for field in fields(cls)]
+    return [None if obj is None else getattr(obj, name) for name in _NAMES[cls]]
 
 
 def _build(cls: type[_T], rest: Iterator[int | None]) -> _T | None:
-    values = [next(rest) for _ in fields(cls)]
+    values = [next(rest) for _ in _NAMES[cls]]
     return None if all(value is None for value in values) else cls(*values)  # type: ignore[arg-type]
 
 

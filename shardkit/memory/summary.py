@@ -13,6 +13,9 @@ SLOW = 1.2
 """A rank that is busy for more than this multiple of the median is called slow."""
 NOTICEABLE = 0.1
 """... if the difference is more than this share of a step: the rest is noise."""
+WHOLE = 16
+"""Up to this many ranks every one is shown, above that so many of the worst and of the best."""
+WORST, BEST = 8, 2
 
 _METRICS: dict[str, Callable[[RankRow], float | None]] = {
     "peak_allocated": lambda row: None if row.device_mem is None else row.device_mem.peak_allocated,
@@ -45,10 +48,22 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Summary:
-    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent where no rank has it)."""
+    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent where no rank has it).
+
+    Attributes:
+        spreads: over all ranks.
+        nodes: over the ranks of each host, in the order of their first ranks.
+    """
 
     spreads: Mapping[str, Spread]
     stragglers: Sequence[Straggler]
+    nodes: Mapping[str, Mapping[str, Spread]]
+
+    @property
+    def peak(self) -> tuple[str, Spread] | None:
+        """What ranks are compared by, and how it is spread: peak allocated on a device, peak RSS on the CPU."""
+        found = ((name, self.spreads[name]) for name in ("peak_allocated", "peak_rss") if name in self.spreads)
+        return next(found, None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,17 +71,24 @@ class Summary:
 
 def summary(rows: Sequence[RankRow]) -> Summary:
     """Condense one gather's rows."""
-    spreads = {}
-    for name, metric in _METRICS.items():
-        values = [(value, row.name) for row in rows if (value := metric(row)) is not None]
-        if values:
-            spreads[name] = _spread(values)
-    return Summary(spreads, _stragglers(rows))
+    hosts: dict[str, list[RankRow]] = {}
+    for row in rows:
+        hosts.setdefault(row.identity.host, []).append(row)
+    return Summary(_spreads(rows), _stragglers(rows), {host: _spreads(own) for host, own in hosts.items()})
 
 
 def pressure(row: RankRow) -> float:
     """What ranks are ordered by: peak allocated on a device, peak RSS on the CPU."""
     return row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated
+
+
+def _spreads(rows: Sequence[RankRow]) -> dict[str, Spread]:
+    spreads = {}
+    for name, metric in _METRICS.items():
+        values = [(value, row.name) for row in rows if (value := metric(row)) is not None]
+        if values:
+            spreads[name] = _spread(values)
+    return spreads
 
 
 def _spread(values: Sequence[tuple[float, str]]) -> Spread:

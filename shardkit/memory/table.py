@@ -17,11 +17,7 @@ from rich.table import Table
 from ..errors import DataError
 from .jsonl import append_jsonl
 from .rows import SCHEMA, RankRow, StateBytes, StateKind, record
-from .summary import SLOW, Spread, pressure, summary
-
-WHOLE = 16
-"""Up to this many ranks every one gets a line."""
-WORST, BEST = 8, 2
+from .summary import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
     "params": "params",
@@ -210,8 +206,21 @@ def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
         yield f"*: largest peak {'RSS' if rows[0].device_mem is None else 'allocated'}"
         for name, spread in condensed.spreads.items():
             yield _spread_line(name, spread)
+        yield from _node_lines(condensed)
     for slow in condensed.stragglers:
         yield f"slow: rank {slow.name} is busy for {slow.ratio:.2f} × the median of a step (limit {SLOW} ×)"
+
+
+def _node_lines(condensed: Summary) -> Iterator[str]:
+    """A line per node of several; of many only the worst."""
+    if condensed.peak is None or len(condensed.nodes) < 2:
+        return
+    metric = condensed.peak[0]
+    nodes = sorted(condensed.nodes.items(), key=lambda node: -node[1][metric].max)
+    for host, spreads in nodes[: WHOLE if len(nodes) <= WHOLE else WORST]:
+        yield f"node {host}: {_spread_line(metric, spreads[metric])}"
+    if len(nodes) > WHOLE:
+        yield f"({len(nodes) - WORST} nodes more)"
 
 
 def _spread_line(name: str, spread: Spread) -> str:

@@ -19,6 +19,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from .events import EventLog
+from .scratch import SCRATCH
 from .state import local_tensors
 
 Device = str | torch.device
@@ -27,10 +29,10 @@ Device = str | torch.device
 class _Storage:
     """One live storage."""
 
-    __slots__ = ("device", "label", "n_bytes", "ref")
+    __slots__ = ("device", "index", "label", "n_bytes", "ref")
 
-    def __init__(self, device: str, label: str | None) -> None:
-        self.device, self.label, self.n_bytes = device, label, 0
+    def __init__(self, device: str, label: str | None, index: int) -> None:
+        self.device, self.label, self.n_bytes, self.index = device, label, 0, index
         self.ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
@@ -49,10 +51,14 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     enter the tracker inside the `FakeTensorMode`.
 
     Peaks are those since `__enter__`; the same tracker may be entered again and then goes on counting.
+
+    Args:
+        log: also gets every single event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: EventLog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
         self._live: dict[int, _Storage] = {}
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -79,6 +85,8 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, phase: str) -> None:
         """From now on peaks also count towards `phase`; a phase that comes again keeps its largest."""
         with self._updating():
+            if self.log is not None:
+                self.log.mark(phase)
             self._phase = phase
             peaks = self._phase_peaks.setdefault(phase, {})
             for device, n_bytes in self._current.items():
@@ -123,30 +131,46 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
         out = func(*args, **(kwargs or {}))
         if not _Patches.in_propagation():
-            self._see_result(out)
+            name = "" if self.log is None else func._schema.name
+            self._see_result(out, name)
+            if self.log is not None and name in SCRATCH:
+                self._note_scratch(name, args)
         return out
 
-    def _see_result(self, out: Any) -> None:
+    def _see_result(self, out: Any, op: str) -> None:
         if isinstance(out, torch.Tensor):
-            self._see(out, None)
+            self._see(out, None, op)
         elif isinstance(out, (list, tuple)):
             for item in out:
-                self._see_result(item)
+                self._see_result(item, op)
 
-    def _see(self, tensor: torch.Tensor, label: str | None) -> None:
+    def _note_scratch(self, name: str, args: Any) -> None:
+        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+        kind, count = SCRATCH[name]
+        if device.type == kind and self.log is not None:
+            with self._updating():
+                self.log.scratch(str(device), name, count(args))
+
+    def _see(self, tensor: torch.Tensor, label: str | None, op: str = "") -> None:
         for local in local_tensors(tensor):
             if local.device.type != "meta" and local.layout == torch.strided:
-                self._count(local.untyped_storage(), str(local.device), label)
+                self._count(local, label, op)
 
-    def _count(self, storage: torch.UntypedStorage, device: str, label: str | None) -> None:
+    def _count(self, local: torch.Tensor, label: str | None, op: str) -> None:
+        storage, log = local.untyped_storage(), self.log
         key = storage._cdata
         with self._updating():
             entry = self._live.get(key)
             if entry is None:
-                entry = self._live[key] = _Storage(device, label)
+                device = str(local.device)
+                entry = self._live[key] = _Storage(device, label, -1 if log is None else log.made(device, op))
                 entry.ref = weakref.ref(storage, functools.partial(self._forget, key))
+                if log is not None:
+                    log.allocations[entry.index].shape = tuple(local.shape)
             elif label is not None:
                 entry.label = label
+            if log is not None and label is not None:
+                log.labelled(entry.index, label)
             self._resized(entry, storage.nbytes())
 
     def _recount(self, storage: torch.UntypedStorage) -> None:
@@ -183,6 +207,8 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if n_bytes == entry.n_bytes:
             return
         device = entry.device
+        if self.log is not None:
+            self.log.changed(entry.index, n_bytes - entry.n_bytes)
         current = self._current[device] = self._current.get(device, 0) + n_bytes - entry.n_bytes
         entry.n_bytes = n_bytes
         if current > self._peak.get(device, 0):

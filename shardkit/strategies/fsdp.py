@@ -139,6 +139,13 @@ class FSDP:
             if isinstance(module, FSDPModule):
                 yield from _unsharded_grads(module)
 
+    def communication_tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters as they were gathered: storages that exist all the time, and have bytes while they are needed."""
+        for module in self.model.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for param in group.fsdp_params if group is not None else ():
+                yield from param.all_gather_outputs
+
     def shards(self) -> Iterator[Shard]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -33,6 +33,9 @@ class Task(Protocol):
       them; calls `model` once. Recorded as `val_<name>`.
     - `block_classes: tuple[type[nn.Module], ...]`: what to shard, checkpoint and compile as one unit.
     - `attention_classes: tuple[type[nn.Module], ...]`: what `activation.policy=selective` recomputes in each block.
+    - `plan_batch(n: int) -> Batch`: a micro-batch of n samples of the usual shapes, values of no account; what planning
+      uses instead of the data. Default: the first samples of `dataset("train")`.
+    - `plan_loss(model, batch) -> Tensor`: what planning traces instead of `loss`, where `loss` needs values.
     - `describe() -> dict[str, float]`: figures to print beside the validation loss (a baseline, say).
     """
 

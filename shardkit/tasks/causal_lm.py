@@ -13,7 +13,7 @@ from ..data.corpus import Corpus
 from ..data.windows import IGNORE_INDEX, Windows
 from ..models.flops import transformer_flops_per_token
 from ..models.transformer import Block, Transformer, init_parameter
-from .text import open_covered, windows
+from .text import open_covered, plan_windows, windows
 
 
 class CausalLM:
@@ -51,6 +51,9 @@ class CausalLM:
         # The wrapped model's forward computes the loss: the engine's hooks would miss a head called from here.
         total: torch.Tensor = model(batch["tokens"], batch["targets"], IGNORE_INDEX)
         return total
+
+    def plan_batch(self, n: int) -> dict[str, torch.Tensor]:
+        return plan_windows(n, self.config.train.seq_len)
 
     def flops_per_token(self) -> float:
         return transformer_flops_per_token(self.config.model, self.config.train.seq_len)

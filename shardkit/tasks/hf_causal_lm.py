@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..models.flops import hf_flops_per_token
 from ..models.hf import HFModel
 from ..models.loss_head import attach_loss, check_loss_fits
-from .text import open_covered, windows
+from .text import open_covered, plan_windows, windows
 
 NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"
 
@@ -60,6 +60,9 @@ class HFCausalLM:
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = model(batch["tokens"], batch["targets"])
         return total
+
+    def plan_batch(self, n: int) -> dict[str, torch.Tensor]:
+        return plan_windows(n, self.config.train.seq_len)
 
     def flops_per_token(self) -> float | None:
         return hf_flops_per_token(self.hf.reference, self.config.train.seq_len)

@@ -70,6 +70,12 @@ class HFMaskedLM:
     def n_targets(self, batch: dict[str, torch.Tensor]) -> int:
         return len(batch["targets"])
 
+    def plan_batch(self, n: int) -> dict[str, torch.Tensor]:
+        seq_len = self.config.train.seq_len
+        hidden = torch.zeros(round(n * seq_len * self.config.data.mask_fraction), dtype=torch.int64)
+        tokens = torch.zeros(n, seq_len, dtype=torch.int64)
+        return {"tokens": tokens, "positions": hidden, "targets": hidden.clone()}
+
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = model(batch["tokens"], batch["targets"], batch["positions"])
         return total

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from ..config import DataConfig
 from ..data.corpus import Corpus, open_corpus
 from ..data.windows import Windows
@@ -24,6 +26,11 @@ def open_covered(data: DataConfig, vocab_size: int, key: str, reserved: int = 0)
             f"set {key} to at least {corpus.max_token + 1 + reserved}, or check data.bin_dtype",
         )
     return corpus
+
+
+def plan_windows(n: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of `n` windows without a corpus."""
+    return {"tokens": torch.zeros(n, seq_len, dtype=torch.int64), "targets": torch.zeros(n, seq_len, dtype=torch.int64)}
 
 
 def windows(corpus: Corpus, split: Literal["train", "val"], seq_len: int) -> Windows:

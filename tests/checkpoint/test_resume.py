@@ -18,6 +18,7 @@ from shardkit.checkpoint import layout
 from shardkit.config_io import load_config
 from shardkit.errors import ShardkitError, report
 from shardkit.job import start
+from shardkit.preemption import note_early
 from shardkit.trainer import Trainer
 from tests.checkpoint import runs
 from tests.ranks import run_ranks
@@ -305,3 +306,43 @@ def test_a_signal_saves_and_stops(number: signal.Signals, fresh: Path) -> None:
     assert process.returncode == 75, stderr
     newest = layout.checkpoints(fresh / "run" / "checkpoints")[0]
     assert layout.step_of(newest) == json.loads(metrics.read_text().splitlines()[-1])["step"]
+
+
+class Asked:
+    """Validation data whose third sample on rank 1 comes with a signal to stop."""
+
+    def __init__(self, data: Any, rank: int) -> None:
+        self.data, self.rank, self.read = data, rank, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if self.rank == 1 and self.read == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return self.data[index]
+
+
+def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
+    """Steps done, signal, validation samples read, whether there was a validation loss."""
+    settings = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "train.max_steps=5",
+                "train.eval_every=2", "train.eval_batches=40", "run.device=cpu", "logging.tensorboard=false",
+                "parallel.strategy=ddp", f"run.dir={folder}"]  # fmt: skip
+    note_early()  # as train's entry does: the signal stays pending
+    with start(load_config(None, settings)) as job:
+        trainer = Trainer(job)
+        assert trainer.val_data is not None
+        data = Asked(trainer.val_data, job.world.rank)
+        trainer.val_data = data
+        outcome = trainer.fit()
+    return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
+
+
+@pytest.mark.dist
+def test_a_signal_during_an_evaluation_ends_it_on_every_rank_and_saves_that_step(tmp_path: Path) -> None:
+    found = run_ranks(2, "tests.checkpoint.test_resume:stopped_while_evaluating", folder=str(tmp_path))
+    for steps, signal_name, read, has_val_loss in found:
+        assert (steps, signal_name, has_val_loss) == (2, "SIGUSR2", False)
+        assert read <= 4
+    assert layout.step_of(layout.checkpoints(tmp_path / "checkpoints")[0]) == 2

@@ -104,14 +104,6 @@ def test_cpu_rows_invent_no_device_counters() -> None:
     assert rows[0].host_mem.limit > 0
 
 
-def test_worst_peak_is_rss_on_cpu() -> None:
-    ledger = MemoryLedger("cpu")
-    assert ledger.worst_peak() == (None, "peak RSS")
-    rows = ledger.gather(0)
-    assert rows is not None
-    assert ledger.worst_peak() == (rows[0].host_mem.peak_rss, "peak RSS")
-
-
 def test_an_error_leaves_the_phase() -> None:
     ledger = MemoryLedger("cpu")
     with pytest.raises(KeyError), ledger.phase("forward"):

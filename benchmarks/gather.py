@@ -1,0 +1,141 @@
+"""What bringing every rank's memory to rank 0 costs as the world grows: python -m benchmarks.gather [--worlds 2 8 64].
+
+Real gloo ranks on this machine, forked from a process that has loaded torch. With far more ranks than cores, waiting
+for ranks that have no core yet drowns the rest: so rank 0 is timed with everybody else already there, waiting, and the
+collective that all begin at once is timed beside it. Rank 0's own processor time is counted too: what remains on a
+cluster, where the others run on machines of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit.memory.ledger import MemoryLedger
+from shardkit.memory.rows import PHASES, encode, record
+
+from .common import median_ci, write_result
+
+WORLDS = (2, 4, 8, 16, 32, 64)
+INTERVAL, STEP_S = 10, 0.05
+"""The share of time is of gathers at the default interval and steps of 50 ms."""
+GOAL = 0.01
+SETTLE_S = 0.002
+"""For each rank: how long rank 0 waits until the others stand in the gather."""
+
+
+class Ranks:
+    """One rank's ledger, with everything in its row."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._barrier = dist.new_group(backend="gloo")
+        self.ledger = MemoryLedger("cpu", dist.new_group(backend="gloo"), rank, world, rank)
+        model = nn.Linear(8, 8)
+        self.ledger.count_state(model, torch.optim.AdamW(model.parameters()))
+        for phase in PHASES:
+            with self.ledger.phase(phase):
+                pass
+        self._step = 0
+
+    def gather(self, settled: bool) -> tuple[float, float]:
+        """Seconds of a gather and its line, wall and this thread's; `settled`: rank 0 comes when all others wait."""
+        self._step += 1
+        self.ledger.end_step(self._step, STEP_S)
+        dist.barrier(group=self._barrier)
+        if settled and self._rank == 0:
+            time.sleep(SETTLE_S * self._world)
+        began, busy = time.perf_counter(), time.thread_time()
+        rows = self.ledger.gather(self._step)
+        if rows is not None:
+            json.dumps(record(self._step, 0.0, rows))
+        return time.perf_counter() - began, time.thread_time() - busy
+
+
+def rank_main(rank: int, world: int, store: str, rounds: int, out: Connection) -> None:
+    """A rank; rank 0 sends what it measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
+    )
+    ranks = Ranks(rank, world)
+    for settled in (True, False):
+        ranks.gather(settled)
+    times: dict[str, list[float]] = {"rank_0": [], "rank_0_cpu": [], "together": []}
+    for _ in range(rounds):
+        wall, busy = ranks.gather(True)
+        times["rank_0"].append(wall)
+        times["rank_0_cpu"].append(busy)
+        times["together"].append(ranks.gather(False)[0])
+    if rank == 0:
+        rows = ranks.ledger.last_rows
+        out.send(
+            {
+                "times": times,
+                "bytes_sent": 8 * (1 + len(encode(rows[0]))),
+                "line": len(json.dumps(record(1, 0.0, rows))),
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(world: int, rounds: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=rank_main, args=(rank, world, f"{folder}/store", rounds, send), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            if not receive.poll(600):
+                raise RuntimeError(f"{world} ranks measured nothing within 600 s")
+            found = receive.recv()
+            for process in ranks:
+                process.join(60)
+        finally:
+            for process in ranks:
+                process.kill()
+    times = found["times"]
+    return {
+        **{f"{name}_s": median_ci(samples) for name, samples in times.items()},
+        "share_of_time": median(times["rank_0_cpu"]) / (INTERVAL * STEP_S),
+        "bytes_sent_per_rank": found["bytes_sent"],
+        "jsonl_line_bytes": found["line"],
+        "samples": times,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worlds", type=int, nargs="*", default=list(WORLDS))
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    worlds = {}
+    for world in args.worlds:
+        worlds[str(world)] = found = measure(world, args.rounds)
+        print(
+            f"{world} ranks: rank 0 {1e3 * found['rank_0_s'][0]:.2f} ms ({1e3 * found['rank_0_cpu_s'][0]:.2f} ms of "
+            f"processor time, {100 * found['share_of_time']:.2f} %), together {1e3 * found['together_s'][0]:.2f} ms",
+            flush=True,
+        )
+    settings = {"interval": INTERVAL, "step_s": STEP_S, "rounds": args.rounds, "goal": GOAL}
+    print(f"written: {write_result('gather', {**settings, 'worlds': worlds})}")
+
+
+if __name__ == "__main__":
+    main()

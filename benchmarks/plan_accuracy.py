@@ -1,0 +1,276 @@
+"""Predicted against measured peaks of tensor memory: models × optimizers × policies × precisions × strategies, on CPU.
+
+`python -m benchmarks.plan_accuracy` runs every case for real, in as many processes as it has ranks, and takes what torch's
+CPU allocator gave out on rank 0, by its own running total (from the profiler's events). The prediction is the planner's;
+nothing in the measurement uses the tracker that the planner has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
+
+from .common import REPO, write_result
+
+TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 256, "vocab_size": 8192},
+    "llama": {
+        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 8192, "max_position_embeddings": 256,
+    },
+    "bert": {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "vocab_size": 4096, "max_position_embeddings": 256,
+    },
+    "vit": {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "image_size": 64, "patch_size": 8,
+    },
+}  # fmt: skip
+
+
+def _hf(model: str) -> str:
+    return "model.hf=" + json.dumps({"model_type": model, **SIZES[model]})
+
+
+MODELS: dict[str, list[str]] = {
+    "transformer": [
+        *TEXT, "model.d_model=256", "model.n_layers=4", "model.n_heads=4", "model.vocab_size=8192",
+        "model.dropout=0.1",
+    ],
+    "gpt2": ["task.name=hf_causal_lm", *TEXT, _hf("gpt2")],
+    "llama": ["task.name=hf_causal_lm", *TEXT, _hf("llama")],
+    "bert": ["task.name=hf_masked_lm", *TEXT, _hf("bert")],
+    "vit": ["task.name=image_classification", "train.micro_batch_size=8", _hf("vit")],
+    "swinir": ["task.name=super_resolution", "model.preset=swin2sr-debug", "data.crop_size=128",
+               "train.micro_batch_size=2"],
+    "mlp": ["task.factory=benchmarks.plan_models:MLP", "train.micro_batch_size=64"],
+    "cnn": ["task.factory=benchmarks.plan_models:CNN", "train.micro_batch_size=4"],
+}  # fmt: skip
+STRATEGIES = {
+    "single@1": (1, ["parallel.strategy=single"]),
+    "ddp@2": (2, ["parallel.strategy=ddp", "parallel.bucket_mb=1"]),
+    "ddp@4": (4, ["parallel.strategy=ddp", "parallel.bucket_mb=1"]),
+    "fsdp@2": (2, ["parallel.strategy=fsdp"]),
+    "fsdp@4": (4, ["parallel.strategy=fsdp"]),
+    "hsdp@4": (4, ["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=2"]),
+}
+POLICIES = {
+    "none": [],
+    "full": ["activation.policy=full"],
+    "selective": ["activation.policy=selective"],
+    "every_k": ["activation.policy=every_k", "activation.every_k=2"],
+    "selective_op": ["activation.policy=selective_op"],
+}
+ZERO: dict[str, tuple[int, list[str]]] = {
+    f"{stage}@{world}{suffix}": (world, [f"parallel.strategy={stage}", "parallel.bucket_mb=4", *settings])
+    for stage in ("zero1", "zero2", "zero3")
+    for world in (2, 4)
+    for suffix, settings in {
+        "": [],
+        "+bucket": ["parallel.bucket_mb=1"],
+        "+fp32grads": ["parallel.ds_config.data_types={grad_accum_dtype: fp32}"],
+        "+accum": ["train.grad_accum_steps=2"],
+        "+offload": ["parallel.offload_optimizer=cpu"],
+        **(
+            {"+offload_all": ["parallel.offload_optimizer=cpu", "parallel.offload_param=cpu"]}
+            if stage == "zero3"
+            else {}
+        ),
+    }.items()
+}
+STEPS = 3
+_MARKER = 12_347  # bytes; allocated once a step is over, to find that moment among the allocator's events
+
+
+def cases() -> dict[str, tuple[int, list[str]]]:
+    """Name → (ranks, overrides)."""
+    found: dict[str, tuple[int, list[str]]] = {}
+
+    def add(model: str, strategy: str, precision: str, policy: str, optimizer: str) -> None:
+        world, sharding = (STRATEGIES | ZERO)[strategy]
+        name = f"{model} {strategy} {precision} {policy} {optimizer}"
+        found[name] = world, [
+            *MODELS[model], *sharding, *POLICIES[policy],
+            f"precision.mode={precision}", f"optim.name={optimizer}", "optim.implementation=foreach",
+            "run.device=cpu",
+        ]  # fmt: skip
+
+    for model in MODELS:
+        for precision in ("fp32", "bf16"):
+            add(model, "single@1", precision, "none", "adamw")
+            add(model, "single@1", precision, "full", "adamw")
+        add(model, "single@1", "fp32", "none", "sgd")
+    for model in ("transformer", "gpt2", "llama", "bert", "vit", "mlp"):
+        for strategy in ("ddp@2", "fsdp@2"):
+            add(model, strategy, "fp32", "none", "adamw")
+    for policy in ("selective", "every_k", "selective_op"):
+        add("transformer", "single@1", "fp32", policy, "adamw")
+    for strategy in ZERO:
+        add("transformer", strategy, "bf16", "none", "adamw")
+    for strategy in ("zero1@2", "zero2@2", "zero3@2"):
+        add("llama", strategy, "fp32", "full", "adamw")
+    for strategy in ("ddp@2", "ddp@4", "fsdp@2", "fsdp@4", "hsdp@4"):
+        add("transformer", strategy, "bf16", "full", "adamw")
+        add("llama", strategy, "fp32", "full", "sgd")
+    return found
+
+
+def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, int]:
+    """Bytes of torch's CPU allocator on this rank: at their peak in the wrap and a few steps, and after them."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    from shardkit.dist import World
+    from shardkit.launch.env import RankEnv
+    from shardkit.plan.trace import run_steps, sample_batch
+    from shardkit.tasks.load import load_task
+    from shardkit.weights import Weights
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    env = RankEnv(rank, world_size, rank, world_size, 0, 1, "group")
+    group = dist.group.WORLD
+    assert group is not None
+    world = World(env, torch.device("cpu"), group, group)
+    task = load_task(config)
+    batch = sample_batch(task, config)
+    weights = Weights(config.train.seed, getattr(task, "init_parameter", None))
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        batch = {key: value.clone() for key, value in batch.items()}  # counts, as the planner's does
+        run_steps(config, world, task, batch, float(task.n_targets(batch)), weights, Unobserved(), STEPS)
+    # The allocator's own running total: what a thread of gloo's frees shows in it, while its event may be missing.
+    found = list(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+    found.sort(key=lambda event: event[0])
+    _, first, first_total = found[0]
+    dist.barrier()
+    dist.destroy_process_group()
+    before = first_total - first
+    after = next(total - size for _, size, total in reversed(found) if size == _MARKER)
+    return max(total for _, _, total in found) - before, after - before
+
+
+def allocator_peak(profiler: Any) -> int:
+    """The most that torch's CPU allocator gave out while a profiler with `profile_memory` ran, above what was there."""
+    found = sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))
+    _, first, first_total = found[0]
+    return max(total for _, _, total in found) - (first_total - first)
+
+
+def _allocations(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
+    """(time, bytes, bytes allocated after it) of every event of torch's CPU allocator."""
+    from torch._C._profiler import _EventType
+
+    pending = list(tree)
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.total_allocated
+
+
+class Unobserved:
+    """Nobody looks at the run."""
+
+    def phase(self, name: Any) -> Any:
+        return nullcontext()
+
+    def sample_state(self, source: Any) -> None: ...
+
+    def wrapped(self, strategy: Any) -> None: ...
+
+    def stepped(self, strategy: Any) -> None:
+        import torch
+
+        torch.empty(_MARKER, dtype=torch.uint8)
+
+
+def in_ranks(name: str, world_size: int) -> tuple[int, int]:
+    """What rank 0 measured; every rank is a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_accuracy", "--measure", name, "--store"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        ranks = [
+            subprocess.Popen(
+                [*command, f"{folder}/store", "--rank", str(rank)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd=REPO, text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        out = [rank.communicate(timeout=300) for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError(f"{name}: {next(err for (_, err), r in zip(out, ranks, strict=True) if r.returncode)}")
+        peak, resident = out[0][0].strip().splitlines()[-1].split()
+        return int(peak), int(resident)
+
+
+def compare(found: dict[str, tuple[int, list[str]]]) -> dict[str, Any]:
+    from shardkit.config_io import load_config
+    from shardkit.plan.client import Planner
+    from shardkit.plan.target import Target
+
+    rows: dict[str, Any] = {}
+    for world_size in sorted({world for world, _ in found.values()}):
+        with Planner(Target(world_size, None, 8)) as planner:
+            for name, (_, overrides) in ((n, case) for n, case in found.items() if case[0] == world_size):
+                began = time.perf_counter()
+                estimate = planner.predict(load_config(None, overrides).config)
+                seconds = time.perf_counter() - began
+                peak, resident = in_ranks(name, world_size)
+                rows[name] = row = {
+                    "predicted": estimate.peak.allocated, "measured": peak,
+                    "error": estimate.peak.allocated / peak - 1,
+                    "resident_predicted": estimate.resident, "resident_measured": resident,
+                    "resident_error": estimate.resident / resident - 1,
+                    "phase": estimate.peak.phase, "seconds": round(seconds, 2),
+                }  # fmt: skip
+                shown = f"peak {100 * row['error']:+8.3f} %  resident {100 * row['resident_error']:+8.3f} %"
+                print(f"{name:52s} {shown}  {row['phase']:9s} {seconds:5.1f} s", flush=True)
+    return rows
+
+
+def summary(rows: dict[str, Any]) -> dict[str, Any]:
+    errors = sorted(abs(row["error"]) for row in rows.values())
+    return {
+        "cases": len(errors),
+        "median_error": median(errors),
+        "error_of_95_percent": errors[max(0, -(-95 * len(errors) // 100) - 1)],
+        "lowest": min(row["error"] for row in rows.values()),
+        "highest": max(row["error"] for row in rows.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="run the cases whose names hold this, and write nothing")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        from shardkit.config_io import load_config
+
+        world_size, overrides = cases()[args.measure]
+        print(*measured(load_config(None, overrides).config, world_size, args.rank, args.store), flush=True)
+        return
+    rows = compare({name: case for name, case in cases().items() if args.only in name})
+    print(summary(rows))
+    if not args.only:
+        print("written:", write_result("plan_accuracy", {"summary": summary(rows), "steps": STEPS, "cases": rows}))
+
+
+if __name__ == "__main__":
+    main()

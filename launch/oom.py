@@ -1,0 +1,76 @@
+"""What ranks that ran out of memory left in RUN_DIR/oom, for the words at the end of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import exit_codes
+from .failure import Failure
+
+FOLDER = "oom"
+_BEST = 3
+_SCHEMA = 1
+
+
+def read(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+    """Rank → post-mortem, of those written after `since` (seconds since the epoch): earlier attempts left theirs."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in (run_dir / FOLDER).glob("rank*.json"):
+        try:
+            record = json.loads(path.read_text())
+            if record["schema"] == _SCHEMA and record["time"] >= since:
+                found[int(record["rank"])] = {**record, "path": str(path)}
+        except (OSError, ValueError, KeyError, TypeError):  # cut short by a full disk, or not ours
+            continue
+    return found
+
+
+def words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
+    """Rank → what to say of its memory, for ranks that ran out of it, or that were killed when the host almost had."""
+    said: dict[int, list[str]] = {}
+    for failure in failures:
+        record = post_mortems.get(failure.rank)
+        if failure.exit_code == exit_codes.OUT_OF_MEMORY and record is not None and record["kind"] != "host-risk":
+            said[failure.rank] = [*_changes(record), f"  post-mortem: {record['path']}"]
+        found = exit_codes.signal_of(failure.exit_code)
+        if found is not None and found.name == "SIGKILL":
+            # Any rank of its host may have noticed; its own word counts first.
+            near = record or next((r for r in post_mortems.values() if r["kind"] == "host-risk"), None)
+            if near is not None and near["kind"] == "host-risk":
+                said[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
+    return said
+
+
+def _pressure(record: Mapping[str, Any]) -> str:
+    memory, row = record["memory"], record["row"]["host_mem"]
+    used = memory["limit"] - memory["free"]
+    workers = f", its loader processes {gib(row['children_rss'])}" if row["children_rss"] else ""
+    return (
+        f"  the host's memory was almost used up at step {record['step']}: {gib(used)} of {gib(memory['limit'])} on "
+        f"{record['host']}; rank {record['rank']} held {gib(row['rss'])}{workers}"
+    )
+
+
+def _changes(record: Mapping[str, Any]) -> list[str]:
+    """The best changes, a line each; those that would not have been enough by themselves say so."""
+    best = record["advice"][:_BEST]
+    if not best:
+        return []
+    missing = record["memory"]["missing"] or 0
+    width = max(len(one["change"]) for one in best)
+    return ["  what would help, and what it costs:"] + [_change(one, width, missing) for one in best]
+
+
+def _change(one: Mapping[str, Any], width: int, missing: int) -> str:
+    saving = one["saving_bytes"]
+    amount = "saves memory" if saving is None else f"saves {gib(saving)}"
+    short = " (not enough alone)" if saving is not None and saving < missing else ""
+    return f"    {one['change']:<{width}}  {amount}{short}: {one['cost']}"
+
+
+def gib(n_bytes: float) -> str:
+    """Bytes as GiB with one decimal, or MiB below a tenth of a GiB."""
+    return f"{n_bytes / 2**30:.1f} GiB" if abs(n_bytes) >= 0.1 * 2**30 else f"{n_bytes / 2**20:.1f} MiB"

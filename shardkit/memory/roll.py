@@ -1,0 +1,63 @@
+"""Names the ranks that stop reporting: a collective that fails does not say who was missing."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ..errors import TrainingError
+
+SETTLE_S = 5.0
+"""How long rank 0 waits for word of the others after a gather failed: some are merely later than the failure."""
+_POLL_S = 0.05
+# gloo's message without the source file in front and the advice behind it.
+_NOISE = re.compile(r"^(?:\[[^\]]*\] )?(.*?)(?:\. This is typically.*)?$", re.DOTALL)
+
+
+class RollCall:
+    """Each rank notes in the group's key-value store that it comes to a gather; rank 0 looks only if one fails.
+
+    A note is one message to the store that nobody waits for (2 to 30 µs); what the store keeps is one key per rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._rank = rank
+
+    def note(self, step: int) -> None:
+        """This rank comes to the gather after `step`."""
+        self._store.set(_key(self._rank), str(step))
+
+    def explain(self, step: int, names: Sequence[str], reason: Exception) -> TrainingError:
+        """The error that names who did not come to the gather after `step`; `names` of all ranks, in order."""
+        found = [f"rank {names[rank]} ({_last(seen)})" for rank, seen in self._missing(step, len(names)).items()]
+        match = _NOISE.match(" ".join(str(reason).split()))
+        return TrainingError(
+            f"memory was not gathered at step {step}; did not report: {', '.join(found) or 'unknown'}: "
+            f"{match[1] if match else reason}",
+            "look at those ranks' logs: they were killed, failed, hang, or their node is lost",
+        )
+
+    def _missing(self, step: int, world_size: int) -> dict[int, int | None]:
+        """Ranks that are not at `step` yet, with the step of their last report."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            seen = {rank: self._seen(rank) for rank in range(world_size)}
+            late = {rank: last for rank, last in seen.items() if last is None or last < step}
+            if not late or time.monotonic() > deadline:
+                return late
+            time.sleep(_POLL_S)
+
+    def _seen(self, rank: int) -> int | None:
+        return int(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
+
+
+def _key(rank: int) -> str:
+    return f"shardkit/memory/{rank}"
+
+
+def _last(step: int | None) -> str:
+    return "never did" if step is None else f"last at step {step}"

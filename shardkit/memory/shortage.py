@@ -1,0 +1,131 @@
+"""The request for memory that failed: how much was asked, and what there was."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"([\d.]+) (bytes|[KMG]iB)"
+_FRESH_S = 120.0  # other ranks' traffic and a slow unwinding lie between an observation and who asks for it
+# Failures for want of device memory that come as other errors: from libraries that allocate on their own.
+_OTHER_WORDS = re.compile(
+    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
+)
+_CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A failed request and the memory around it at that moment, in bytes; `None` for what is not known.
+
+    Attributes:
+        kind: whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused),
+            `host-risk` (nothing failed yet, but the host's memory is almost used up).
+        request: what was asked for.
+        limit: what there is in total: the device, the cap, the host's limit.
+        free: of which nobody had it.
+        allocated: what tensors held; a phase's peak may have been higher.
+        reserved: what the caching allocator held, `allocated` included.
+        op: the operator that asked.
+        exact: whether the figures are the allocator's own; else they come from an error message, with two decimals.
+        snapshot: the CUDA allocator's segments, as `torch.cuda.memory._snapshot` gives them.
+    """
+
+    kind: Literal["device", "cap", "host", "host-risk"]
+    request: int | None = None
+    limit: int | None = None
+    free: int | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    op: str | None = None
+    exact: bool = True
+    snapshot: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def fragmentation(self) -> int | None:
+        """What the caching allocator held without a tensor in it."""
+        return None if self.reserved is None or self.allocated is None else self.reserved - self.allocated
+
+    @property
+    def missing(self) -> int | None:
+        """What would have had to be there beside what was free."""
+        return None if self.request is None or self.free is None else max(0, self.request - self.free)
+
+
+def of(error: BaseException) -> Shortage | None:
+    """The shortage that an exception speaks of, on a GPU with what was seen when it happened; `None` for others."""
+    noted: Shortage | None = getattr(error, "shortage", None)
+    if noted is not None:
+        return noted
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _OTHER_WORDS.search(text)):
+        return _Observer.latest() or parse(text)
+    found = _CPU_ALLOCATOR.search(text) if isinstance(error, RuntimeError) else None
+    if found is not None:
+        return Shortage("host", request=int(found[1]))
+    return Shortage("host") if isinstance(error, MemoryError) else None
+
+
+def parse(message: str) -> Shortage:
+    """What the message of torch's CUDA allocator says (torch 2.9 to 2.13)."""
+
+    def size(pattern: str) -> int | None:
+        found = re.search(pattern.replace("SIZE", _SIZE), message)
+        return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+    allocated, idle = size(r"Of the allocated memory SIZE is"), size(r"and SIZE is reserved by PyTorch but")
+    return Shortage(
+        "device",
+        request=size(r"Tried to allocate SIZE"),
+        limit=size(r"SIZE allowed") or size(r"total capacity of SIZE"),
+        free=size(r"of which SIZE is free"),
+        allocated=allocated,
+        reserved=None if allocated is None or idle is None else allocated + idle,
+        exact=False,
+    )
+
+
+def observe(device: torch.device) -> None:
+    """Let the CUDA allocator tell of a failed request before it raises; costs nothing until then. Idempotent."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)  # there in builds with CUDA
+    if device.type == "cuda" and attach is not None and not _Observer.attached:
+        attach(_Observer.note)
+        _Observer.attached = True
+
+
+class _Observer:
+    """Keeps the last failed request; torch has no way to detach an observer, so there is one per process."""
+
+    attached = False
+    _latest: tuple[float, Shortage] | None = None
+
+    @classmethod
+    def latest(cls) -> Shortage | None:
+        if cls._latest is None or time.monotonic() - cls._latest[0] > _FRESH_S:
+            return None
+        return cls._latest[1]
+
+    @classmethod
+    def note(cls, device: int, request: int, limit: int, free: int) -> None:
+        """Called by the allocator with the request, and the device's total and free bytes."""
+        try:
+            stats = torch.cuda.memory_stats_as_nested_dict(device)
+            shortage = Shortage(
+                "device",
+                request=request,
+                limit=limit,
+                free=free,
+                allocated=stats["allocated_bytes"]["all"]["current"],
+                reserved=stats["reserved_bytes"]["all"]["current"],
+                snapshot=torch.cuda.memory._snapshot(device),
+            )
+            cls._latest = (time.monotonic(), shortage)
+        except Exception:  # raised from here it would replace the error that it is about
+            _LOG.exception("cannot look at the GPU's memory")

@@ -1,0 +1,166 @@
+"""`shardkit plan CONFIG`: what each rank will need, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
+    typer.Argument(metavar="[section.key=value]...", help="Win over the file."),
+]
+Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job; as many ranks.")]
+GpusPerNode = Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")]
+GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
+GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Of each GPU, if not the card's.")]  # noqa: UP045
+HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Of each machine.")]  # noqa: UP045
+
+
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Gpus = 1,
+    gpus_per_node: GpusPerNode = 8,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    advice: Annotated[bool, typer.Option(help="When it does not fit, plan what would.")] = True,
+) -> None:
+    """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
+
+    Exit code 0 if it fits, 4 if it does not.
+    """
+    import json
+
+    from ..config_io import load_config
+    from .advise import changes_that_fit
+    from .client import Planner
+    from .show import show, show_changes
+    from .target import choose_target
+
+    path, given = (None if config == "-" else config), list(overrides or [])
+    loaded = load_config(path, given).config
+    target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory)
+    with Planner(target) as planner:
+        estimate = planner.predict(loaded)
+        misfit = estimate.verdict == "does not fit"
+        changes = []
+        if misfit and advice:
+            changes = changes_that_fit(lambda more: load_config(path, [*given, *more]).config, estimate, planner)
+    if json_output:
+        tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
+                  "verdict": c.estimate.verdict} for c in changes]  # fmt: skip
+        typer.echo(json.dumps({**estimate.to_json(), "changes": tried}, indent=1))
+    else:
+        name = "the defaults" if path is None else Path(path).name
+        typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
+        if misfit and advice:
+            typer.echo("\n" + show_changes(changes))
+    raise typer.Exit(4 if misfit else 0)
+
+
+def ladder(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Gpus = 1,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    memory_cap: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
+    ] = None,
+    rung: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs, ladder.json and ladder.md.")] = Path("ladder"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
+) -> None:
+    """Put one technique after the other on CONFIG's model: what each needs, predicted and tried, and how fast it is.
+
+    Every rung runs in fresh processes; running out of memory is a result.
+    """
+    from ..config_io import load_config
+    from . import ladder as ladders
+    from .target import cap_setting, choose_target, target_here
+
+    path, given = (None if config == "-" else config), list(overrides or [])
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(path, [*given, *more]).config
+
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus)
+    first = load(rungs[0].settings)
+    if dry_run:
+        target, try_it = choose_target(first, gpus, gpus, gpu, memory_cap or gpu_memory), None
+    else:
+        target = target_here(first, gpus, gpu, memory_cap)
+        try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
+    found = []
+    for step in ladders.climb(load, rungs, target, try_it):
+        found.append(step)
+        typer.echo(ladders.table([step]).splitlines()[-1], err=True)
+    typer.echo(ladders.table(found))
+    typer.echo(f"written: {ladders.save(found, out)}", err=True)
+
+
+def max_model(
+    config: Config,
+    overrides: Overrides = None,
+    find: Annotated[str, typer.Option(metavar="model|batch", help="The most parameters, or samples.")] = "model",
+    gpus: Gpus = 1,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    memory_cap: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
+    ] = None,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs of --confirm.")] = Path("max-model"),
+) -> None:
+    """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, and by real steps."""
+    from ..config_io import load_config
+    from ..errors import ConfigError
+    from ..memory.units import gib
+    from .ladder import tried
+    from .max_model import batch_sizes, largest, model_sizes
+    from .target import cap_setting, choose_target, target_here
+
+    if find not in ("model", "batch"):
+        raise ConfigError(f"--find {find}", "pass model or batch")
+    path, given = (None if config == "-" else config), list(overrides or [])
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(path, [*given, *more]).config
+
+    start = load([])
+    if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
+        raise ConfigError(
+            "--find model varies the reference transformer's layers and width, but the task has another model",
+            "pass --find batch, or use task.name=causal_lm",
+        )
+    try_it = None
+    if confirm:
+        target = target_here(start, gpus, gpu, memory_cap)
+        try_it = tried(path, given, gpus, out, 3, cap_setting(memory_cap))
+    else:
+        target = choose_target(start, gpus, gpus, gpu, memory_cap or gpu_memory)
+    limit = (target.device_memory or 0) * gpus + (1 << 40)
+    sizes = batch_sizes() if find == "batch" else model_sizes(start.model, limit / 2)
+    found = largest(load, sizes, target, try_it)
+    what = "samples" if find == "batch" else "parameters"
+    how = f"confirmed by {found.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
+    typer.echo(f"largest   {found.largest.amount:,} {what}: {' '.join(found.largest.settings)}")
+    typer.echo(f"needs     {gib(found.predicted)} of {gib(target.device_memory or 0)} (predicted)")
+    typer.echo(
+        f"next      {found.next_up.amount:,} {what} ({found.next_up.amount / found.largest.amount - 1:+.1%}): {how}"
+    )

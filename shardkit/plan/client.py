@@ -1,0 +1,135 @@
+"""Ask for estimates from a process of its own, so that whoever asks needs no torch and survives what tracing does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from types import TracebackType
+from typing import IO, Any
+
+from .. import errors
+from ..config import RunConfig
+from ..errors import ShardkitError
+from .estimate import MemoryEstimate, Method
+from .target import Target
+
+
+class Planner:
+    """Predicts the memory of configs on one target; a context manager, whose process ends with it.
+
+    The fake CUDA device is tried in that process: if it fails there, or crashes it, another one traces CPU tensors
+    instead, and the estimates say so.
+
+    Raises:
+        ShardkitError: (from `predict`) the config cannot work on the target, or its step cannot be traced.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the planner
+        self._ask: IO[str] | None = None
+        self._hear: IO[str] | None = None
+        self.method: Method | None = None
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._log.close()
+
+    def predict(self, config: RunConfig, *, whole: bool = False) -> MemoryEstimate:
+        """One rank's memory, with the target's limits.
+
+        Args:
+            whole: trace every layer of a deep model.
+        """
+        if self._process is None:
+            self._start()
+        said = self._talk(json.dumps({"config": config.model_dump(mode="json"), "whole": whole}))
+        if "error" in said:
+            name, cause, fix = said["error"]
+            kind = getattr(errors, name, ShardkitError)
+            raise kind(cause, fix)
+        estimate = MemoryEstimate.from_json(said["estimate"])
+        return estimate.limited(self.target.device_memory, self.target.host_memory)
+
+    def _start(self) -> None:
+        for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):
+            self._spawn(fakes)
+            said = self._talk(json.dumps(self.target.to_json()), may_die=fakes == "cuda")
+            if said:
+                self.method = said["ready"]
+                return
+            self._end()
+
+    def _spawn(self, fakes: str) -> None:
+        ask_read, ask_write = os.pipe()
+        hear_read, hear_write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shardkit.plan.worker", str(ask_read), str(hear_write), fakes],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(ask_read, hear_write),
+            env=_environment(),
+        )
+        os.close(ask_read)
+        os.close(hear_write)
+        self._ask = os.fdopen(ask_write, "w", encoding="utf-8")
+        self._hear = os.fdopen(hear_read, encoding="utf-8")
+
+    def _talk(self, line: str, may_die: bool = False) -> dict[str, Any]:
+        """Send a line, read one; nothing if the process died and may."""
+        assert self._ask is not None and self._hear is not None
+        try:
+            self._ask.write(line + "\n")
+            self._ask.flush()
+        except BrokenPipeError:
+            pass  # it is dead: the read below says so
+        answer = self._hear.readline()
+        if answer:
+            said: dict[str, Any] = json.loads(answer)
+            return said
+        if may_die:
+            return {}
+        code = self._process.wait() if self._process else None
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip().splitlines()
+        self._end()
+        raise ShardkitError(
+            f"this step cannot be traced: {words[-1] if words else f'the planning process ended with {code}'}",
+            "change the setting that it names; SHARDKIT_DEBUG=1 shows where it happened",
+        ) from RuntimeError("\n".join(words[-40:]))
+
+    def _end(self) -> None:
+        for pipe in (self._ask, self._hear):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass  # what it did not read is of no use any more
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._process = self._ask = self._hear = None
+
+
+def _environment() -> dict[str, str]:
+    """Rank variables of a job this process may be part of must not reach the planner's world of one process."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith("TORCHELASTIC")}
+    # Compiled functions of libraries (8-bit optimizers) run eagerly: the compiler does not go with dispatch modes.
+    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def plan(config: RunConfig, target: Target, *, whole: bool = False) -> MemoryEstimate:
+    """Predict the memory of one rank; see `Planner`."""
+    with Planner(target) as planner:
+        return planner.predict(config, whole=whole)

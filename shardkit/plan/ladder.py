@@ -1,0 +1,147 @@
+"""The ladder: one technique after the other on the same model, each rung predicted and then tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..config import RunConfig
+from ..errors import ConfigError, ShardkitError
+from ..memory.units import gib
+from .client import Planner
+from .estimate import MemoryEstimate
+from .target import Target
+from .trial import Trial, run_trial
+
+Load = Callable[[Sequence[str]], RunConfig]
+"""The config with more overrides."""
+Try = Callable[[Sequence[str], int], Trial]
+"""Runs the config with these overrides, as the n-th attempt."""
+_SAME_LOSS = 2e-2  # bf16 rounds: a wrong gradient scale or a lost technique is further off
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A technique, and what it adds to the rungs below it."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rung with all that is below it: what was predicted, and how it went.
+
+    Attributes:
+        predicted: bytes on the device; `None` where it cannot be planned, with the reason in `refused`.
+        trial: `None` if it was not tried.
+        same_loss: whether its losses are those of the first rung that ran, to 2 %.
+    """
+
+    rung: Rung
+    settings: tuple[str, ...]
+    predicted: int | None
+    verdict: str | None
+    refused: str = ""
+    trial: Trial | None = None
+    same_loss: bool | None = None
+
+
+def default_rungs(world_size: int) -> list[Rung]:
+    """The classic experiment: fp32 without anything, then each technique on top of the others."""
+    plain = "single" if world_size == 1 else "ddp"
+    base = (f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none", "model.loss_chunk_size=0")
+    return [
+        Rung("fp32", base),
+        Rung("+ checkpointing", ("activation.policy=full",)),
+        Rung("+ bf16", ("precision.mode=bf16",)),
+        Rung("+ chunked cross-entropy", ("model.loss_chunk_size=1024",)),
+        Rung("+ ZeRO-2", ("parallel.strategy=zero2",)),
+        Rung(
+            "+ ZeRO-3, CPU offload",
+            ("parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_param=cpu"),
+        ),
+    ]
+
+
+def parse_rung(text: str) -> Rung:
+    """`NAME: key=value key=value`.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    name, sign, settings = text.partition(":")
+    items = settings.split()
+    if not sign or not name.strip() or not items or not all("=" in item for item in items):
+        raise ConfigError(f"--rung {text!r} is not a rung", "write NAME: key=value key=value")
+    return Rung(name.strip(), tuple(items))
+
+
+def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
+    """Each rung on top of those below it.
+
+    Args:
+        try_it: runs a rung, given its overrides and its place; `None` only predicts.
+    """
+    settings: dict[str, str] = {}
+    reference: tuple[float, ...] = ()
+    with Planner(target) as planner:
+        for place, rung in enumerate(rungs):
+            settings |= dict(item.split("=", 1) for item in rung.settings)
+            overrides = tuple(f"{key}={value}" for key, value in settings.items())
+            estimate, refused = _predicted(planner, load, overrides)
+            trial = None if try_it is None or (refused and estimate is None) else try_it(overrides, place)
+            same = None
+            if trial is not None and trial.losses:
+                reference = reference or trial.losses
+                pairs = zip(trial.losses, reference, strict=True)
+                same = all(abs(one - other) <= _SAME_LOSS * abs(other) for one, other in pairs)
+            yield Step(
+                rung, overrides, estimate.needed if estimate else None, estimate.verdict if estimate else None,
+                refused, trial, same,
+            )  # fmt: skip
+
+
+def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[MemoryEstimate | None, str]:
+    try:
+        return planner.predict(load(overrides)), ""
+    except ShardkitError as error:
+        return None, error.cause
+
+
+def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int, cap: str | None) -> Try:
+    """Tries in fresh processes, in `folder/NUMBER`."""
+    return lambda settings, place: run_trial(
+        config, [*overrides, *settings], ranks, folder / str(place + 1), steps, cap
+    )
+
+
+def table(steps: Sequence[Step]) -> str:
+    """The ladder as a Markdown table."""
+    rows = ["| rung | predicted | measured | reserved | tokens/s | loss | |", "|---|---|---|---|---|---|---|"]
+    for step in steps:
+        trial = step.trial
+        measured, reserved, speed, loss, outcome = "–", "–", "–", "–", step.verdict or step.refused
+        if trial is not None:
+            outcome = "fits" if trial.outcome == "ok" else trial.outcome
+            if trial.outcome == "failed":
+                outcome += f": {trial.message}"
+            measured = "–" if trial.peak is None else gib(trial.peak)
+            reserved = "–" if trial.reserved is None else gib(trial.reserved)
+            speed = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+            if trial.losses:
+                loss = f"{trial.losses[-1]:.4f}" + ("" if step.same_loss else " (differs)")
+        predicted = "–" if step.predicted is None else gib(step.predicted)
+        rows.append(f"| {step.rung.name} | {predicted} | {measured} | {reserved} | {speed} | {loss} | {outcome} |")
+    return "\n".join(rows)
+
+
+def save(steps: Sequence[Step], folder: Path) -> Path:
+    """Write `ladder.json` and `ladder.md`; the latter's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ladder.json").write_text(json.dumps({"schema": 1, "rungs": [asdict(step) for step in steps]}, indent=1))
+    path = folder / "ladder.md"
+    path.write_text(table(steps) + "\n")
+    return path

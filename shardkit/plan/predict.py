@@ -1,0 +1,197 @@
+"""Predict one rank's memory by tracing its step on fake tensors; runs in a process of its own (see `worker`)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import capability
+from ..config import RunConfig
+from ..config_io import resolve_batch
+from ..memory.events import EventLog
+from ..memory.rows import CATEGORIES, PHASES, PhaseName
+from ..memory.trace import TensorTracker
+from ..memory.tracing import BETWEEN, Tracing
+from ..strategies.zero_config import STAGES
+from ..tasks.load import load_task
+from . import shim
+from .allocator import ROUND, Arena, replay, whole_pages
+from .depth import Depth, Edges, edges, extended, find_depth, line
+from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
+from .target import Target
+from .trace import on_fake, run_steps, sample_batch
+from .world import FakeWeights, fake_world
+
+
+def prepare(target: Target, fakes: str = "cuda") -> Method:
+    """Make this process able to trace for the target; once, before anything else.
+
+    Args:
+        fakes: "cpu" does without the fake CUDA device.
+    """
+    os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    gpu = target.gpu
+    if gpu is None or fakes == "cpu":
+        return "cpu"
+    shim.install(gpu.capability, gpu.memory, gpu.device_name, target.ranks_per_node)
+    return "cuda"
+
+
+def predict(config: RunConfig, target: Target, method: Method, whole: bool = False) -> MemoryEstimate:
+    """One rank's memory for a config.
+
+    Args:
+        method: what `prepare` returned, or "cpu" for a GPU job whose shim does not hold: less accurate.
+        whole: trace every layer of a deep model.
+
+    Raises:
+        ConfigError: the config cannot work on that world, or its task cannot be made.
+    """
+    kind = "cpu" if target.gpu is None else "cuda"
+    capability.check(
+        config,
+        device=kind,
+        world_size=target.world_size,
+        local_world_size=min(target.ranks_per_node, target.world_size),
+    )
+    resolve_batch(config, target.world_size)
+    config, notes = _traceable(config)
+    depth = None if whole else find_depth(config)
+    if depth is None:
+        return _estimate(_traced(config, target, method, None), target, method, notes=notes)
+    first, second = (_traced(depth.at(layers), target, method, layers) for layers in depth.traced)
+    return _estimate(_whole(depth, first, second), target, method, depth.traced, notes)
+
+
+def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
+    """The whole model on the line through two traces."""
+    device = extended(depth, first.device, second.device)
+    arenas = {key: line(depth, (first.arenas.get(key, 0), size)) for key, size in second.arenas.items()}
+    rounding = whole_pages(arenas) - sum(arenas.values())
+    reserved = {
+        phase: line(depth, (first.reserved_by_phase[phase], second.reserved_by_phase[phase])) + rounding
+        for phase in first.reserved_by_phase
+    }
+    # Where blocks lie decides what could be released; the share is that of the deeper trace.
+    releasing = second.required / max(1, second.peak)
+    peak = max(edge.n_bytes for edge in device.values())
+    return _Trace(
+        line(depth, (first.n_params, second.n_params)),
+        depth.layers,
+        device,
+        extended(depth, first.host, second.host),
+        max(reserved.values(), default=peak),
+        round(peak * releasing),
+        reserved,
+        arenas,
+    )
+
+
+def _traceable(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config without what fake tensors cannot go through, and what that means for the answer."""
+    changes: dict[str, Any] = {}
+    notes = []
+    if config.compile.enabled:
+        changes["compile"] = config.compile.model_copy(update={"enabled": False})
+        notes.append("compile is planned as eager: fused kernels keep less")
+    if config.activation.policy == "budget":
+        changes["activation"] = config.activation.model_copy(update={"policy": "none"})
+        notes.append("activation.policy=budget is planned as none: at most this much")
+    return config.model_copy(update=changes), tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What a traced run comes down to."""
+
+    n_params: int
+    n_blocks: int
+    device: Edges
+    host: Edges
+    reserved: int
+    required: int
+    reserved_by_phase: dict[str, int]
+    arenas: dict[Arena, int]
+
+    @property
+    def peak(self) -> int:
+        return max(peak.n_bytes for peak in self.device.values())
+
+
+def _traced(config: RunConfig, target: Target, method: Method, layers: int | None) -> _Trace:
+    device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
+    log, counts = trace(config, target, device)
+    on_gpu = target.gpu is not None
+    on_device = edges(log, str(device), ROUND if on_gpu else 1, layers)
+    on_host = edges(log, "cpu", 1, layers) if method == "cuda" else {}
+    if not on_gpu:
+        exact = max(peak.n_bytes for peak in on_device.values())
+        return _Trace(
+            **counts, device=on_device, host=on_host, reserved=exact, required=exact, reserved_by_phase={}, arenas={}
+        )
+    real = replay(log, str(device), target.expandable)
+    # Steps of 20 MiB would hide what a layer adds.
+    smooth = replay(log, str(device), expandable=True, page=ROUND) if layers is not None else real
+    return _Trace(
+        **counts, device=on_device, host=on_host, reserved=smooth.reserved, required=real.required,
+        reserved_by_phase=smooth.reserved_by_phase, arenas=smooth.arenas,
+    )  # fmt: skip
+
+
+def trace(config: RunConfig, target: Target, device: torch.device, steps: int = 2) -> tuple[EventLog, dict[str, int]]:
+    """Every allocation of the wrap and of some steps on fake tensors, and what `run_steps` returns."""
+    log = EventLog(stream=shim.current_stream)
+    task = load_task(config)
+    batch = sample_batch(task, config)
+    zero = config.parallel.strategy in STAGES
+    weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
+    with fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world:
+        n_targets = float(task.n_targets(batch))
+        with Tracing(TensorTracker(log)) as tracing:
+            counts = run_steps(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+    return log, counts
+
+
+def _estimate(
+    trace: _Trace, target: Target, method: Method, extrapolated_from: tuple[int, ...] = (), notes: tuple[str, ...] = ()
+) -> MemoryEstimate:
+    peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
+    host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)
+    phases: dict[PhaseName, PhaseEstimate] = {}
+    for phase in PHASES:
+        allocated = max((p.n_bytes for p in trace.device.values() if p.phase == phase), default=0)
+        on_host = max((p.n_bytes for p in trace.host.values() if p.phase == phase), default=0)
+        if allocated or on_host:
+            phases[phase] = PhaseEstimate(allocated, trace.reserved_by_phase.get(phase, allocated), on_host)
+    host_categories = host.categories if host else {}
+    gpu = target.gpu
+    if gpu is not None and method == "cpu":
+        notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
+    return MemoryEstimate(
+        device=gpu.name if gpu else "cpu",
+        world_size=target.world_size,
+        rank=target.rank,
+        n_params=trace.n_params,
+        n_blocks=trace.n_blocks,
+        method=method,
+        phases=phases,
+        peak=PeakEstimate(peak.n_bytes, max(trace.reserved, peak.n_bytes), max(trace.required, peak.n_bytes),
+                          peak.phase, peak.module),
+        resident=trace.device[BETWEEN, ""].n_bytes,
+        host_peak=host.n_bytes if host else 0,
+        categories={
+            category: CategoryEstimate(peak.categories.get(category, 0), host_categories.get(category, 0))
+            for category in CATEGORIES
+            if peak.categories.get(category) or host_categories.get(category)
+        },
+        overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
+        uncertainty=0.03 if gpu is None or method == "cuda" else 0.15,
+        extrapolated_from=extrapolated_from,
+        notes=notes,
+    )  # fmt: skip

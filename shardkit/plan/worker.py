@@ -1,0 +1,42 @@
+"""The process that traces: reads configs from a pipe, writes estimates to another; started by `client`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from ..config import RunConfig
+from ..errors import ShardkitError
+
+
+def main(read_fd: int, write_fd: int, fakes: str) -> None:
+    """Answer requests until the pipe ends. A line each: first the target, then configs."""
+    with os.fdopen(read_fd, encoding="utf-8") as requests, os.fdopen(write_fd, "w", encoding="utf-8") as answers:
+
+        def answer(said: dict[str, Any]) -> None:
+            answers.write(json.dumps(said) + "\n")
+            answers.flush()
+
+        from .predict import predict, prepare
+        from .target import Target
+        from .unplannable import explained
+
+        if fakes == "cuda" and os.environ.get("SHARDKIT_PLAN_FAKES") == "crash":
+            os.abort()  # what a build of torch with other tables may do
+        target = Target.from_json(json.loads(requests.readline()))
+        method = prepare(target, fakes)
+        answer({"ready": method})
+        for line in requests:
+            asked = json.loads(line)
+            config = RunConfig.model_validate(asked["config"])
+            try:
+                with explained():
+                    answer({"estimate": predict(config, target, method, asked["whole"]).to_json()})
+            except ShardkitError as error:
+                answer({"error": [type(error).__name__, error.cause, error.fix]})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

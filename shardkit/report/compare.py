@@ -1,0 +1,89 @@
+"""Two runs on one page: what was set differently, and what came of it."""
+
+from __future__ import annotations
+
+from ..memory.summary import pressure
+from . import figures, measure
+from .markup import Cell, Page, esc, figure_cell, table, words
+from .page import facts
+from .read import Run, mapping
+
+NAMES = ("A", "B")
+WHERE = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
+"""Differ between any two runs, and change nothing."""
+
+
+def compare_page(a: Run, b: Run) -> str:
+    """The HTML file that shows two runs side by side; ratios are B over A."""
+    runs = dict(zip(NAMES, (a, b), strict=True))
+    told = "".join(
+        f"<p>{name}: {esc(run.path)} <span class=faint>({esc(measure.status(run)[1])})</span></p>"
+        for name, run in runs.items()
+    )
+    page = Page(f"{a.name} and {b.name}", told)
+    page.section("summary", "Key figures", _key_figures(a, b), *_notes(runs))
+    page.section("settings", "What differs", _settings(a, b))
+    page.section("training", "Loss and throughput", page.figure("training", figures.training(runs)))
+    page.section("memory", "Memory over time", page.figure("memory", figures.worst_memory(runs)))
+    page.section("categories", "Where the memory is, on the worst rank", *_worst(page, runs))
+    return page.render()
+
+
+def _notes(runs: dict[str, Run]) -> list[str]:
+    return [f'<p class="faint">{name}: {esc(n)}</p>' for name, run in runs.items() for n in run.notes]
+
+
+def _key_figures(a: Run, b: Run) -> str:
+    before, after = ({found.label: found for found in measure.key_figures(run)} for run in (a, b))
+    lines = []
+    for label in dict.fromkeys([*before, *after]):
+        pair = [side.get(label) for side in (before, after)]
+        if any(found is not None and found.value is not None for found in pair):
+            cells = [Cell("–") if found is None else figure_cell(found) for found in pair]
+            values = [None if found is None else found.value for found in pair]
+            lines.append([words(label), *cells, _ratio(values[0], values[1])])
+    return table(["", ">A", ">B", ">B / A"], lines)
+
+
+def _ratio(a: float | None, b: float | None) -> Cell:
+    return Cell("–") if not a or b is None else Cell(f"{b / a:.3f}", b / a)
+
+
+def _settings(a: Run, b: Run) -> str:
+    before, after = measure.flat(a.config), measure.flat(b.config)
+    lines = [
+        [words(key), *(words(side.get(key, "–")) for side in (before, after))]
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and key not in WHERE
+    ]
+    told = [dict(facts(run)) for run in (a, b)]
+    lines += [
+        [words(name), *(words(side.get(name, "–")) for side in told)]
+        for name in ("world",)
+        if told[0].get(name) != told[1].get(name)
+    ]
+    versions = [
+        {**mapping(run.environment.get("packages")), "git commit": run.environment.get("git_commit")} for run in (a, b)
+    ]
+    lines += [
+        [words(name), *(words(side.get(name) or "–") for side in versions)]
+        for name in dict.fromkeys([*versions[0], *versions[1]])
+        if versions[0].get(name) != versions[1].get(name)
+    ]
+    return table(["", "A", "B"], lines) if lines else "<p>Nothing: same settings, world and versions.</p>"
+
+
+def _worst(page: Page, runs: dict[str, Run]) -> list[str]:
+    rows = {name: max(run.last_rows, key=pressure) for name, run in runs.items() if run.last_rows}
+    names = {name: f"{name}: rank {row.name}" for name, row in rows.items()}
+    bars = {names[name]: measure.parts(row) for name, row in rows.items() if row.state is not None}
+    peaks = {names[name]: measure.phase_peaks(runs[name].gathers, row.identity.rank) for name, row in rows.items()}
+    kinds = {"peak allocated" if row.device_mem else "peak RSS" for row in rows.values()}
+    return [
+        "<h3>State</h3>",
+        page.figure("state", figures.categories({name: measure.state_alone(held) for name, held in bars.items()})),
+        "<h3>With what it leaves unexplained of the peak</h3>",
+        page.figure("categories", figures.categories(bars)),
+        "<h3>Peak by phase</h3>",
+        page.figure("phases", figures.phases(peaks, " and ".join(sorted(kinds)))),
+    ]

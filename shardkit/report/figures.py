@@ -1,0 +1,203 @@
+"""Plots as Plotly figures: plain data, drawn by the script that the page carries.
+
+Names from a run only ever become names and labels, escaped, never templates.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..memory.rows import PHASES, RankRow
+from . import measure
+from .measure import REST, Parts, StepTime
+from .read import Run
+
+COLOURS = {
+    "params": "#4c78a8",
+    "master_params": "#9ecae9",
+    "grads": "#f58518",
+    "optimizer": "#54a24b",
+    "buffers": "#b279a2",
+    "activations": "#e45756",
+    "communication": "#72b7b2",
+    "workspace": "#eeca3b",
+    "staging": "#88d27a",
+    REST: "#bab0ac",
+}
+LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
+PHASE_COLOURS = dict(zip(PHASES, ("#d8d8d8", "#bdbdbd", "#9ecae9", "#fdbe85", "#a1d99b"), strict=True))
+POINTS = 1000
+"""A line keeps at most about this many points; extremes stay."""
+
+Named = Mapping[str, Run]
+"""Runs by the label that they have in a plot; a single one has the label ""."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Plotly's traces and layout; `empty` says what is missing where there is nothing to draw."""
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    empty: str = ""
+
+
+def label(text: object) -> str:
+    """A run's text as Plotly shows it: it reads a few HTML tags and entities in labels."""
+    return html.escape(str(text), quote=False)
+
+
+def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
+    """(unit, bytes in it) in which the largest value reads well; powers of two, so that nothing is rounded."""
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
+    """At most about `limit` points of a line: each stretch keeps its smallest and largest, and the last point stays."""
+    if len(xs) <= limit:
+        return list(xs), list(ys)
+    width = -(-2 * len(xs) // limit)
+    kept = set[int]()
+    for start in range(0, len(xs), width):
+        stretch = range(start, min(start + width, len(xs)))
+        kept |= {min(stretch, key=lambda i: ys[i]), max(stretch, key=lambda i: ys[i])}
+    order = sorted(kept | {len(xs) - 1})
+    return [xs[i] for i in order], [ys[i] for i in order]
+
+
+def line(
+    name: str, xs: Sequence[float], ys: Sequence[float], colour: str, panel: int = 0, **more: Any
+) -> dict[str, Any]:
+    """A curve over steps in one of the stacked panels."""
+    kept_x, kept_y = thin(xs, ys)
+    mode = "lines+markers" if len(xs) < 50 else "lines"
+    return {
+        "type": "scatter", "mode": mode, "name": label(name), "x": kept_x, "y": kept_y, "line": {"color": colour},
+        "yaxis": _axis(panel), "hovertemplate": "%{y:.6g}<br>step %{x}", **more,
+    }  # fmt: skip
+
+
+def panels(titles: Sequence[str], x_title: str, height: int = 220) -> dict[str, Any]:
+    """Layout of plots above each other over one x axis, the first on top."""
+    share, gap = 1 / len(titles), 0.04 if len(titles) > 1 else 0.0
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "height": 60 + height * len(titles)}
+    for index, title in enumerate(titles):
+        top = 1 - index * share
+        domain = [max(0.0, top - share + gap), top]
+        layout[f"yaxis{index + 1 if index else ''}"] = {
+            "title": {"text": label(title)}, "domain": domain, "rangemode": "normal" if title == "loss" else "tozero",
+        }  # fmt: skip
+    layout["xaxis"]["anchor"] = _axis(len(titles) - 1)
+    return layout
+
+
+def _axis(panel: int) -> str:
+    return f"y{panel + 1}" if panel else "y"
+
+
+def training(runs: Named) -> Figure:
+    """Loss, validation loss and throughput over steps."""
+    data = []
+    for number, (name, run) in enumerate(runs.items()):
+        colour = LINES[number]
+        dotted: dict[str, Any] = {"mode": "lines+markers", "line": {"color": colour, "dash": "dot"}}
+        solid: dict[str, Any] = {}
+        for key, text, more in (("loss", "loss", solid), ("val_loss", "validation loss", dotted)):
+            steps, values = measure.column(run, key)
+            if values:
+                data.append({**line(f"{name} {text}".strip(), steps, values, colour), **more})
+        steps, values = measure.column(run, "tokens_per_s")
+        if values:
+            data.append(line(f"{name} tokens/s".strip(), steps, values, LINES[number + 2], 1))
+    return Figure(data, panels(["loss", "tokens/s"], "optimizer step"), "no step was recorded")
+
+
+def memory(run: Run) -> Figure:
+    """Each rank's memory at every gather: the most since the gather before."""
+    gpu = measure.on_gpu(run)
+    kinds = (("allocated", "reserved") if gpu else ()) + ("rss",)
+    lines = [measure.series(run, lambda row, kind=kind: measure.interval_peak(row, kind)) for kind in kinds]  # type: ignore[misc]
+    unit, scale = unit_of(value for found in lines for _, values in found.values() for value in values)
+    data = [
+        line(f"rank {name}", steps, [value / scale for value in values], LINES[index % len(LINES)], panel,
+             legendgroup=label(name), showlegend=panel == 0)
+        for panel, found in enumerate(lines)
+        for index, (name, (steps, values)) in enumerate(found.items())
+    ]  # fmt: skip
+    titles = [f"peak {'RSS' if kind == 'rss' else kind}, {unit}" for kind in kinds]
+    return Figure(data, panels(titles, "optimizer step"), "no memory was gathered")
+
+
+def worst_memory(runs: Named) -> Figure:
+    """The largest peak of any rank at every gather, one line per run."""
+    found = {name: measure.worst_over_time(run) for name, run in runs.items()}
+    unit, scale = unit_of(value for _, values in found.values() for value in values)
+    data = [
+        line(name, steps, [value / scale for value in values], LINES[index])
+        for index, (name, (steps, values)) in enumerate(found.items())
+        if values
+    ]
+    return Figure(data, panels([f"largest peak of a rank, {unit}"], "optimizer step"), "no memory was gathered")
+
+
+def categories(bars: Mapping[str, Mapping[str, Parts]]) -> Figure:
+    """Stacked bars: bytes by category, for every name and place (device, host)."""
+    columns = [(name, place, parts) for name, places in bars.items() for place, parts in places.items()]
+    unit, scale = unit_of(sum(parts.values()) for _, _, parts in columns)
+    present = dict.fromkeys(kind for _, _, parts in columns for kind, n_bytes in parts.items() if n_bytes)
+    order = [kind for kind in COLOURS if kind in present] + [kind for kind in present if kind not in COLOURS]
+    data = [
+        {
+            "type": "bar", "name": label(kind.replace("_", " ")),
+            "x": [[label(name) for name, _, _ in columns], [label(place) for _, place, _ in columns]],
+            "y": [parts.get(kind, 0) / scale for _, _, parts in columns],
+            "marker": {"color": COLOURS.get(kind, LINES[number % len(LINES)])},
+            "hovertemplate": f"%{{y:.6g}} {unit}",
+        }
+        for number, kind in enumerate(order)
+    ]  # fmt: skip
+    return Figure(data, {**panels([unit], ""), "barmode": "stack", "height": 380}, "no state was counted")
+
+
+def phases(peaks: Mapping[str, Mapping[str, int]], what: str) -> Figure:
+    """Grouped bars: the peak in each phase, one colour per name."""
+    unit, scale = unit_of(value for found in peaks.values() for value in found.values())
+    data = [
+        {
+            "type": "bar", "name": label(name), "x": list(found), "y": [value / scale for value in found.values()],
+            "marker": {"color": LINES[index % len(LINES)]}, "hovertemplate": f"%{{y:.6g}} {unit} in %{{x}}",
+        }
+        for index, (name, found) in enumerate(peaks.items())
+        if found
+    ]  # fmt: skip
+    return Figure(data, {**panels([f"{what}, {unit}"], ""), "barmode": "group"}, "no phase was accounted")
+
+
+def ranks(rows: Sequence[RankRow], times: Mapping[int, StepTime]) -> Figure:
+    """Each rank's peak, and below it where its mean step went."""
+    names = [label(f"rank {row.name}") for row in rows]
+    peaks = [row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated for row in rows]
+    unit, scale = unit_of(peaks)
+    what = "peak allocated" if any(row.device_mem for row in rows) else "peak RSS"
+    bars: list[tuple[str, list[float | None], str, str, str]] = [
+        (what, [peak / scale for peak in peaks], LINES[0], "y", unit)
+    ]
+    spent = [times.get(row.identity.rank) for row in rows]
+    for name, key, colour in (
+        ("waiting for data", "data", LINES[3]),
+        ("forward", "forward", LINES[2]),
+        ("backward, update, waiting for ranks", "rest", LINES[7]),
+    ):
+        bars.append((name, [None if t is None else 1e3 * getattr(t, key) for t in spent], colour, "y2", "ms"))
+    data = [
+        {
+            "type": "bar", "name": name, "x": names, "y": values, "yaxis": axis, "marker": {"color": colour},
+            "hovertemplate": f"%{{y:.6g}} {of}",
+        }
+        for name, values, colour, axis, of in bars
+    ]  # fmt: skip
+    return Figure(data, {**panels([f"{what}, {unit}", "step time, ms"], "", 170), "barmode": "stack"}, "no ranks")

@@ -1,0 +1,220 @@
+"""The figures of a run that pages show: one place that says what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from ..memory.rows import PHASES, PhaseName, RankRow
+from ..memory.summary import BEST, WHOLE, WORST, Straggler, pressure, summary
+from .read import Gather, Run, number
+
+Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
+STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "step")
+REST = "unattributed"
+LABELS = {
+    "peak_allocated": "peak allocated",
+    "peak_reserved": "peak reserved",
+    "peak_rss": "peak RSS",
+    "state": "state",
+}
+Parts = dict[str, int]
+"""Bytes by category."""
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """One number of a run; `remark` says where or when."""
+
+    label: str
+    value: float | None
+    unit: Unit
+    remark: str = ""
+
+
+def column(run: Run, key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a field of metrics.jsonl, where a step has it and it is a number."""
+    found = [(record["step"], value) for record in run.metrics if (value := number(record.get(key))) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def key_figures(run: Run) -> list[KeyFigure]:
+    """What a run is judged by, in the order in which it is shown; figures that it does not have are None."""
+    steps, losses = column(run, "loss")
+    best = min(zip(losses, steps, strict=True), default=None)
+    _, validation = column(run, "val_loss")
+    tokens, times = (_settled(column(run, key)[1]) for key in ("tokens_per_s", "step_time_s"))
+    waits, saves, skipped = (column(run, key)[1] for key in ("data_wait_s", "save_s", "skipped"))
+    condensed = summary(run.last_rows)
+    spreads = condensed.spreads
+    found = [
+        KeyFigure("optimizer steps", float(steps[-1]) if steps else None, "count"),
+        KeyFigure("final loss", losses[-1] if losses else None, "plain"),
+        KeyFigure("best loss", best[0] if best else None, "plain", f"step {best[1]}" if best else ""),
+        KeyFigure("validation loss", validation[-1] if validation else None, "plain"),
+        KeyFigure("tokens per second", median(tokens) if tokens else None, "rate", "median over steps"),
+        KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
+        KeyFigure("waiting for data", _share(waits, column(run, "step_time_s")[1]), "share", "of step time, rank 0"),
+        KeyFigure("standing still for saves", sum(saves) if saves else None, "s", "in all"),
+    ]
+    for key, label in LABELS.items():
+        spread = spreads.get(key)
+        found.append(
+            KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
+        )
+    skew = None if condensed.peak is None else condensed.peak[1].skew
+    found.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
+    if any(record.get("skipped") is not None for record in run.metrics):
+        found.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
+    return found
+
+
+def _settled(values: Sequence[float]) -> Sequence[float]:
+    """Without the first step, which compiles and warms up."""
+    return values[1:] or values
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
+    return sum(part) / sum(whole) if part and sum(whole) > 0 else None
+
+
+def stragglers(run: Run) -> list[tuple[Straggler, int]]:
+    """(its worst gather, in how many it was slow) of every rank that was ever slow."""
+    found: dict[str, list[Straggler]] = {}
+    for gather in run.gathers:
+        for slow in summary(gather.rows).stragglers:
+            found.setdefault(slow.name, []).append(slow)
+    worst = [(max(times, key=lambda slow: slow.ratio), len(times)) for times in found.values()]
+    return sorted(worst, key=lambda item: -item[0].ratio)
+
+
+def shown(rows: Sequence[RankRow]) -> list[RankRow]:
+    """The rows that get a line of their own: all, or in a large world the worst and the best."""
+    if len(rows) <= WHOLE:
+        return list(rows)
+    ordered = sorted(rows, key=pressure, reverse=True)
+    return sorted([*ordered[:WORST], *ordered[-BEST:]], key=lambda row: row.identity.rank)
+
+
+def on_gpu(run: Run) -> bool:
+    return any(row.device_mem is not None for row in run.last_rows)
+
+
+def interval_peak(row: RankRow, kind: Literal["allocated", "reserved", "rss"]) -> int | None:
+    """The most since the previous gather: over forward, backward and step, or without them what is known instead."""
+    peaks = [getattr(row.phases[phase], f"peak_{kind}") for phase in STEP_PHASES if phase in row.phases]
+    instead = row.host_mem.rss if kind == "rss" else getattr(row.device_mem, f"peak_{kind}", None)
+    return max((peak for peak in peaks if peak is not None), default=instead)
+
+
+def series(run: Run, value: Callable[[RankRow], float | None]) -> dict[str, tuple[list[int], list[float]]]:
+    """(steps, values) over the gathers by rank, for the ranks that are shown."""
+    names = {row.name for row in shown(run.last_rows)}
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for gather in run.gathers:
+        for row in gather.rows:
+            if row.name in names and (measured := value(row)) is not None:
+                steps, values = found.setdefault(row.name, ([], []))
+                steps.append(gather.step)
+                values.append(measured)
+    return found
+
+
+def worst_over_time(run: Run) -> tuple[list[int], list[int]]:
+    """(steps, bytes): at each gather the largest peak of any rank."""
+    kind: Literal["allocated", "rss"] = "allocated" if on_gpu(run) else "rss"
+    found = [
+        (gather.step, max((p for row in gather.rows if (p := interval_peak(row, kind)) is not None), default=None))
+        for gather in run.gathers
+    ]
+    known = [(step, peak) for step, peak in found if peak is not None]
+    return [step for step, _ in known], [peak for _, peak in known]
+
+
+def phase_peaks(gathers: Sequence[Gather], rank: int) -> dict[str, int]:
+    """A rank's largest peak by phase over all gathers: allocated on a GPU, RSS on the CPU."""
+    peaks: dict[str, int] = {}
+    for gather in gathers:
+        for row in (row for row in gather.rows if row.identity.rank == rank):
+            for phase, memory in row.phases.items():
+                peak = memory.peak_rss if memory.peak_allocated is None else memory.peak_allocated
+                peaks[phase] = max(peaks.get(phase, 0), peak)
+    return {phase: peaks[phase] for phase in PHASES if phase in peaks}
+
+
+def parts(row: RankRow) -> dict[str, Parts]:
+    """A row's memory by place and category; what no category explains of the peak is `unattributed`."""
+    state = row.state or {}
+    staging = {"staging": row.host_mem.staging}
+    on_device: Parts = {kind: held.device for kind, held in state.items()}
+    if row.device_mem is None:
+        return {"host": _with_rest({**on_device, **staging}, row.host_mem.peak_rss)}
+    on_host: Parts = {kind: held.host for kind, held in state.items()}
+    return {
+        "device": _with_rest(on_device, row.device_mem.peak_allocated),
+        "host": _with_rest({**on_host, **staging}, row.host_mem.peak_rss),
+    }
+
+
+def state_alone(places: dict[str, Parts]) -> dict[str, Parts]:
+    """`parts` without what they leave unexplained."""
+    return {place: {kind: n for kind, n in held.items() if kind != REST} for place, held in places.items()}
+
+
+def _with_rest(known: Parts, whole: int) -> Parts:
+    return {**known, REST: max(0, whole - sum(known.values()))}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One rank's mean step: waiting for data, in forward, and the rest (backward, update, waiting for other ranks)."""
+
+    total: float
+    data: float
+    forward: float
+
+    @property
+    def rest(self) -> float:
+        return max(0.0, self.total - self.data - self.forward)
+
+
+def step_times(run: Run) -> dict[int, StepTime]:
+    """Mean step by rank, over the gathers after the first, which holds what happens only once."""
+    found: dict[int, list[tuple[float, float, float]]] = {}
+    for gather in run.gathers[1:] or run.gathers:
+        for row in gather.rows:
+            if row.step_time_s is not None:
+                data = row.data_wait_s or 0.0
+                forward = max(0.0, (row.busy_s or 0.0) - data) if row.busy_s != row.step_time_s else 0.0
+                found.setdefault(row.identity.rank, []).append((row.step_time_s, data, forward))
+    means = {rank: [sum(v) / len(v) for v in zip(*values, strict=True)] for rank, values in found.items()}
+    return {rank: StepTime(*values) for rank, values in means.items()}
+
+
+def status(run: Run) -> tuple[bool, str]:
+    """(whether all is well, in words): how far the run is, and what ended it if it failed."""
+    done = run.metrics[-1]["step"] if run.metrics else 0
+    wanted = run.setting("train.max_steps")
+    if isinstance(wanted, int) and done >= wanted:
+        return True, f"finished {done} of {wanted} steps"
+    so_far = f"step {done} of {wanted}" if wanted is not None else f"step {done}"
+    # The host's memory may have run low, or an earlier start have failed, and the run have gone on.
+    ooms = [r for r, o in run.ooms.items() if o.get("kind") != "host-risk" and (number(o.get("step")) or done) >= done]
+    if ooms:
+        return False, f"out of memory on rank {', '.join(map(str, ooms))} at {so_far}"
+    if run.failures:
+        rank, message = run.failures[0]
+        return False, f"failed at {so_far}: rank {rank}: {message}"
+    return False, f"not finished: {so_far}"
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A config by dotted names."""
+    return {
+        f"{section}.{key}": value
+        for section, values in config.items()
+        if isinstance(values, dict)
+        for key, value in values.items()
+    }

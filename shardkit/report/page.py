@@ -1,0 +1,238 @@
+"""One run as a page: summary first, then where the memory went, then what made it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sized
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ..memory.rows import KINDS
+from ..memory.summary import pressure, summary
+from . import figures, measure, postmortem, traced
+from .markup import Cell, Page, esc, figure_cell, n_bytes, percent, quantity, table, words
+from .read import Run, mapping, sequence
+
+
+def run_page(run: Run, out: Path) -> str:
+    """The HTML file of one run; links to other files of the run are relative to `out`."""
+    well, how = measure.status(run)
+    badge = f'<p><span class="badge{"" if well else " bad"}" id="status">{esc(how)}</span></p>'
+    page = Page(run.name, badge)
+    page.section("summary", "Summary", *_summary(run))
+    page.section("training", "Loss and throughput", page.figure("training", figures.training({"": run})))
+    page.section("memory", "Memory over time", *_memory(run, page))
+    page.section("categories", "Where the memory is", *_categories(run, page))
+    page.section("phases", "Peak by phase", *_phases(run, page))
+    page.section("ranks", "Ranks", *_ranks(run, page))
+    if run.traces:
+        page.section("traced", "The traced step", *_traced(run, page))
+    if run.plan is not None:
+        page.section("plan", "Predicted and measured", *_planned(run, run.plan, page))
+    if run.ooms:
+        page.section("oom", "Out of memory", *(postmortem.show(rank, found) for rank, found in run.ooms.items()))
+    if run.profiles:
+        page.section("profile", "Profiler", *_profiles(run, out))
+    page.section("config", "Config and versions", *_config(run))
+    return page.render()
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """What was run, in words."""
+    hosts = {row.identity.host for row in run.last_rows}
+    devices = Counter(row.identity.device for row in run.last_rows)
+    on = ", ".join(f"{count} × {name}" for name, count in devices.items())
+    task, model = mapping(run.config.get("task")), mapping(run.config.get("model"))
+    sizes = ", ".join(
+        f"{key} {model[key]}" for key in ("d_model", "n_layers", "n_heads", "vocab_size") if model.get(key)
+    )
+    named = model.get("preset") or model.get("hf_config") or ("" if sizes else "not named")
+    found = [
+        ("task", task.get("factory") or task.get("name")),
+        ("model", f"{named} ({sizes})" if named and sizes else named or sizes),
+        ("strategy", run.setting("parallel.strategy")),
+        ("precision", run.setting("precision.mode")),
+        ("world", f"{_count(run.last_rows, 'rank')} on {_count(hosts, 'host')}: {on}" if run.last_rows else None),
+        ("started", run.environment.get("time")),
+        ("run directory", run.path),
+    ]
+    return [(name, str(value)) for name, value in found if value]
+
+
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+
+
+def _summary(run: Run) -> list[str]:
+    told = table(["", ""], [[words(name), words(value)] for name, value in facts(run)])
+    known = [found for found in measure.key_figures(run) if found.value is not None]
+    figured = table(["", ">", ""], [[words(f.label), figure_cell(f), words(f.remark)] for f in known])
+    parts = [f'<div class="columns">{told}{figured}</div>']
+    for slow, times in islice(measure.stragglers(run), 8):
+        often = "bad" if 4 * times >= len(run.gathers) else "faint"
+        parts.append(
+            f'<p class="{often}">Slow: rank {esc(slow.name)} is busy for up to {slow.ratio:.2f} × the median of a step '
+            f"(in {times} of {len(run.gathers)} gathers).</p>"
+        )
+    if run.restarts:
+        parts.append(f"<p>Started {len(run.restarts) + 1} times; why the earlier starts ended:</p>")
+        parts.append(table(["", "reason"], [[Cell(f"{i}"), words(why)] for i, why in enumerate(run.restarts, 1)]))
+    parts += [f'<p class="faint">Note: {esc(note)}</p>' for note in run.notes]
+    return parts
+
+
+def _memory(run: Run, page: Page) -> list[str]:
+    shown, world = len(measure.shown(run.last_rows)), len(run.last_rows)
+    parts = [page.figure("memory", figures.memory(run))]
+    if shown < world:
+        parts.append(f'<p class="faint">The {shown} ranks with the largest and smallest peaks, of {world}.</p>')
+    if run.last_rows and not measure.on_gpu(run):
+        parts.append('<p class="faint">The CPU allocator keeps no statistics: resident memory is shown.</p>')
+    return parts
+
+
+def _categories(run: Run, page: Page) -> list[str]:
+    rows = measure.shown(run.last_rows)
+    counted = {f"rank {row.name}": measure.parts(row) for row in rows if row.state is not None}
+    peak = "peak RSS" if not measure.on_gpu(run) else "peak allocated, and on the host of the peak RSS"
+    state = {name: measure.state_alone(places) for name, places in counted.items()}
+    parts = [
+        "<h3>State, counted from the tensors that hold it</h3>",
+        page.figure("state", figures.categories(state)),
+        f"<h3>All of the {peak}</h3>",
+        "<p>Unattributed is what state does not explain: activations, communication and workspace, and on the host the "
+        "interpreter and its libraries.</p>",
+        page.figure("categories", figures.categories(counted)),
+    ]
+    found = {rank: traced.categories_of(trace) for rank, trace in run.traces.items()}
+    if any(found.values()):
+        bars = {f"rank {rank}": {"at the traced peak": held} for rank, held in found.items() if held}
+        parts += ["<h3>At the peak of the traced step</h3>", page.figure("traced-categories", figures.categories(bars))]
+    return parts
+
+
+def _phases(run: Run, page: Page) -> list[str]:
+    rows = measure.shown(run.last_rows)
+    peaks = {f"rank {row.name}": measure.phase_peaks(run.gathers, row.identity.rank) for row in rows}
+    what = "peak allocated" if measure.on_gpu(run) else "peak RSS"
+    names = list(dict.fromkeys(phase for found in peaks.values() for phase in found))
+    cells = [[words(name), *(n_bytes(found.get(phase)) for phase in names)] for name, found in peaks.items()]
+    return [page.figure("phases", figures.phases(peaks, what)), table(["", *(f">{name}" for name in names)], cells)]
+
+
+def _ranks(run: Run, page: Page) -> list[str]:
+    times = measure.step_times(run)
+    parts = [page.figure("ranks", figures.ranks(measure.shown(run.last_rows), times))]
+    head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in KINDS), ">peak allocated", ">peak reserved",
+            ">peak RSS", ">step", ">data", ">retries"]  # fmt: skip
+    lines = []
+    for row in run.last_rows:
+        state, device, time = row.state or {}, row.device_mem, times.get(row.identity.rank)
+        lines.append([
+            Cell(str(row.identity.rank), row.identity.rank), words(row.identity.host),
+            *(n_bytes(state[kind].total if kind in state else None) for kind in KINDS),
+            n_bytes(device.peak_allocated if device else None), n_bytes(device.peak_reserved if device else None),
+            n_bytes(row.host_mem.peak_rss), quantity(time.total if time else None, "s"),
+            quantity(time.data if time else None, "s"), quantity(row.alloc_retries, "count"),
+        ])  # fmt: skip
+    worst = max(range(len(run.last_rows)), key=lambda i: pressure(run.last_rows[i]), default=None)
+    parts.append(table(head, lines, mark=worst if len(lines) > 1 else None))
+    return [*parts, *_nodes(run)]
+
+
+def _nodes(run: Run) -> list[str]:
+    """How the peak and the step are spread over each node's ranks; of a single node the table above says it."""
+    condensed = summary(run.last_rows)
+    if condensed.peak is None or len(condensed.nodes) < 2:
+        return []
+    metric = condensed.peak[0]
+    lines = []
+    for host, spreads in condensed.nodes.items():
+        peak, step = spreads[metric], spreads.get("step_time_s")
+        lines.append([
+            words(host), n_bytes(peak.max), n_bytes(peak.min), quantity(peak.skew, "plain"),
+            words(f"rank {peak.worst}"),
+            quantity(step.max if step else None, "s"), quantity(step.min if step else None, "s"),
+        ])  # fmt: skip
+    name = measure.LABELS[metric]
+    head = ["node", f">largest {name}", ">smallest", ">skew", "worst", ">longest step", ">shortest"]
+    return ["<h3>Nodes</h3>", table(head, lines)]
+
+
+def _traced(run: Run, page: Page) -> list[str]:
+    peaks = {rank: traced.peak_of(trace) for rank, trace in run.traces.items()}
+    worst = max(peaks, key=lambda rank: peaks[rank].get("bytes") or 0)
+    trace = run.traces[worst]
+    head = ["rank", "step", "device", ">peak", "in", "module"]
+    lines = [
+        [Cell(str(rank), rank), *(words(run.traces[rank].get(key, "–")) for key in ("step", "device")),
+         n_bytes(peak.get("bytes")), words(peak.get("phase", "–")), words(peak.get("module") or "–")]
+        for rank, peak in peaks.items()
+    ]  # fmt: skip
+    largest = [
+        [n_bytes(t.get("bytes")), *(words(t.get(key) or "–") for key in ("category", "phase", "module", "op", "shape"))]
+        for t in map(mapping, sequence(trace.get("largest")))
+    ]
+    return [
+        table(head, lines, mark=list(peaks).index(worst) if len(lines) > 1 else None),
+        f"<h3>Rank {worst}, with the largest peak: bytes alive, and the modules that ran</h3>",
+        page.figure("timeline", traced.timeline(trace)),
+        "<h3>Its peak in each phase</h3>",
+        page.figure("traced-phases", figures.categories(traced.by_phase(trace))),
+        "<h3>Its largest tensors at the peak</h3>",
+        table([">bytes", "category", "phase", "module", "made by", "shape"], largest),
+    ]
+
+
+def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[str]:
+    found = traced.compared(plan, run.gathers, run.traces)
+    lines = [
+        [Cell(str(c.rank), c.rank), words(c.what), n_bytes(c.predicted), n_bytes(c.measured), percent(c.error)]
+        for c in found
+    ]
+    capacity = plan.get("device_memory")
+    told = [f"The plan said: {esc(plan.get('verdict') or 'no limit was given')}"]
+    if isinstance(plan.get("uncertainty"), int | float):
+        told.append(f"its figures were expected to be right within {100 * plan['uncertainty']:.0f} %")
+    if isinstance(capacity, int):
+        told.append(f"a device has {n_bytes(capacity).text}")
+    return [
+        f"<p>{'; '.join(told)}.</p>",
+        page.figure("plan", traced.predicted(found)),
+        table(["rank", "", ">predicted", ">measured", ">off by"], lines),
+    ]
+
+
+def _profiles(run: Run, out: Path) -> list[str]:
+    hints = {
+        ".html": "open in a browser",
+        ".gz": "open in ui.perfetto.dev",
+        ".pickle": "open in pytorch.org/memory_viz",
+    }
+    items = []
+    for path in run.profiles:
+        link = quote(os.path.relpath(path.resolve(), out.resolve().parent))
+        hint = hints.get(path.suffix, "")
+        items.append(f'<li><a href="{esc(link)}">{esc(path.name)}</a> <span class="faint">{hint}</span></li>')
+    return [
+        f"<ul>{''.join(items)}</ul>",
+        "<p class=faint>Relative links: they work while the report lies where it does.</p>",
+    ]
+
+
+def _config(run: Run) -> list[str]:
+    env = run.environment
+    packages = mapping(env.get("packages"))
+    rows = [(name, version) for name, version in packages.items() if version]
+    rows += [(key.replace("_", " "), env[key]) for key in ("python", "cuda", "platform", "git_commit") if env.get(key)]
+    if env.get("gpus"):
+        rows.append(("GPUs", ", ".join(map(str, sequence(env["gpus"])))))
+    if env.get("command"):
+        rows.append(("command", " ".join(map(str, sequence(env["command"])))))
+    return [
+        table(["", "version"], [[words(name), words(value)] for name, value in rows]),
+        f"<details><summary>config.yaml</summary><pre>{esc(run.config_text)}</pre></details>",
+    ]

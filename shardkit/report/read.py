@@ -1,0 +1,227 @@
+"""A run directory's files as typed data; what is missing, torn or of another version is noted, never fatal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..launch import failure, record
+from ..memory.rows import SCHEMA, RankRow
+
+PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
+
+ROWS = 40_000
+"""At most about so many rows of `memory.jsonl` are read."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every rank's memory after one optimizer step; `time` in seconds since the epoch."""
+
+    step: int
+    time: float
+    rows: list[RankRow]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds.
+
+    Attributes:
+        config: the resolved configuration, section by section; empty if it cannot be read.
+        config_text: the same as it stands in the file, with where each value came from.
+        environment: versions, hardware and command of the run's last start.
+        metrics: one object per optimizer step, in order.
+        gathers: every rank's memory, in order of steps; at least one rank in each.
+        traces: the traced step by rank, as `trace/rank{r}.json` holds it.
+        plan: what was predicted; None if the run was not planned.
+        ooms: post-mortems of ranks that ran out of memory, by rank.
+        restarts: why earlier starts ended, in order.
+        failures: the last start's errors by rank, likely origin first.
+        profiles: what the profiler left, as paths.
+        notes: what could not be read.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    config_text: str
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    gathers: list[Gather]
+    traces: dict[int, dict[str, Any]]
+    plan: dict[str, Any] | None
+    ooms: dict[int, dict[str, Any]]
+    restarts: list[str]
+    failures: list[tuple[int, str]]
+    profiles: list[Path]
+    notes: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def last_rows(self) -> list[RankRow]:
+        return self.gathers[-1].rows if self.gathers else []
+
+    def setting(self, dotted: str) -> Any:
+        """A config value by its dotted name; None if the config does not have it."""
+        section, _, key = dotted.partition(".")
+        found = self.config.get(section)
+        return found.get(key) if isinstance(found, dict) else None
+
+
+def read_run(path: Path) -> Run:
+    """Read everything that a run wrote.
+
+    Raises:
+        DataError: no such directory, or one that holds no run.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path} is not a directory", "pass the run.dir of a run")
+    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "memory.jsonl")):
+        raise DataError(
+            f"{path} holds no run: no config.yaml, metrics.jsonl or memory.jsonl", "pass the run.dir of a run"
+        )
+    notes: list[str] = []
+    text = _text(path / "config.yaml", notes)
+    return Run(
+        path=path,
+        config=_yaml(text, notes),
+        config_text=text,
+        environment=_json(path / "env.json", notes, wanted=True) or {},
+        metrics=[line for line in _lines(path / "metrics.jsonl", notes) if isinstance(line.get("step"), int)],
+        gathers=list(_gathers(path / "memory.jsonl", notes)),
+        traces=_by_rank(path / "trace", notes),
+        plan=_json(path / "plan.json", notes),
+        ooms=_by_rank(path / "oom", notes),
+        restarts=[start.ended for start in record.starts(path)[:-1]]
+        + [f"step {step}: {reason}" for step, reason in record.restarts(path)],
+        failures=_failures(path / "logs"),
+        profiles=sorted(file for file in (path / "profile").glob("rank*") if file.name.endswith(PROFILED)),
+        notes=notes,
+    )
+
+
+def _text(path: Path, notes: list[str]) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        notes.append(f"{path.name}: {error.strerror}")
+        return ""
+
+
+def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        notes.append(f"config.yaml: {str(error).splitlines()[0]}")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _json(path: Path, notes: list[str], wanted: bool = False) -> dict[str, Any] | None:
+    """One object from a file; None, and a note unless it may be missing, if there is none."""
+    if not path.exists() and not wanted:
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}")
+        return None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name}: not an object")
+        return None
+    return found
+
+
+def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, Any]]:
+    """Objects of each `every`-th line and the last one; a last line that a kill cut short is as good as not written."""
+    torn, number = [], 0
+    try:
+        with path.open(errors="replace") as file:
+            total = sum(1 for _ in file)
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if number % every and number != total:
+                    continue
+                if found := record.parsed(line):
+                    yield found
+                else:
+                    torn.append(number)
+    except OSError as error:
+        notes.append(f"{path.name}: {error.strerror}")
+    if torn == [number]:
+        notes.append(f"{path.name}: the last line was cut short, and is left out")
+    elif torn:
+        notes.append(f"{path.name}: {len(torn)} damaged lines are left out, the first is line {torn[0]}")
+
+
+def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
+    every, foreign = _thinning(path), 0
+    if every > 1:
+        notes.append(f"{path.name}: of its many gathers every {every}th is shown, and the last")
+    for line in _lines(path, notes, every):
+        try:
+            if line["schema"] != SCHEMA:
+                raise ValueError
+            rows = [RankRow.from_json(row) for row in line["ranks"]]
+            gather = Gather(int(line["step"]), float(line["time"]), rows)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            foreign += 1
+            continue
+        if rows:
+            yield gather
+    if foreign:
+        notes.append(f"{path.name}: {foreign} lines are no records of schema {SCHEMA}, and are left out")
+
+
+def _thinning(path: Path) -> int:
+    """Every which gather to read, so that a long run of a large world takes seconds and not all memory."""
+    try:
+        with path.open(errors="replace") as file:
+            ranks = len(sequence(record.parsed(file.readline()).get("ranks")))
+            return max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
+    except OSError:
+        return 1
+
+
+def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
+    """`rank{r}.json` of a folder by r."""
+    found = {}
+    for path in folder.glob("rank*.json"):
+        number = path.stem.removeprefix("rank")
+        if number.isdigit() and (value := _json(path, notes)) is not None:
+            found[int(number)] = value
+    return dict(sorted(found.items()))
+
+
+def _failures(logs: Path) -> list[tuple[int, str]]:
+    """(rank, first line of its message) of the last launch; a plain torchrun leaves none."""
+    launches = [folder for folder in logs.glob("*") if folder.is_dir() and failure.attempts(folder)]
+    if not launches:
+        return []
+    last = max(launches, key=lambda folder: folder.stat().st_mtime)
+    found = failure.in_attempt(failure.attempts(last)[-1])
+    return [(one.rank, one.message.partition("\n")[0]) for one in found if one.exit_code]
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value, if it is one; what another program wrote may hold anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def sequence(value: Any) -> list[Any]:
+    """The value, if it is a list."""
+    return value if isinstance(value, list) else []
+
+
+def number(value: Any) -> float | None:
+    """The value, if it is a number."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,56 @@
+"""A disk that fills up under the run directory: notes are lost, the run goes on, what is there can be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardkit.memory import read_jsonl
+from tests.launch.jobs import command, run
+
+BOUND_S = 90
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB; needs root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"needs a file system that this user can mount: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.dist
+def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk: Path) -> None:
+    run_dir = small_disk / "run"
+    argv = [
+        f"run.dir={run_dir}", "run.device=cpu", "train.max_steps=40", "train.grad_accum_steps=1", "memory.interval=1",
+        "task.factory=tests.faults.tasks:Hungry", "task.args.how=fill", "task.args.rank=0", "task.args.width=32",
+        "logging.every=1", "logging.tensorboard=true", "checkpoint.every_steps=20",
+    ]  # fmt: skip
+    began = time.monotonic()
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S)
+    assert time.monotonic() - began < BOUND_S
+    assert done.returncode == 0, done.stderr + done.stdout[-2000:]
+    assert done.stderr.count(f"cannot write {run_dir}/memory.jsonl: No space left on device") == 1, "said once"
+    assert "files written:" in done.stdout or "checkpoint of step 20 failed, the run goes on" in done.stderr
+    rows = list(read_jsonl(run_dir / "memory.jsonl"))
+    assert 2 <= len(rows) < 40, "every line that is there is whole"
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1)) and 2 <= len(steps) < 40
+    assert _events(run_dir / "tensorboard") >= 1
+
+
+def _events(folder: Path) -> int:
+    """Events that TensorBoard's own reader finds; it passes over one that was cut short."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return sum(1 for path in folder.iterdir() for _ in EventFileLoader(str(path)).Load())

@@ -1,0 +1,146 @@
+"""A rank that runs out of memory, on its own or because the host does: the job ends soon, and says who and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.jobs import REPO, command, environment, run
+
+MIB = 2**20
+BOUND_S = 90  # on a slow machine: starting two ranks takes most of it
+_CGROUP = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 /sys/fs/cgroup itself
+
+
+def settings(run_dir: Path, how: str, *more: str) -> list[str]:
+    return [
+        f"run.dir={run_dir}", "run.device=cpu", "train.max_steps=6", "train.grad_accum_steps=1",
+        "task.factory=tests.faults.tasks:Hungry", f"task.args.how={how}", "logging.tensorboard=false", *more,
+    ]  # fmt: skip
+
+
+def post_mortem(run_dir: Path, rank: int = 1) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / f"oom/rank{rank}.json").read_text())
+    return found
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.dist
+def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    stale = {"schema": 1, "kind": "device", "time": time.time() - 3600, "rank": 0, "advice": [], "memory": {}}
+    (run_dir / "oom").mkdir(parents=True)
+    (run_dir / "oom/rank0.json").write_text(json.dumps(stale))
+    began = time.monotonic()
+    argv = settings(run_dir, "forward", "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", "memory.interval=1")
+    done = run(command("--nproc-per-node", "2", "--max-restarts", "3", *argv), timeout=BOUND_S)
+    assert done.returncode == 3, done.stderr
+    assert (
+        "error: rank 1 ran out of memory in forward of step 3 (2): it asked for 65.0 MiB of memory.cap=64MiB"
+        in done.stderr
+    )
+    assert "train.micro_batch_size=4 train.grad_accum_steps=2" in done.stderr and " saves 0.0 GiB" not in done.stderr
+    assert "parallel.strategy=fsdp" in json.dumps(post_mortem(run_dir)["advice"])
+    assert f"post-mortem: {run_dir}/oom/rank1.json" in done.stderr
+    assert "1 other rank(s) ended because of it: 0" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run_dir / "logs/restarts.jsonl").exists(), "it would ask for the same again"
+    assert time.monotonic() - began < BOUND_S
+    found = post_mortem(run_dir)
+    assert (found["rank"], found["phase"], found["step"], found["module"]) == (1, "forward", 3, "2")
+    assert found["request"] == 65 * MIB and found["memory"]["limit"] == 64 * MIB
+    assert found["memory"]["free"] + found["memory"]["allocated"] == 64 * MIB
+    assert "tests/faults/tasks.py" in found["at"] and found["gaps"] == []
+    assert [line["step"] for line in whole_lines(run_dir / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in whole_lines(run_dir / "memory.jsonl")] == [1, 2]
+
+
+@pytest.mark.dist
+def test_under_plain_torchrun_the_rank_says_it_itself(tmp_path: Path) -> None:
+    argv = settings(
+        tmp_path, "recompute", "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", "activation.policy=full"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, "-m", "shardkit.train", *argv], timeout=BOUND_S)
+    assert done.returncode == 1, "torchrun's own code for a rank that failed"
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert lines == [
+        "error: rank 1 ran out of memory in backward of step 3 (2): it asked for 65.0 MiB of memory.cap=64MiB, "
+        + lines[0].rpartition(", ")[2]
+    ]
+    assert "  fix: set train.micro_batch_size=" in done.stderr and f"see {tmp_path}/oom/rank1.json" in done.stderr
+    assert "exitcode  : 3" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_every_engine_says_where(strategy: str, how: str, tmp_path: Path) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs deepspeed")
+    world = 1 if strategy == "single" else 2
+    more = [f"parallel.strategy={strategy}", f"task.args.rank={world - 1}", "task.args.calls=2", "precision.mode=fp32"]
+    argv = settings(tmp_path / "run", how, "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", *more)
+    done = run(command("--nproc-per-node", str(world), *argv, config=REPO / "configs/fsdp.yaml"), timeout=BOUND_S)
+    assert done.returncode == 3, done.stderr
+    found = post_mortem(tmp_path / "run", world - 1)
+    assert (found["phase"], found["step"], found["request"]) == (how, 2, 65 * MIB)
+    assert found["module"] == ("2" if how == "forward" else None)
+    assert found["gaps"] == []
+    named = {tensor["category"] for tensor in found["tensors"]}
+    assert {"params", "optimizer"} <= named or "master_params" in named
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of 2 GiB; needs root, and the controller of version 1."""
+    group = _CGROUP / f"shardkit-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(2 * 2**30))
+    except OSError as error:
+        pytest.skip(f"needs a memory cgroup that this user can make: {error}")
+    yield group
+    for _ in range(100):  # the kernel takes a moment to see the last process go
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"processes are left in {group}")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_the_kernel_kills_for_want_of_memory_has_left_word(cgroup: Path, tmp_path: Path) -> None:
+    more = [f"task.args.n_bytes={100 * MIB}", "train.max_steps=200", "memory.interval=1", "memory.host_warn=0.7"]
+    argv = command("--nproc-per-node", "2", *settings(tmp_path / "run", "host", *more))
+    shell = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
+    began = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", shell, "bash", *argv],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+    )
+    assert done.returncode == 137, done.stderr
+    assert "error: rank 1 failed: killed by SIGKILL" in done.stderr
+    assert "host memory is almost used up on" in done.stderr and "rank 1 holds most" in done.stderr
+    assert "of 2.0 GiB on" in done.stderr and "; rank 1 held" in done.stderr
+    assert post_mortem(tmp_path / "run")["kind"] == "host-risk"
+    assert time.monotonic() - began < BOUND_S
+    assert len(whole_lines(tmp_path / "run/metrics.jsonl")) == len(whole_lines(tmp_path / "run/memory.jsonl")) > 2

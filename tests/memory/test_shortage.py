@@ -1,0 +1,117 @@
+"""What a failed request says about itself, however it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.memory import shortage
+from shardkit.memory.shortage import Shortage
+
+GIB, MIB = 2**30, 2**20
+# As torch 2.9 to 2.13 words it.
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 512.25 MiB is "
+    "free. Including non-PyTorch memory, this process has 78.64 GiB memory in use. Of the allocated memory 70.00 GiB "
+    "is allocated by PyTorch, and 8.00 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def test_figures_come_from_the_message() -> None:
+    found = shortage.of(torch.OutOfMemoryError(MESSAGE))
+    assert found is not None and (found.kind, found.exact) == ("device", False)
+    assert (found.request, found.free) == (3 * GIB // 2, 512 * MIB + MIB // 4)
+    assert (found.allocated, found.reserved, found.fragmentation) == (70 * GIB, 78 * GIB, 8 * GIB)
+    assert found.limit == round(79.15 * GIB)
+    assert found.missing == GIB - MIB // 4
+
+
+def test_a_share_of_the_gpu_is_the_limit() -> None:
+    message = MESSAGE.replace("Of the allocated", "10.00 GiB allowed; Of the allocated")
+    found = shortage.of(torch.OutOfMemoryError(message))
+    assert found is not None and found.limit == 10 * GIB
+
+
+def test_a_message_of_another_wording_is_out_of_memory_all_the_same() -> None:
+    assert shortage.of(torch.OutOfMemoryError("HIP ran out")) == Shortage("device", exact=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    ],
+)
+def test_libraries_that_allocate_on_their_own(error: RuntimeError) -> None:
+    found = shortage.of(error)
+    assert found is not None and found.kind == "device" and found.request is None and found.missing is None
+
+
+def test_the_host_can_run_out_too() -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert shortage.of(caught.value) == Shortage("host", request=2**62)
+    assert shortage.of(MemoryError()) == Shortage("host")
+
+
+@pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("shape mismatch"), KeyError("memory")])
+def test_other_errors_are_left_alone(error: Exception) -> None:
+    assert shortage.of(error) is None
+
+
+def test_what_the_allocator_told_wins_over_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes": {"all": {"current": 5}}, "reserved_bytes": {"all": {"current": 9}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"segments": []})
+    monkeypatch.setattr(shortage._Observer, "_latest", None)
+    shortage._Observer.note(0, 1234, 100, 50)
+    found = shortage.of(torch.OutOfMemoryError(MESSAGE))
+    assert found == Shortage("device", 1234, 100, 50, 5, 9)
+    assert found is not None and found.snapshot == {"segments": []} and found.fragmentation == 4
+
+
+def test_an_observer_that_fails_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(device: int) -> Any:
+        raise RuntimeError("no context")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fails)
+    monkeypatch.setattr(shortage._Observer, "_latest", None)
+    shortage._Observer.note(0, 1, 2, 3)
+    assert "cannot look at the GPU's memory" in caplog.text
+    found = shortage.of(torch.OutOfMemoryError(MESSAGE))
+    assert found is not None and found.request == 3 * GIB // 2
+
+
+def test_the_observer_is_attached_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
+    monkeypatch.setattr(shortage._Observer, "attached", False)
+    shortage.observe(torch.device("cpu"))
+    assert not attached
+    shortage.observe(torch.device("cuda", 0))
+    shortage.observe(torch.device("cuda", 0))
+    assert attached == [shortage._Observer.note]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_failure_on_a_gpu_is_exact() -> None:
+    device = torch.device("cuda", 0)
+    shortage.observe(device)
+    kept = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, dtype=torch.uint8, device=device)
+    found = shortage.of(caught.value)
+    assert found is not None and found.exact and found.request == 2**50
+    assert found.allocated is not None and found.allocated >= kept.numel()
+    assert found.snapshot["segments"]
+    said = shortage.parse(str(caught.value))
+    assert said.request == 2**50 and said.allocated is not None
+    assert abs(said.allocated - found.allocated) <= 0.02 * GIB

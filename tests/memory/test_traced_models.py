@@ -1,0 +1,44 @@
+"""A traced step explains what torch's own allocator counted, on the models that people train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan_accuracy import MODELS, allocator_peak
+from tests.ranks import run_ranks
+
+
+def measured(folder: str, settings: list[str]) -> tuple[int, int]:
+    """Peak of the CPU allocator over a run of two steps, and that of the second one as it was traced."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from shardkit.config_io import load_config
+    from shardkit.job import start
+    from shardkit.trainer import Trainer
+
+    common = ["train.max_steps=2", "train.eval_batches=0", "memory.trace_step=2", "checkpoint.at_end=false",
+              "logging.tensorboard=false", "run.device=cpu", "parallel.strategy=single",
+              "optim.implementation=foreach", f"run.dir={folder}"]  # fmt: skip
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        start(load_config(None, [*settings, *common])) as job,
+    ):
+        Trainer(job).fit()
+    traced: dict[str, Any] = json.loads((Path(folder) / "trace" / "rank0.json").read_text())
+    return allocator_peak(profiler), traced["peak"]["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("model", ["transformer", "bert", "vit", "swinir"])
+def test_at_most_3_percent_of_the_allocators_peak_is_unattributed(model: str, policy: str, tmp_path: Path) -> None:
+    settings = [*MODELS[model], f"activation.policy={policy}"]
+    ((allocator, traced),) = run_ranks(
+        1, "tests.memory.test_traced_models:measured", init_group=False, folder=str(tmp_path), settings=settings
+    )
+    assert traced <= allocator * 1.001
+    assert traced >= 0.97 * allocator

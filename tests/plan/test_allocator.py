@@ -1,0 +1,75 @@
+"""The replayed allocator rounds, splits, merges and reserves as torch's does."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from shardkit.plan.allocator import CachingAllocator
+
+MIB = 2**20
+
+
+def test_small_and_medium_requests_share_segments_of_2_and_20_mib() -> None:
+    allocator = CachingAllocator(expandable=False)
+    assert allocator.malloc(1000).size == 1024
+    assert allocator.reserved == 2 * MIB
+    allocator.malloc(1000)
+    assert allocator.reserved == 2 * MIB
+    allocator.malloc(5 * MIB)
+    assert allocator.reserved == 22 * MIB
+    allocator.malloc(5 * MIB)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_large_requests_have_segments_of_their_own() -> None:
+    allocator = CachingAllocator(expandable=False)
+    allocator.malloc(11 * MIB + 1)
+    assert allocator.reserved == 12 * MIB
+
+
+def test_freed_memory_is_kept_and_used_again_but_not_required() -> None:
+    allocator = CachingAllocator(expandable=False)
+    block = allocator.malloc(64 * MIB)
+    allocator.free(block)
+    assert (allocator.reserved, allocator.required, allocator.allocated) == (64 * MIB, 0, 0)
+    allocator.malloc(40 * MIB)
+    assert allocator.reserved == 64 * MIB
+
+
+def test_a_hole_too_small_reserves_more_without_expandable_segments_only() -> None:
+    reserved = {}
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable)
+        first = allocator.malloc(40 * MIB)
+        allocator.free(first)
+        allocator.malloc(60 * MIB)
+        reserved[expandable] = allocator.reserved
+    assert reserved == {False: 100 * MIB, True: 60 * MIB}
+
+
+def test_streams_do_not_share_blocks() -> None:
+    allocator = CachingAllocator(expandable=True)
+    allocator.free(allocator.malloc(40 * MIB, stream=0))
+    allocator.malloc(40 * MIB, stream=1)
+    assert allocator.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_whatever_comes_and_goes_nothing_overlaps_and_all_comes_back(expandable: bool) -> None:
+    draw = random.Random(0)
+    allocator = CachingAllocator(expandable)
+    live = []
+    for _ in range(3000):
+        if live and draw.random() < 0.5:
+            allocator.free(live.pop(draw.randrange(len(live))))
+        else:
+            live.append(allocator.malloc(int(2 ** draw.uniform(5, 26)), draw.randrange(2)))
+        assert allocator.allocated <= allocator.required <= allocator.reserved
+    spans = sorted((block.address, block.address + block.size) for block in live)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    for block in live:
+        allocator.free(block)
+    assert (allocator.allocated, allocator.required) == (0, 0)

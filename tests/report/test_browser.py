@@ -1,0 +1,177 @@
+"""A report in a real browser: it draws, answers the pointer, asks for nothing, and shows what the files say.
+
+`python -m tests.report.test_browser RUN_DIR PNG` takes the README's picture.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.memory.units import gib
+from shardkit.report.compare import compare_page
+from shardkit.report.page import run_page
+from shardkit.report.read import read_run
+from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (Debian: apt-get install chromium)"),
+]
+
+
+@dataclass
+class Opened:
+    """A page of the browser, and what it said and asked for."""
+
+    page: Any
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def show(self, path: Path) -> None:
+        """Load a file and wait until every figure is drawn."""
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function(
+            "() => [...document.querySelectorAll('[id^=figure-]')].every(d => d.querySelector('.main-svg'))"
+        )
+
+    def traces(self, figure: str) -> list[dict[str, Any]]:
+        """What Plotly holds of a figure."""
+        script = "id => document.getElementById(id).data.map(t => ({name: t.name, x: t.x, y: t.y, yaxis: t.yaxis}))"
+        found: list[dict[str, Any]] = self.page.evaluate(script, f"figure-{figure}")
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Opened]:
+    """A fresh page that may load files of this machine and nothing else."""
+    context = browser.new_context(viewport={"width": 1240, "height": 900})
+    found = Opened(context.new_page())
+
+    def decide(route: Any) -> None:
+        found.asked.append(route.request.url)
+        if route.request.url.startswith("file:"):
+            route.continue_()
+        else:
+            route.abort()
+
+    context.route("**/*", decide)
+    found.page.on("console", lambda message: found.said.append(message.text))
+    found.page.on("pageerror", lambda error: found.said.append(str(error)))
+    found.page.on("dialog", lambda dialog: found.said.append(dialog.message))
+    yield found
+    context.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A hostile run with every part, and its report."""
+    path = write_run(tmp_path / "run", gpu=True, host=EVIL, args="</pre><img src=x onerror=alert(2)>")
+    add(path, {"trace/rank0.json": trace(0, EVIL), "plan.json": plan(), "oom/rank1.json": post_mortem(EVIL)})
+    (path / "report.html").write_text(run_page(read_run(path), path / "report.html"))
+    return path
+
+
+def test_it_draws_every_figure_asks_for_nothing_and_says_nothing(opened: Opened, run: Path, tmp_path: Path) -> None:
+    opened.show(run / "report.html")
+    figures = opened.page.locator("[id^=figure-]")
+    assert opened.page.locator("[id^=figure-]:has(.main-svg .trace path)").count() == figures.count() == 10
+    assert opened.page.locator("script").count() == 2
+    assert opened.page.locator("text=<script>alert(1)</script>").count() > 0  # shown, not run
+    other = tmp_path / "compare.html"
+    other.write_text(compare_page(read_run(run), read_run(write_run(tmp_path / "b"))))
+    opened.show(other)
+    assert opened.said == []
+    assert opened.asked == [(run / "report.html").as_uri(), other.as_uri()]
+
+
+def test_hovering_over_a_point_shows_its_value(opened: Opened, run: Path) -> None:
+    opened.show(run / "report.html")
+    opened.page.locator("#figure-training").scroll_into_view_if_needed()
+    point = opened.page.locator("#figure-training .scatterlayer .trace").first.locator(".points path").nth(4)
+    box = point.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    hover = opened.page.locator("#figure-training .hoverlayer .hovertext")
+    hover.wait_for()
+    assert "4" in hover.text_content()  # the loss of step 5 is 5 - 0.2 * 5
+    assert "step 5" in hover.text_content()
+
+
+def test_hovering_over_a_module_says_which_and_where(opened: Opened, run: Path) -> None:
+    opened.show(run / "report.html")
+    opened.page.locator("#figure-timeline").scroll_into_view_if_needed()
+    bar = opened.page.locator("#figure-timeline .barlayer .trace").nth(0).locator(".point path").nth(2)
+    box = bar.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    hover = opened.page.locator("#figure-timeline .hoverlayer .hovertext").first
+    hover.wait_for()
+    assert "model.layers.1" in hover.text_content()
+    assert "events 10 to 18" in hover.text_content()
+
+
+def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, run: Path) -> None:
+    opened.show(run / "report.html")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gathers = [json.loads(line) for line in (run / "memory.jsonl").read_text().splitlines()]
+    loss = next(t for t in opened.traces("training") if t["name"] == "loss")
+    assert (loss["x"], loss["y"]) == ([s["step"] for s in steps], [s["loss"] for s in steps])
+    allocated = [t for t in opened.traces("memory") if t["yaxis"] == "y"]
+    for rank, drawn in enumerate(allocated):
+        peaks = [gather["ranks"][rank]["phases"]["step"]["peak_allocated"] for gather in gathers]
+        assert [y * 2**30 for y in drawn["y"]] == peaks
+    cells = opened.page.locator("#ranks tbody tr").nth(3).locator("td")
+    last = gathers[-1]["ranks"][3]
+    expected = {
+        2: last["state"]["params"]["device"] + last["state"]["params"]["host"],
+        5: last["state"]["optimizer"]["device"] + last["state"]["optimizer"]["host"],
+        7: last["device_mem"]["peak_allocated"], 8: last["device_mem"]["peak_reserved"],
+        9: last["host_mem"]["peak_rss"],
+    }  # fmt: skip
+    for column, n_bytes in expected.items():
+        assert int(cells.nth(column).get_attribute("data-value")) == n_bytes
+        assert cells.nth(column).text_content() == gib(n_bytes)
+    stack = [t["y"][6] * 2**30 for t in opened.traces("categories")]
+    assert sum(stack) == last["device_mem"]["peak_allocated"]
+
+
+def take_picture(run_dir: Path, png: Path, sections: tuple[str, ...] = ("summary", "training", "traced")) -> None:
+    """Some sections of a run's report, in colours few enough for a small file."""
+    import tempfile
+
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    hidden = ", ".join(["section", "#traced > h3:nth-of-type(n + 2)", "#traced > h3:nth-of-type(n + 2) ~ *"])
+    shown = ", ".join(f"#{name}" for name in sections)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        path = Path(folder) / "report.html"
+        path.write_text(run_page(read_run(run_dir), path))
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened = Opened(browser.new_page(viewport={"width": 1160, "height": 800}))
+        opened.show(path)
+        opened.page.add_style_tag(content=f"{hidden} {{ display: none }} {shown} {{ display: block }}")
+        opened.page.screenshot(path=str(png), full_page=True)
+        browser.close()
+    Image.open(png).convert("RGB").quantize(128).save(png, optimize=True)
+
+
+if __name__ == "__main__":
+    take_picture(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,125 @@
+"""What is drawn are the files' numbers, and names stay names."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.report import figures, measure, traced
+from shardkit.report.read import Run, read_run
+from tests.memory.samples import MIB
+from tests.report.samples import EVIL, gpu_rows, plan, trace, write_run
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Run:
+    return read_run(write_run(tmp_path / "run", gpu=True, host=EVIL))
+
+
+def by_name(figure: figures.Figure) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in figure.data}
+
+
+def test_memory_over_time_is_each_ranks_peak_to_the_byte(gpu: Run) -> None:
+    drawn = [entry for entry in figures.memory(gpu).data if entry["yaxis"] == "y"]
+    assert [entry["x"] for entry in drawn] == [[1, 5, 10, 15, 20]] * 4
+    for rank, entry in enumerate(drawn):
+        assert [y * 2**30 for y in entry["y"]] == [(3 + rank) * 2**30 + step * MIB for step in entry["x"]]
+
+
+def test_names_are_escaped_and_never_templates(gpu: Run) -> None:
+    everything = [figures.memory(gpu), figures.phases({EVIL: {"step": 1}}, "x"), traced.timeline(trace(0, EVIL)),
+                  figures.ranks(gpu.last_rows, {}), figures.categories({EVIL: {"device": {"params": 1}}})]  # fmt: skip
+    for figure in everything:
+        assert "<script" not in str(figure.data) + str(figure.layout)
+        assert "&lt;script" in str(figure.data)
+        assert all("script" not in entry["hovertemplate"] for entry in figure.data)
+
+
+def test_stacked_categories_sum_to_the_peak(gpu: Run) -> None:
+    rows = {row.name: measure.parts(row) for row in gpu.last_rows}
+    figure = figures.categories(rows)
+    for column, row in enumerate(gpu.last_rows):
+        assert row.device_mem is not None
+        device = [entry["y"][2 * column] * 2**30 for entry in figure.data]
+        assert sum(device) == row.device_mem.peak_allocated
+    assert by_name(figure)["optimizer"]["y"][1] == 2.0  # offloaded: on the host
+
+
+def test_a_long_line_keeps_its_extremes_and_its_end() -> None:
+    draw = random.Random(0)
+    ys = [draw.random() for _ in range(100_000)]
+    ys[54_321], ys[777] = 9.0, -9.0
+    xs, kept = figures.thin(range(len(ys)), ys)
+    assert len(xs) <= figures.POINTS + 1
+    assert (xs[kept.index(9.0)], xs[kept.index(-9.0)], xs[-1]) == (54_321, 777, 99_999)
+    assert all(ys[int(x)] == y for x, y in zip(xs, kept, strict=True))
+
+
+def test_the_timeline_is_stacked_over_bands_in_lanes() -> None:
+    figure = traced.timeline(trace(5))
+    drawn = by_name(figure)
+    peak = max(range(40), key=lambda i: drawn["total"]["y"][i])
+    assert drawn["total"]["y"][peak] * MIB == 200 * MIB + 5
+    assert (drawn["params"]["y"][peak] + drawn["activations"]["y"][peak]) * MIB == 200 * MIB + 5
+    lanes = {(band.module, band.phase): band.lane for band in traced.bands(trace())}
+    assert lanes == {("model", "forward"): 0, ("model.layers.0", "forward"): 1, ("model.layers.1", "forward"): 1,
+                     ("model.layers.0", "backward"): 0}  # fmt: skip
+    assert drawn["forward"]["base"] == [0, 2, 10]
+    assert drawn["forward"]["x"] == [19, 7, 8]
+
+
+def test_each_phase_of_the_traced_step_has_its_peaks_categories() -> None:
+    found = traced.by_phase(trace())
+    assert found == {
+        "forward": {"model.layers.0": {"params": 3, "workspace": 4}}, "backward": {"–": {"params": 5}}
+    }  # fmt: skip
+    assert traced.by_phase({"phases": {"forward": 3}}) == {"forward": {"–": {}}}
+
+
+@pytest.mark.parametrize("broken", [{}, {"timeline": 3, "bands": {}, "stack": []}, {"timeline": [[1], ["a", 2], 3]}])
+def test_a_trace_without_a_timeline_says_so(broken: dict[str, Any]) -> None:
+    figure = traced.timeline(broken)
+    assert figure.data == []
+    assert "no timeline" in figure.empty
+
+
+def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
+    found = {(c.rank, c.what): c for c in traced.compared(plan(), gpu.gathers, {})}
+    peak = found[3, "peak allocated"]
+    assert (peak.predicted, peak.measured) == (3 * 2**30, 6 * 2**30 + 20 * MIB)
+    assert peak.error == pytest.approx(3 / (6 + 20 / 1024) - 1)
+    assert found[0, "allocated in backward"].measured == 3 * 2**30 + 20 * MIB - 1
+    assert found[2, "params on the device"].measured == 2**29 + 2
+    assert found[2, "activations on the device"].measured is None
+    assert found[2, "activations on the device"].error is None
+
+
+def test_on_the_cpu_the_plan_is_compared_with_the_trace(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    found = {(c.rank, c.what): c.measured for c in traced.compared(plan(), run.gathers, {0: trace()})}
+    assert found[0, "peak allocated"] == 200 * MIB
+    assert found[0, "activations on the device"] == 100 * MIB
+    assert found[1, "peak allocated"] is None
+    assert (0, "allocated in backward") not in found
+
+
+def test_a_plan_of_anything_is_survived() -> None:
+    broken = {"ranks": [3, {}, {"rank": 0, "peak": 7, "phases": [], "categories": {"params": 1}}]}
+    assert traced.compared(broken, [], {}) == []
+    assert traced.compared({}, [], {}) == []
+
+
+def test_a_plan_may_be_about_a_single_rank(gpu: Run) -> None:
+    one = {"rank": 1, "peak": {"allocated": 7}, "host_peak": 2**31}
+    found = {c.what: (c.rank, c.predicted, c.measured) for c in traced.compared(one, gpu.gathers, {})}
+    assert found == {"peak allocated": (1, 7, 4 * 2**30 + 20 * MIB), "tensors on the host": (1, 2**31, 2**31)}
+
+
+def test_rows_without_state_draw_nothing() -> None:
+    figure = figures.categories({})
+    assert (figure.data, figure.empty) == ([], "no state was counted")
+    assert gpu_rows(1)[0].state

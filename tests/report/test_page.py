@@ -1,0 +1,174 @@
+"""The file: whole, escaped, and with nothing from outside."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import ConfigError
+from shardkit.report.compare import compare_page
+from shardkit.report.markup import Cell, Page, table
+from shardkit.report.page import run_page
+from shardkit.report.read import read_run
+from tests.memory.samples import MIB
+from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
+from tests.test_cli import shardkit
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+class Reader(HTMLParser):
+    """Scripts, links and cells of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts, self.outside, self.links, self.ids = list[str](), list[str](), list[str](), set[str]()
+        self.handlers, self.values, self._in_script = list[str](), list[str](), False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attributes}
+        self._in_script = tag == "script"
+        if tag == "script":
+            self.scripts.append("")
+        self.outside += [v for k, v in found.items() if k in ("src", "srcset", "data", "action")]
+        self.handlers += [key for key in found if key.startswith("on")]
+        if tag == "a":
+            self.links.append(found["href"])
+        if "id" in found:
+            self.ids.add(found["id"])
+        if "data-value" in found:
+            self.values.append(found["data-value"])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A run in which every name that a user chooses is a script."""
+    path = write_run(tmp_path / "run <b>", gpu=True, host=EVIL, args=EVIL, strategy=EVIL)
+    add(
+        path,
+        {
+            "trace/rank0.json": trace(0, EVIL),
+            "plan.json": plan() | {"verdict": EVIL},
+            "oom/rank1.json": post_mortem(EVIL),
+        },
+    )
+    (path / "profile").mkdir()
+    (path / "profile" / "rank0_a&b<i>_memory.html").write_text("")
+    environment = {"packages": {EVIL: EVIL}, "command": [EVIL], "gpus": [EVIL], "time": EVIL}
+    (path / "env.json").write_text(json.dumps(environment))
+    return path
+
+
+def test_every_name_is_escaped(hostile: Path, tmp_path: Path) -> None:
+    run, other = read_run(hostile), read_run(write_run(tmp_path / "plain"))
+    for text in (run_page(run, hostile / "report.html"), compare_page(run, other)):
+        page = Reader(text)
+        assert len(page.scripts) == 2
+        assert "alert(1)" not in page.scripts[0]
+        assert "<" not in page.scripts[1].partition("const REPORT = ")[2].partition("\n")[0]
+        assert page.outside == page.handlers == []
+        assert html.escape(EVIL) in text
+        assert "<script>alert" not in text
+        assert "<b>" not in text
+
+
+def test_a_page_has_every_part_of_a_run(hostile: Path) -> None:
+    page = Reader(run_page(read_run(hostile), hostile / "report.html"))
+    sections = ["summary", "training", "memory", "categories", "phases", "ranks", "traced", "plan", "oom", "profile"]
+    drawn = [
+        "training",
+        "memory",
+        "state",
+        "categories",
+        "traced-categories",
+        "traced-phases",
+        "phases",
+        "ranks",
+        "timeline",
+        "plan",
+    ]
+    assert page.ids >= {*sections, *(f"figure-{name}" for name in drawn)}
+    assert [link for link in page.links if not link.startswith("#")] == ["profile/rank0_a%26b%3Ci%3E_memory.html"]
+    exact = set(page.values)
+    assert {str(6 * 2**30 + 20 * MIB), str(3 * 2**30), str(200 * MIB)} <= exact  # largest peak, OOM's request, trace
+
+
+def test_links_are_relative_to_the_file(hostile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "elsewhere" / "deep"
+    out.mkdir(parents=True)
+    page = Reader(run_page(read_run(hostile), out / "report.html"))
+    [link] = [link for link in page.links if not link.startswith("#")]
+    assert link == "../../run%20%3Cb%3E/profile/rank0_a%26b%3Ci%3E_memory.html"
+
+
+def test_a_run_of_one_line_still_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    text = run_page(read_run(tmp_path), tmp_path / "report.html")
+    assert "not finished: step 0" in text
+    assert "Nothing to draw: no step was recorded." in text
+    assert "metrics.jsonl: No such file" in text
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    a = read_run(write_run(tmp_path / "a", gpu=True, strategy="ddp"))
+    b = read_run(write_run(tmp_path / "b", steps=10, lr=0.01))
+    text = compare_page(a, b)
+    page = Reader(text)
+    assert page.ids >= {"figure-training", "figure-memory", "figure-categories", "figure-phases"}
+    assert re.search(r"parallel\.strategy</td><td[^>]*>ddp</td><td[^>]*>fsdp<", text)
+    assert re.search(r"optim\.lr</td><td[^>]*>0\.001</td><td[^>]*>0\.01<", text)
+    assert "run.dir</td>" not in text  # differs between any two
+    assert "precision.mode</td>" not in text  # does not differ
+    steps = re.search(r"optimizer steps</td>(.*?)</tr>", text)
+    assert steps is not None
+    assert re.findall(r'data-value="([^"]+)"', steps[1]) == ["20.0", "10.0", "0.5"]
+
+
+def test_cells_hold_exact_numbers() -> None:
+    assert '<td class="n" data-value="3">3 B</td>' in table(["a"], [[Cell("3 B", 3)]])
+    assert "data-value" not in table(["a"], [[Cell("nan", float("nan"))], [Cell("x")]])
+
+
+def test_the_command_writes_a_file_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    assert shardkit("report", a) == 0
+    assert capsys.readouterr().out == f"{a / 'report.html'}\n"
+    assert shardkit("report", a, b) == 0
+    assert shardkit("report", a, "--out", tmp_path / "x.html") == 0
+    texts = [path.read_text() for path in (a / "report.html", a / "compare.html", tmp_path / "x.html")]
+    assert ["Key figures" in text for text in texts] == [False, True, False]
+    assert shardkit("report", a, "--out", tmp_path / "absent" / "x.html") == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.io.json", None)
+    with pytest.raises(ConfigError, match="draws with Plotly") as error:
+        Page("x").render()
+    assert error.value.fix == "pip install 'shardkit[report]'"
+
+
+def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    code = (
+        f"from shardkit.cli import main\ntry:\n    main(['report', {str(path)!r}])\nexcept SystemExit as ended:\n"
+        "    assert not ended.code\nimport sys; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env={**os.environ}, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(path / "report.html"), "[]"], done.stderr

@@ -1,0 +1,111 @@
+"""What rank 0 shows, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import sys
+from dataclasses import replace
+
+import pytest
+
+from shardkit import progress
+from shardkit.progress import Progress
+from tests.memory.samples import MIB, cpu_row, gpu_row
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """From now on stderr is a terminal of 120 columns, and stdout is not; for the body of a test."""
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "40")
+    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
+    return found
+
+
+def record(step: int, **more: float) -> dict[str, float]:
+    return {"step": step, "loss": 2.0, "tokens_per_s": 1000.0, **more}
+
+
+def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [gpu_row(0), gpu_row(1, 5 * 2**30, "node2"), replace(gpu_row(2), busy_s=0.9)]
+    shown = Progress(20, 0, 10, None, None)
+    for step in range(1, 21):
+        shown.update(record(step, save_s=0.5) if step == 3 else record(step), 3, rows)
+    shown.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/20", "10/20", "20/20"]
+    assert (
+        "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, skew 1.36)  slow: rank 2@node1" in lines[0]
+    )
+    assert "saves" not in lines[0] and "saves 0.5 s" in lines[1]
+    assert all(line.isprintable() for line in lines)
+
+
+def test_without_rows_and_with_one_the_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Progress(2, 0, 1, None, None)
+    shown.update(record(1), 1, [])
+    shown.update(record(2), 1, [cpu_row(0, 300 * MIB)])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "peak" not in first
+    assert "peak RSS 0.29 GiB  ETA" in second
+
+
+def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = use_terminal(monkeypatch)
+    shown = Progress(20, 0, 10, None, None)
+    shown.update(record(1), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
+    shown.close()
+    text = terminal.getvalue()
+    assert "1/20" in text and "loss 2.0000" in text
+    assert "rank 0@node1" in text and "3.00 GiB of 128.00 GiB" in text and "500 ms" in text
+    assert "\nrank 1@[red]node2" in text.replace("\r", "")  # a name is no markup
+    assert "\x1b[31m" in text  # 127 of 128 GiB: red
+    assert capsys.readouterr().out == ""
+
+
+def test_of_many_ranks_the_worst_get_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    shown = Progress(20, 0, 10, None, None)
+    shown.update(record(1), 64, [gpu_row(rank, (rank + 1) * 2**30) for rank in range(64)])
+    shown.close()
+    text = terminal.getvalue()
+    assert "rank 63@node1" in text and "rank 56@node1" in text and "(56 more)" in text
+    assert "rank 55@node1" not in text
+
+
+def test_what_is_printed_to_a_file_stays_out_of_the_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = use_terminal(monkeypatch)
+    shown = Progress(20, 0, 10, None, None)
+    shown.update(record(1), 1, [gpu_row(0)])
+    print("for the log")
+    print("for the terminal", file=sys.stderr)
+    shown.update(record(2), 1, [gpu_row(0)])
+    shown.close()
+    assert capsys.readouterr().out == "for the log\n"
+    assert "for the terminal" in terminal.getvalue()
+    assert sys.stderr is terminal
+
+
+def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    monkeypatch.setattr(progress, "REFRESH_S", 1000.0)
+    shown = Progress(500, 0, 10, None, None)
+    shown.update(record(1), 1, [gpu_row(0)])
+    once = len(terminal.getvalue())
+    for step in range(2, 500):
+        shown.update(record(step), 1, [gpu_row(0)])
+    assert len(terminal.getvalue()) == once
+    shown.update(record(500), 1, [gpu_row(0)])
+    assert "500/500" in terminal.getvalue()  # the last step is always shown
+    shown.close()
