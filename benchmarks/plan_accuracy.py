@@ -1,8 +1,8 @@
 """Predicted against measured peaks of tensor memory: models × optimizers × policies × precisions × strategies, on CPU.
 
-`python -m benchmarks.plan_accuracy` runs every case for real, in as many processes as it has ranks, and takes what torch's
-CPU allocator gave out on rank 0, by its own running total (from the profiler's events). The prediction is the planner's;
-nothing in the measurement uses the tracker that the planner has.
+`python -m benchmarks.plan_accuracy` runs every case for real, in as many processes as it has ranks, and takes what the
+CPU allocator of torch gave out on rank 0, by its own running total (from the profiler's events). The prediction is the
+planner's; nothing in the measurement uses the tracker that the planner has.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ ZERO: dict[str, tuple[int, list[str]]] = {
     for suffix, settings in {
         "": [],
         "+bucket": ["parallel.bucket_mb=1"],
-        "+fp32grads": ["parallel.ds_config.data_types={grad_accum_dtype: fp32}"],
+        **({} if stage == "zero1" else {"+fp32grads": ["parallel.ds_config.data_types={grad_accum_dtype: fp32}"]}),
         "+accum": ["train.grad_accum_steps=2"],
         "+offload": ["parallel.offload_optimizer=cpu"],
         **(
@@ -103,8 +103,8 @@ def cases() -> dict[str, tuple[int, list[str]]]:
         name = f"{model} {strategy} {precision} {policy} {optimizer}"
         found[name] = world, [
             *MODELS[model], *sharding, *POLICIES[policy],
-            f"precision.mode={precision}", f"optim.name={optimizer}", "optim.implementation=foreach",
-            "run.device=cpu",
+            f"precision.mode={precision}", f"optim.name={optimizer}", "run.device=cpu",
+            *([] if "offload" in strategy else ["optim.implementation=foreach"]),
         ]  # fmt: skip
 
     for model in MODELS:
@@ -152,26 +152,54 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         batch = {key: value.clone() for key, value in batch.items()}  # counts, as the planner's does
         run_steps(config, world, task, batch, float(task.n_targets(batch)), weights, Unobserved(), STEPS)
-    # The allocator's own running total: what a thread of gloo's frees shows in it, while its event may be missing.
-    found = list(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
-    found.sort(key=lambda event: event[0])
-    _, first, first_total = found[0]
+        del batch
+        gc.collect()
+        alive = held_addresses()
     dist.barrier()
     dist.destroy_process_group()
-    before = first_total - first
-    after = next(total - size for _, size, total in reversed(found) if size == _MARKER)
-    return max(total for _, _, total in found) - before, after - before
+    totals = allocated(profiler, alive)
+    after = next(total - size for size, total in reversed(totals) if size == _MARKER)
+    return max(total for _, total in totals), after
 
 
-def allocator_peak(profiler: Any) -> int:
-    """The most that torch's CPU allocator gave out while a profiler with `profile_memory` ran, above what was there."""
-    found = sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))
-    _, first, first_total = found[0]
-    return max(total for _, _, total in found) - (first_total - first)
+def allocated(profiler: Any, alive: set[int]) -> list[tuple[int, int]]:
+    """(bytes, live bytes after it) of every event of torch's CPU allocator under a profiler with `profile_memory`.
+
+    What one of gloo's threads lets go of last shows no end, since the profiler follows the threads that autograd knows;
+    it is left out.
+
+    Args:
+        alive: addresses that tensors still hold when the profiler ends.
+    """
+    events = sorted(_events(profiler.profiler.kineto_results.experimental_event_tree()))
+    begun: dict[int, int] = {}
+    counted: set[int] = set()
+    for at, (_, address, size) in enumerate(events):
+        if size > 0:
+            begun[address] = at
+        elif address in begun:
+            counted |= {begun.pop(address), at}
+    counted |= {at for address, at in begun.items() if address in alive}
+    totals, total = [], 0
+    for at, (_, _, size) in enumerate(events):
+        total += size if at in counted else 0
+        totals.append((size, total))
+    return totals
 
 
-def _allocations(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """(time, bytes, bytes allocated after it) of every event of torch's CPU allocator."""
+def held_addresses() -> set[int]:
+    """Where the storages of all CPU tensors that Python knows begin."""
+    import torch
+
+    found = set()
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.Tensor) and obj.device.type == "cpu" and obj.layout == torch.strided:
+            found.add(obj.untyped_storage().data_ptr())
+    return found
+
+
+def _events(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
+    """(time, address, bytes) of the CPU allocator's events."""
     from torch._C._profiler import _EventType
 
     pending = list(tree)
@@ -179,7 +207,7 @@ def _allocations(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
         event = pending.pop()
         pending += event.children
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.total_allocated
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
 class Unobserved:

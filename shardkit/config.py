@@ -490,6 +490,12 @@ class RunConfig(Section):
                 "linear writes to the products that compiled code keeps",
                 "set activation.policy=selective, or compile.enabled=false",
             )
+        if self.activation.policy == "sqrt" and self.compile.enabled and self.compile.scope == "model":
+            raise conflict(
+                "activation.policy=sqrt with compile.scope=model: its segments are computed again block by block, "
+                "outside of the compiled model",
+                "set compile.scope=block, or activation.policy=full",
+            )
         if self.activation.offload == "cpu" and self.compile.enabled and self.compile.mode == "reduce-overhead":
             raise conflict(
                 "activation.offload=cpu with compile.mode=reduce-overhead: CUDA graphs have memory of their own",

@@ -437,6 +437,10 @@ def test_no_attention_says_so_and_a_class_can_be_given() -> None:
             "CUDA graphs", "compile.mode=default",
         ),
         (
+            ["activation.policy=sqrt", "compile.enabled=true", "compile.scope=model"],
+            "outside of the compiled model", "compile.scope=block",
+        ),
+        (
             ["activation.policy=selective_op", "compile.enabled=true", "parallel.strategy=zero3"],
             "DeepSpeed's linear", "activation.policy=selective",
         ),

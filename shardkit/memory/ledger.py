@@ -290,7 +290,7 @@ class MemoryLedger:
         return [decode(identity, rest) for identity, (_, *rest) in zip(self._identities, numbers, strict=True)]
 
     def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
-        """USS, children's RSS and what the card's processes hold; the last known ones while asking would cost too much."""
+        """USS, children's RSS, what the card's processes hold; the last known ones while asking would cost too much."""
         began = time.perf_counter()
         if began >= self._slow_next:
             self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()

@@ -55,6 +55,7 @@ def build_ds_config(
         ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
     """
     raw = config.parallel.ds_config
+    _refuse_other_optimizer(config, raw)
     ours = _owned_values(config, world_size, accum, on_cuda)
     _refuse_conflicts(raw, ours)
     return _merge(_merge(_defaults(config, on_cuda, model_numel), raw), ours)
@@ -129,6 +130,17 @@ def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # the trainer does the printing
     }
+
+
+def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
+    """With this pair DeepSpeed (0.19) leaves its ZeRO optimizer for one whose state has another layout."""
+    accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
+    if config.parallel.strategy == "zero1" and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
+        raise ConfigError(
+            f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
+            "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",
+            "set parallel.strategy=zero2, or remove the raw key",
+        )
 
 
 def _refuse_conflicts(raw: dict[str, Any], ours: dict[str, Any]) -> None:

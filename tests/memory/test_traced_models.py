@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.plan_accuracy import MODELS, allocator_peak
+from benchmarks.plan_accuracy import MODELS, allocated, held_addresses
 from tests.ranks import run_ranks
 
 
@@ -28,8 +29,11 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
         start(load_config(None, [*settings, *common])) as job,
     ):
         Trainer(job).fit()
+        del job
+        gc.collect()
+        alive = held_addresses()
     traced: dict[str, Any] = json.loads((Path(folder) / "trace" / "rank0.json").read_text())
-    return allocator_peak(profiler), traced["peak"]["bytes"]
+    return max(total for _, total in allocated(profiler, alive)), traced["peak"]["bytes"]
 
 
 @pytest.mark.slow
@@ -40,5 +44,5 @@ def test_at_most_3_percent_of_the_allocators_peak_is_unattributed(model: str, po
     ((allocator, traced),) = run_ranks(
         1, "tests.memory.test_traced_models:measured", init_group=False, folder=str(tmp_path), settings=settings
     )
-    assert traced <= allocator * 1.001
-    assert traced >= 0.97 * allocator
+    # It may be a little more: pictures lie in memory of numpy's, which torch's allocator knows nothing of.
+    assert abs(allocator - traced) <= 0.03 * allocator
