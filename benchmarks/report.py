@@ -293,6 +293,27 @@ def mib(n_bytes: float) -> str:
     return f"{n_bytes / 2**20:.1f}"
 
 
+def plan(result: dict[str, Any]) -> str:
+    goals = result["goals"]
+    rows = [
+        f"| {name} | {row['seconds']:.1f} | {row['gib']:.2f} | "
+        + (f"≤ {goals[name]['seconds']} s, ≤ {goals[name]['gib']} GiB |" if name in goals else "|")
+        for name, row in result["cases"].items()
+    ]
+    return "\n".join([
+        "## What planning costs",
+        "",
+        "`python -m benchmarks.plan`: `shardkit plan` for H100s, from the command to its end; median of 3.",
+        "",
+        "| model, strategy × GPUs | seconds | GiB of memory | goal |",
+        "|---|---|---|---|",
+        *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
 def plan_accuracy(result: dict[str, Any]) -> str:
     groups: dict[str, list[float]] = {}
     for name, row in result["cases"].items():
@@ -334,6 +355,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint": checkpoint,
     "checkpoint_matrix": checkpoint_matrix,
     "launch": launch,
+    "plan": plan,
     "plan_accuracy": plan_accuracy,
     "activation": activation,
     "gather": gather,

@@ -41,6 +41,8 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
 @pytest.mark.parametrize("model", ["transformer", "bert", "vit", "swinir"])
 def test_at_most_3_percent_of_the_allocators_peak_is_unattributed(model: str, policy: str, tmp_path: Path) -> None:
     settings = [*MODELS[model], f"activation.policy={policy}"]
+    if model == "swinir":  # deep enough that a convolution's scratch does not weigh more than it does in the real one
+        settings.append("model.hf={depths: [6, 6, 6], num_heads: [2, 2, 2]}")
     ((allocator, traced),) = run_ranks(
         1, "tests.memory.test_traced_models:measured", init_group=False, folder=str(tmp_path), settings=settings
     )

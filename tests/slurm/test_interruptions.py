@@ -109,7 +109,9 @@ def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
     hit["start-up"] += moments - hit.total()  # before the task was there to note it
     print(f"\n{style}: {moments} preemptions: {dict(hit)}; {Counter(reasons(run_dir))}")
     assert losses(run_dir) == losses(whole)
-    assert validation(run_dir) == validation(whole)
+    found, wanted = validation(run_dir), validation(whole)
+    assert found == {step: wanted[step] for step in found}
+    assert len(wanted) - len(found) <= hit["evaluation"]  # a signal ends an evaluation: that step has none
     assert min(hit[phase] for phase in PHASES) > 0, hit
 
 

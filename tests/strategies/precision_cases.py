@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardkit.accumulate import to_device
 from shardkit.config import PrecisionConfig
 from shardkit.dtypes import count_dtypes
 from shardkit.job import start
@@ -115,7 +116,7 @@ def held_out(model: torch.nn.Module, rank: int, world: int) -> float:
 
 
 def matrix(
-    names: list[str], modes: list[str], policies: list[str], steps: int = 4
+    names: list[str], modes: list[str], policies: list[str], steps: int = 4, device: str = "cpu"
 ) -> dict[tuple[str, str, str, int], list[float]]:
     """Losses by (strategy, precision, activation policy, accumulation); the same samples in every step."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -124,7 +125,9 @@ def matrix(
         for mode in modes:
             for policy in policies:
                 for accum in (1, 2):
-                    extra: dict[str, Any] = {"precision.mode": mode, "activation.policy": policy}
+                    extra: dict[str, Any] = {
+                        "precision.mode": mode, "activation.policy": policy, "run.device": device
+                    }  # fmt: skip
                     if policy == "every_k":
                         extra["activation.every_k"] = 2
                     extra["train.grad_accum_steps"] = accum
@@ -133,7 +136,9 @@ def matrix(
                         cases.wrap(job)
                         curve = []
                         for step in range(steps):
-                            micro = cases.micro_batches(step, rank, world, accum)
+                            micro = [
+                                to_device(b, job.world.device) for b in cases.micro_batches(step, rank, world, accum)
+                            ]
                             curve.append(job.step(micro, cases.loss_fn, cases.n_targets).loss)
                     gc.collect()
                     out[name, mode, policy, accum] = curve

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 
@@ -53,3 +54,17 @@ def test_one_process(single: Curves) -> None:
 @pytest.mark.parametrize("modes", [["fp32"], ["bf16", "pure_bf16"]], ids="+".join)
 def test_every_strategy(world: int, modes: list[Any], single: Curves) -> None:
     agree(matrix(world, modes, POLICIES), single)
+
+
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
+def test_on_a_gpu(mode: str, single: Curves) -> None:
+    found: Curves = run_ranks(
+        1, MATRIX, timeout=500, names=["single", "fsdp", "zero2", "zero3"], modes=[mode],
+        policies=["none", "full", "selective"], device="cuda",
+    )[0]  # fmt: skip
+    want = single["single", "fp32", "none", 2]
+    for key, curve in found.items():
+        assert worst(curve, want) <= 0.05, f"{key}: {curve} instead of {want}"
