@@ -1,8 +1,8 @@
 """Predicted against measured peaks of tensor memory: models × optimizers × policies × precisions × strategies, on CPU.
 
 `python -m benchmarks.plan_accuracy` runs every case for real, in as many processes as it has ranks, and takes what the
-CPU allocator of torch gave out on rank 0, by its own running total (from the profiler's events). The prediction is the
-planner's; nothing in the measurement uses the tracker that the planner has.
+CPU allocator of torch gave out on rank 0 (from the profiler's events). The prediction is the planner's;
+nothing in the measurement uses the tracker that the planner has.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def plan_accuracy(result: dict[str, Any]) -> str:
         "",
         paragraph(
             "`python -m benchmarks.plan_accuracy`: peak bytes of torch's CPU allocator in the wrap and "
-            f"{result['steps']} steps of real processes (its own running total, from the profiler), against what the "
+            f"{result['steps']} steps of real processes (from the profiler's events), against what the "
             "planner says of the same config. Models of some million parameters: kernels' scratch, which is not "
             "predicted on the CPU, weighs more than it would in large ones."
         ),
