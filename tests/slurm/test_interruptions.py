@@ -109,9 +109,7 @@ def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
     assert int(cluster.field(job, "Restarts")) == moments, read(output)
     hit = Counter((run_dir / "phases").read_text().split())
     hit["start-up"] += moments - hit.total()  # before the task was there to note it
-    print(
-        f"\n{style}: {moments} preemptions: aimed at {Counter(aims)}, noticed in {dict(hit)}; {Counter(reasons(run_dir))}"
-    )
+    print(f"\n{style}: aimed at {Counter(aims)}, noticed in {dict(hit)}; {Counter(reasons(run_dir))}")
     assert losses(run_dir) == losses(whole)
     found, wanted = validation(run_dir), validation(whole)
     assert found == {step: wanted[step] for step in found}
