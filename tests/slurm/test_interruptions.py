@@ -113,7 +113,7 @@ def test_preempted_again_and_again_at_any_moment_it_loses_nothing(
     assert losses(run_dir) == losses(whole)
     found, wanted = validation(run_dir), validation(whole)
     assert found == {step: wanted[step] for step in found}
-    assert len(wanted) - len(found) <= hit["evaluation"]  # a signal ends an evaluation: that step has none
+    assert len(wanted) - len(found) <= moments  # the step at which a run is stopped may go without an evaluation
 
 
 def strike_at(phase: str, restart: int, chance: random.Random, run_dir: Path, output: Path) -> None:
