@@ -6,10 +6,10 @@ allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doct
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from .. import sizes
 from ..errors import ConfigError
 
 GIB = 2**30
@@ -70,11 +70,6 @@ GPUS: dict[str, Gpu] = {
 }
 DEFAULT = "h100"
 
-_UNITS = {
-    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-}  # fmt: skip
-
 
 def find_gpu(name: str) -> Gpu:
     """A card of the table, by its short name.
@@ -99,10 +94,9 @@ def parse_bytes(text: str, what: str) -> int:
     Raises:
         ConfigError: not a number with a unit, or not more than 0; names `what`.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
+    try:
+        return sizes.parse_bytes(text, sizes.ANY)
+    except ValueError:
         raise ConfigError(
             f"{what} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"
-        )
-    return int(float(found[1]) * unit)
+        ) from None

@@ -194,8 +194,13 @@ def test_plan_loss_goes_round_what_cannot_be_traced(tmp_path: Path, monkeypatch:
     assert plan(mine, choose_target(mine, 1)).n_params == 20
 
 
-def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDKIT_PLAN_FAKES", "crash")
+def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'shardkit.plan.worker' in sys.orig_argv and sys.orig_argv[-1] == 'cuda': os.abort()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
     estimate = plan(config("parallel.strategy=single"), choose_target(config(), 1, gpu="h100"))
     assert estimate.method == "cpu"
     assert estimate.uncertainty > 0.1
