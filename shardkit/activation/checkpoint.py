@@ -85,7 +85,7 @@ def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 def _refuse_dropout(model: nn.Module) -> None:
     """Compiled code that computes dropout again under a budget drops other elements (torch 2.13, on CPU: a directional
-    derivative is 4 to 8 % off)."""
+    derivative is 2 to 8 % off)."""
     for name, module in model.named_modules():
         rates = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else dict(vars(module))
         for key, rate in rates.items():

@@ -103,3 +103,11 @@ def test_a_build_that_fails_says_why_and_what_to_do(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "building DeepSpeedCPUAdam" in done.stderr
     user_error(done, "fatal error: no such header", "apt-get install g++")
+
+
+def test_fp32_accumulation_under_zero1_and_bf16_is_refused() -> None:
+    raw = {"data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(ConfigError, match="BF16_Optimizer") as error:
+        built(parallel__strategy="zero1", parallel__ds_config=raw, precision__mode="bf16")
+    assert "zero2" in error.value.fix
+    built(parallel__strategy="zero2", parallel__ds_config=raw, precision__mode="bf16")
