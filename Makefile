@@ -1,5 +1,6 @@
 # make train | test: nothing but python3 (>= 3.10, with venv and headers), make and a C++ compiler is needed beforehand.
 # Variables: PYTHON (python3), VENV (.venv), ARGS (added to the command that runs), NPROC (ranks of `make train`),
+# NAME (the benchmark of `make bench`; `python -m benchmarks` lists them),
 # PIP_ARGS (added to pip install, e.g. an --extra-index-url that has CPU-only wheels of torch).
 
 PYTHON ?= python3
@@ -9,13 +10,17 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 NPROC ?=
 PIP_ARGS ?=
+# Not from the environment: some systems have the host's name there.
+NAME := all
 
-.PHONY: help install train test test-slow test-release lint format typecheck ci clean distclean
+.PHONY: help install train test test-slow test-release bench bench-gpu wheels lint format typecheck ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train      run configs/quickstart.yaml on every GPU, else on 2 CPU ranks'
 	@echo 'make test       run the test suite (test-slow: the long matrix; test-release: everything that is long)'
+	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
+	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make ci         what CI runs'
@@ -59,6 +64,16 @@ test-slow: $(INSTALLED)
 test-release: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
 
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+# Nothing is installed here: the machine with the GPU may have no network. Without $(VENV) it runs PYTHON.
+bench-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(ARGS)
+
+wheels: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +93,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) benchmarks/.venv

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,6 @@ def batches(tokens_file: str, rank: int, world: int) -> Iterator[list[Any]]:
 
 
 def make_model() -> Any:
-    from functools import partial
-
     import torch
 
     from shardkit.models.transformer import Transformer, init_parameter
@@ -113,28 +112,40 @@ def fsdp() -> Step:
     return step
 
 
-def zero2() -> Step:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as shardkit does: else minutes of compiling
-    deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
-    model = make_model()
+def ds_config(stage: int, model: Any) -> dict[str, Any]:
+    """DeepSpeed's config for this model; each bucket holds all of it, and nothing overlaps on a CPU."""
     numel = sum(p.numel() for p in model.parameters())
-    config = {
+    prefetch = {"stage3_prefetch_bucket_size": numel // 10} if stage == 3 else {}
+    return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": ACCUM,
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
         "zero_optimization": {
-            "stage": 2,
+            "stage": stage,
             "reduce_bucket_size": numel,
             "allgather_bucket_size": numel,
             "overlap_comm": False,
+            **prefetch,
         },
     }
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+
+
+def import_deepspeed() -> Any:
+    """deepspeed for CPUs, without its own shared-memory collectives: compiling them takes minutes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as shardkit does
+    return deepspeed
+
+
+def zero(stage: int) -> Step:
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
+    model = make_model()
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(stage, model))
 
     def step(micro: list[Any]) -> float:
         total = 0.0
@@ -148,7 +159,12 @@ def zero2() -> Step:
     return step
 
 
-ENGINES: dict[str, Callable[[], Step]] = {"ddp": ddp, "fsdp": fsdp, "zero2": zero2}
+ENGINES: dict[str, Callable[[], Step]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "zero2": partial(zero, 2),
+    "zero3": partial(zero, 3),
+}
 
 
 def main() -> None:

@@ -46,10 +46,10 @@ class Ours:
 
         self._started = start(load_config(None, overrides(engine, tokens, run_dir, max_steps)))
         self.trainer = Trainer(self._started.__enter__())
-        self._records = self.trainer.recorded_steps()
+        self._records: Any = self.trainer.recorded_steps()
 
     def step(self) -> float:
-        return next(self._records)["loss"]
+        return float(next(self._records)["loss"])
 
     def close(self) -> None:
         self._records.close()
@@ -124,9 +124,14 @@ def torchrun(module_args: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *module_args]
 
 
+def rank_environ() -> dict[str, str]:
+    """The environment of measured ranks: one thread each, byte code cached as for an installed package."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return environ | {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
+
+
 def launch(args: list[str]) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
-    done = subprocess.run(torchrun(args), cwd=REPO, env=env, capture_output=True, text=True)
+    done = subprocess.run(torchrun(args), cwd=REPO, env=rank_environ(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(args)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout

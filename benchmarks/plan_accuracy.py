@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
-from .common import REPO, write_result
+from .common import REPO, RESULTS, environment, write_result
 
 TEXT = ["train.micro_batch_size=2", "train.seq_len=256"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -245,7 +245,14 @@ def in_ranks(name: str, world_size: int) -> tuple[int, int]:
         return int(peak), int(resident)
 
 
-def compare(found: dict[str, tuple[int, list[str]]]) -> dict[str, Any]:
+def compare(
+    found: dict[str, tuple[int, list[str]]], known: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Prediction beside measurement, case by case.
+
+    Args:
+        known: rows of an earlier result, whose measurements are taken over instead of running the cases again.
+    """
     from shardkit.config_io import load_config
     from shardkit.plan.client import Planner
     from shardkit.plan.target import Target
@@ -257,7 +264,10 @@ def compare(found: dict[str, tuple[int, list[str]]]) -> dict[str, Any]:
                 began = time.perf_counter()
                 estimate = planner.predict(load_config(None, overrides).config)
                 seconds = time.perf_counter() - began
-                peak, resident = in_ranks(name, world_size)
+                if known is not None and name in known:
+                    peak, resident = known[name]["measured"], known[name]["resident_measured"]
+                else:
+                    peak, resident = in_ranks(name, world_size)
                 rows[name] = row = {
                     "predicted": estimate.peak.allocated, "measured": peak,
                     "error": estimate.peak.allocated / peak - 1,
@@ -284,6 +294,9 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="run the cases whose names hold this, and write nothing")
+    parser.add_argument(
+        "--keep-measured", action="store_true", help="predict anew; run only cases that are not recorded"
+    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -294,10 +307,13 @@ def main() -> None:
         world_size, overrides = cases()[args.measure]
         print(*measured(load_config(None, overrides).config, world_size, args.rank, args.store), flush=True)
         return
-    rows = compare({name: case for name, case in cases().items() if args.only in name})
+    before = json.loads((RESULTS / "plan_accuracy.json").read_text()) if args.keep_measured else {"cases": {}}
+    rows = compare({name: case for name, case in cases().items() if args.only in name}, before["cases"])
     print(summary(rows))
     if not args.only:
-        print("written:", write_result("plan_accuracy", {"summary": summary(rows), "steps": STEPS, "cases": rows}))
+        measured_at = before.get("measured_at", before.get("environment", {}).get("commit")) or environment()["commit"]
+        result = {"summary": summary(rows), "steps": STEPS, "measured_at": measured_at, "cases": rows}
+        print("written:", write_result("plan_accuracy", result))
 
 
 if __name__ == "__main__":

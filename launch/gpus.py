@@ -39,6 +39,15 @@ def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/
     return found
 
 
+def model_names(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+    """What the driver calls the GPUs of `pci_addresses`; torch calls them the same."""
+    found = []
+    for address in pci_addresses(environ, root):
+        said = _information(root / "proc/driver/nvidia/gpus" / address)
+        found += re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
+    return found
+
+
 def _information(folder: Path) -> str:
     try:
         return (folder / "information").read_text().replace("\t", " ")

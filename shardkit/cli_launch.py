@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 if TYPE_CHECKING:
+    from .config import RunConfig
     from .config_io import LoadedConfig
     from .launch.job import JobSpec
     from .plan.estimate import MemoryEstimate
@@ -136,7 +136,8 @@ def submit(
         return
     job_id = launcher.submit(job)
     if planned is not None:
-        planned.save(Path(job.spec.run_dir))
+        estimate, loaded = planned
+        estimate.save(Path(job.spec.run_dir), loaded)
     output = f"{job.spec.run_dir}/logs/slurm-{job_id}{'_%a' if array else ''}.out"
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {job.spec.run_dir}/submit")
     typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
@@ -147,8 +148,8 @@ def submit(
 
 def _planned(
     config: str, overrides: list[str], spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
-) -> MemoryEstimate:
-    """Plan what is submitted; of an array, its first job."""
+) -> tuple[MemoryEstimate, RunConfig]:
+    """Plan what is submitted, and what that was; of an array, its first job."""
     from .errors import ConfigError
     from .memory.units import gib
     from .plan.gate import refuse_misfit
@@ -164,7 +165,7 @@ def _planned(
     target = choose_target(loaded, ranks, spec.nproc_per_node, gpu, gpu_memory, on_host)
     estimate = refuse_misfit(lambda more: _load(config, [*fixed, *more]).config, target)
     typer.echo(f"planned: {gib(estimate.needed)} of {gib(target.device_memory or 0)} on each GPU: {estimate.verdict}")
-    return estimate
+    return estimate, loaded
 
 
 def jobs() -> None:
@@ -204,6 +205,7 @@ def doctor(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What the ranks measure.")] = "auto",
 ) -> None:
     """Look for what makes training fail or crawl; under torchrun or srun also measure the ranks together."""
+    from . import calibration
     from .errors import LaunchError
     from .launch import doctor as doctors
     from .launch.env import detect
@@ -221,9 +223,8 @@ def doctor(
         if measured is None:
             return
         if calibrate:
-            bandwidth.save(measured[1], bandwidth.calibration_path())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
-    checks = doctors.examine(Path(run_dir), cache) + (measured[0] if measured else [])
+            calibration.save(measured[1])
+    checks = doctors.examine(Path(run_dir), calibration.cache_dir()) + (measured[0] if measured else [])
     extra = {"measured": measured[1]} if measured else {}
     typer.echo(doctors.as_json(checks, extra) if json_output else doctors.render(checks))
     raise typer.Exit(1 if doctors.worst(checks) == "fail" else 0)

@@ -331,6 +331,9 @@ class MemoryConfig(Section):
     cap: str | None = None
     """Most memory a rank may use for tensors, such as 2GiB; beyond it a rank runs out of memory as on a smaller GPU.
     On a GPU the allocator sees to it, for nothing; on the CPU each operator is counted, some 20 µs more for each."""
+    plan: Literal["auto"] | bool = "auto"
+    """Predict the run's memory beside its first steps (a process of the lowest priority on rank 0's machine), to be
+    shown beside what is measured: true; false = no; auto = on GPUs, where rank 0 has a second CPU and memory for it."""
     host_warn: float = Field(0.95, gt=0, le=1)
     """Share of the host's memory in use from which a rank warns, and leaves a post-mortem in case it is killed."""
 

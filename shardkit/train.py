@@ -59,12 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(loaded: LoadedConfig) -> int:
     said = affinity.bind(detect())  # before torch has threads
     from .job import start
+    from .plan.in_run import RunPlan
     from .trainer import Trainer
 
-    with start(loaded) as job:
-        if said and job.world.is_main:
-            print(said, flush=True)
-        outcome = Trainer(job).fit()
+    with RunPlan() as plan:
+        with start(loaded) as job:
+            if said and job.world.is_main:
+                print(said, flush=True)
+            trainer = Trainer(job)
+            plan.begin(job, trainer.run_dir)
+            outcome = trainer.fit()
+        if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: nobody waits for this
+            plan.wait(loaded.config)
+            if (trainer.run_dir / "plan.json").exists():
+                from .report.ended import close
+
+                close(trainer.run_dir)
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
         return 0
     return restart.stopped(loaded.config.run.dir, outcome.stopped_by)

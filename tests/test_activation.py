@@ -398,6 +398,21 @@ def test_more_than_the_layers() -> None:
     assert "1..5" in error.fix
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "selective_op"])
+def test_equal_blocks_are_compiled_once_however_many_there_are(policy: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    model = reference(MODEL.model_copy(update={"dropout": 0.0, "n_layers": 12}))  # torch gives up after 8 compilations
+    checkpoint_activations(model, list(model.blocks), ActivationConfig(policy=policy), compiled=True)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(*batch()).backward()
+    assert counters["frames"] == {"total": 1, "ok": 1}
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("settings", [*POLICIES.values(), {"offload": "cpu"}])
 def test_no_block_says_which_classes_there_are(settings: dict[str, Any]) -> None:
     error = refused(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.LayerNorm(3), nn.Linear(3, 2)), **settings)

@@ -20,7 +20,7 @@ PACKAGE = REPO / "shardkit"
 
 # Bottom first. A module imports from its own line or a lower one; a package counts as one module here.
 LAYERS: list[set[str]] = [
-    {"errors", "output", "presets", "sizes"},
+    {"errors", "output", "presets", "sizes", "calibration"},
     {"config", "config_errors", "config_io", "config_layers", "config_render", "yaml_reader", "capability"},
     {"launch", "preemption"},
     {
@@ -41,9 +41,9 @@ LAYERS: list[set[str]] = [
     {"strategies"},
     {"parallelize", "accumulate"},
     {"checkpoint"},
-    {"unused", "dtypes", "job", "rundir", "progress", "evaluate", "watchdog", "profile"},
+    {"unused", "dtypes", "job", "rundir", "progress", "evaluate", "watchdog", "profile", "webpage"},
     {"recording"},
-    {"trainer", "plan", "bandwidth"},
+    {"trainer", "plan", "bandwidth", "device_speed"},
     {"train", "cli", "cli_launch", "report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

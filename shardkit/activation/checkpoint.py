@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,9 +50,22 @@ def checkpoint_activations(
     if config.policy == "selective_op":
         torchs = partial(create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = torchs if compiled else contexts
+    recompute = _recompute(options)
     for module in _regions(blocks, config, attention_classes):
-        forward: Callable[..., Any] = module.forward
-        module.forward = partial(checkpoint, forward, **options)
+        if "forward" in vars(module):  # replaced before: not its class's
+            module.forward = partial(checkpoint, module.forward, **options)
+        else:
+            module.forward = MethodType(recompute, module)
+
+
+def _recompute(options: dict[str, Any]) -> Callable[..., Any]:
+    """A `forward` for modules that recompute theirs. One function for all of them: torch.compile compiles equal modules
+    once, where an object of its own for each would be compiled each time, and after eight times no more."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(type(self).forward, self, *args, **options, **kwargs)
+
+    return forward
 
 
 def _regions(

@@ -1,14 +1,40 @@
-"""Memory that operators take inside and that no tensor of the program shows: bytes by operator, from its arguments."""
+"""Memory that operators take inside and that no tensor of the program shows: bytes from arguments and results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
+Count = Callable[[Any, Any], int]
+"""Bytes, of an operator's arguments and its result."""
 
-def _flash_attention_backward(args: Any) -> int:
+
+def scratch(func: Any, args: Sequence[Any], out: Any) -> tuple[torch.device, int] | None:
+    """The device and the bytes that an operator takes for itself beside its results, where that is known.
+
+    Args:
+        func: the `OpOverload` that dispatch was called with.
+    """
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
+    count = None if device is None else _counted_by(func, device.type)
+    return None if device is None or count is None else (device, count(args, out))
+
+
+@functools.cache
+def _counted_by(func: Any, kind: str) -> Count | None:
+    name = func._schema.name
+    if name in _SCRATCH:
+        return _SCRATCH[name][1] if _SCRATCH[name][0] == kind else None
+    if kind == "cpu" and torch.Tag.pointwise in func.tags and name not in _MASKED:
+        return _promoted
+    return None
+
+
+def _flash_attention_backward(args: Any, out: Any) -> int:
     """FlashAttention-2's backward: row sums and an fp32 accumulator of dQ, rows rounded up to 128 and widths to 32.
 
     With fewer key heads than query heads, dK and dV are made at the query heads' number first.
@@ -23,23 +49,101 @@ def _flash_attention_backward(args: Any) -> int:
     return n_bytes
 
 
-def _gathered(args: Any) -> int:
+def _gathered(args: Any, out: Any) -> int:
     """gloo gathers into a flat copy of the output; args are (output, input, ...)."""
     return _n_bytes(args[0])
 
 
-def _reduced(args: Any) -> int:
+def _reduced(args: Any, out: Any) -> int:
     """gloo reduces a copy of the whole input, then keeps this rank's part; args are (output, input, ...)."""
     return _n_bytes(args[1])
+
+
+def _promoted(args: Any, out: Any) -> int:
+    """Pointwise operators on CPUs work on copies of the operands that have not the common type, and of such a result.
+
+    torch's `TensorIteratorBase::compute_types`; on GPUs the kernel converts as it reads and writes.
+    """
+    operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+    if len({operand.dtype for operand in operands}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    if out is args[0]:
+        operands.append(out)
+    return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)
+
+
+def _convolution(args: Any, out: Any) -> int:
+    """oneDNN's copies in its blocked layout: of the input, the weight and the result, which is then copied back.
+
+    Its developer guide, "Understanding Memory Formats": channels in blocks of 16 with AVX-512, of 8 with AVX2; images
+    of at most 3 channels are read as they are. A scratchpad of the kernel's own is not counted. Args are (input,
+    weight, bias, stride, padding, dilation, transposed, output padding, groups).
+    """
+    image, weight = args[0], args[1]
+    lanes = _lanes(image, weight, *args[3:9])
+    if not lanes:
+        return 0
+    result = _blocked(out, lanes)
+    elements = max(_read(image, lanes) + _blocked(weight, lanes, 0, 1) + result - out.numel(), result)
+    return int(elements * image.element_size())
+
+
+def _convolution_backward(args: Any, out: Any) -> int:
+    """As `_convolution`: first for the input's gradient, which is copied back, then for the weight's.
+
+    Args are (grad_out, input, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask).
+    """
+    grad, image, weight = args[:3]
+    lanes = _lanes(image, weight, *args[4:10])
+    if not lanes:
+        return 0
+    of_input, of_weight = (0 if result is None else result.numel() for result in out[:2])
+    grads, weights, inputs = _blocked(grad, lanes), _blocked(weight, lanes, 0, 1), _blocked(image, lanes)
+    first = inputs + max(grads + weights, of_input) if of_input else 0
+    second = of_input + grads + _read(image, lanes) + weights if of_weight else 0
+    elements = max(first - of_input - of_weight, second - of_input - of_weight, 0)
+    return int(elements * image.element_size())
+
+
+def _lanes(image: torch.Tensor, weight: torch.Tensor, *settings: Any) -> int:
+    """Channels in a block of oneDNN's layout; 0 where it does not compute this, or does so in the tensors' layout.
+
+    Groups of more than one channel are not known either.
+    """
+    if image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last):
+        return 0
+    groups = settings[-1]
+    backend: Any = torch._C._select_conv_backend(image, weight, None, *settings)
+    if backend.name != "Mkldnn" or groups not in (1, image.shape[1]):
+        return 0
+    return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
+def _read(image: torch.Tensor, lanes: int) -> int:
+    return 0 if image.shape[1] <= _PLAIN_CHANNELS else _blocked(image, lanes)
+
+
+def _blocked(tensor: torch.Tensor, lanes: int, *dims: int) -> int:
+    """Elements of a tensor whose channels are in blocks: dimension 1, or those given."""
+    sizes = [
+        -(-size // lanes) * lanes if at in (dims or (1,)) and size > _PLAIN_CHANNELS else size
+        for at, size in enumerate(tensor.shape)
+    ]
+    return math.prod(sizes)
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Callable[[Any], int]]] = {
+_PLAIN_CHANNELS = 3
+_MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its type
+_SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),
+    "aten::convolution": ("cpu", _convolution),
+    "aten::convolution_backward": ("cpu", _convolution_backward),
     "c10d::_allgather_base_": ("cpu", _gathered),
     "c10d::_reduce_scatter_base_": ("cpu", _reduced),
 }
-"""Operator → (kind of device it is true for, bytes)."""
+"""Operator → (kind of device it is true for, what it takes)."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .events import EventLog
-from .scratch import SCRATCH
+from .scratch import scratch
 from .state import local_tensors
 
 Device = str | torch.device
@@ -54,11 +54,13 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         log: also gets every single event.
+        ran: called with every operator, its arguments and its result.
     """
 
-    def __init__(self, log: EventLog | None = None) -> None:
+    def __init__(self, log: EventLog | None = None, ran: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
+        self._ran = ran
         self._live: dict[int, _Storage] = {}
         self._current: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -133,8 +135,10 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _Patches.in_propagation():
             name = "" if self.log is None else func._schema.name
             self._see_result(out, name)
-            if self.log is not None and name in SCRATCH:
-                self._note_scratch(name, args)
+            if self.log is not None:
+                self._note_scratch(name, scratch(func, args, out))
+            if self._ran is not None:
+                self._ran(func, args, kwargs or {}, out)
         return out
 
     def _see_result(self, out: Any, op: str) -> None:
@@ -144,12 +148,10 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for item in out:
                 self._see_result(item, op)
 
-    def _note_scratch(self, name: str, args: Any) -> None:
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-        kind, count = SCRATCH[name]
-        if device.type == kind and self.log is not None:
+    def _note_scratch(self, name: str, taken: tuple[torch.device, int] | None) -> None:
+        if self.log is not None and taken is not None and taken[1]:
             with self._updating():
-                self.log.scratch(str(device), name, count(args))
+                self.log.scratch(str(taken[0]), name, taken[1])
 
     def _see(self, tensor: torch.Tensor, label: str | None, op: str = "") -> None:
         for local in local_tensors(tensor):

@@ -21,6 +21,10 @@ GpusPerNode = Annotated[int, typer.Option(metavar="N", help="GPUs on each machin
 GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
 GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Of each GPU, if not the card's.")]  # noqa: UP045
 HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Of each machine.")]  # noqa: UP045
+MemoryCap = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
+]
 
 
 def plan(
@@ -31,24 +35,44 @@ def plan(
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
+    memory_cap: MemoryCap = None,
     json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     advice: Annotated[bool, typer.Option(help="When it does not fit, plan what would.")] = True,
+    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False,
+    margin: Annotated[float, typer.Option(min=0, max=0.9, help="--auto: share of the memory to leave free.")] = 0.05,
+    verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="--auto: for the chosen config.yaml, auto.json and the plot.")
+    ] = Path("auto"),
 ) -> None:
     """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
 
-    Exit code 0 if it fits, 4 if it does not.
+    With --auto, search engine and offload, activation checkpointing, precision and micro-batch for the setting that is
+    predicted to be fastest among those that fit; the samples of a step stay as they are, and so does every key that is
+    set on the command line. Exit code 0 if it fits, 4 if it does not.
     """
     import json
+    from dataclasses import replace
 
     from ..config_io import load_config
     from .advise import changes_that_fit
+    from .auto import plan_automatically
     from .client import Planner
+    from .gpus import parse_bytes
     from .show import show, show_changes
     from .target import choose_target
 
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config
-    target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory)
+    on_cpu = loaded.run.device == "cpu"
+    target = choose_target(
+        loaded, gpus, gpus_per_node, gpu, gpu_memory or (None if on_cpu else memory_cap), host_memory
+    )
+    if on_cpu and memory_cap is not None:
+        target = replace(target, cap=parse_bytes(memory_cap, "--memory-cap"))
+    if auto:
+        plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output)
+        return
     with Planner(target) as planner:
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
@@ -73,16 +97,13 @@ def ladder(
     gpus: Gpus = 1,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
-    memory_cap: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
-    ] = None,
+    memory_cap: MemoryCap = None,
     rung: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs, ladder.json and ladder.md.")] = Path("ladder"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs, the table, the plot.")] = Path("ladder"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
 ) -> None:
     """Put one technique after the other on CONFIG's model: what each needs, predicted and tried, and how fast it is.
@@ -90,7 +111,9 @@ def ladder(
     Every rung runs in fresh processes; running out of memory is a result.
     """
     from ..config_io import load_config
+    from ..errors import ConfigError
     from . import ladder as ladders
+    from .plot import save_ladder
     from .target import cap_setting, choose_target, target_here
 
     path, given = (None if config == "-" else config), list(overrides or [])
@@ -101,7 +124,7 @@ def ladder(
     rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus)
     first = load(rungs[0].settings)
     if dry_run:
-        target, try_it = choose_target(first, gpus, gpus, gpu, memory_cap or gpu_memory), None
+        target, try_it = choose_target(first, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap), None
     else:
         target = target_here(first, gpus, gpu, memory_cap)
         try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
@@ -110,7 +133,11 @@ def ladder(
         found.append(step)
         typer.echo(ladders.table([step]).splitlines()[-1], err=True)
     typer.echo(ladders.table(found))
-    typer.echo(f"written: {ladders.save(found, out)}", err=True)
+    typer.echo(f"written: {ladders.save(found, out, target.device_memory)}", err=True)
+    try:
+        typer.echo(f"written: {save_ladder(found, target.device_memory, out)}", err=True)
+    except ConfigError as error:
+        typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
 
 
 def max_model(
@@ -120,10 +147,7 @@ def max_model(
     gpus: Gpus = 1,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
-    memory_cap: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
-    ] = None,
+    memory_cap: MemoryCap = None,
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs of --confirm.")] = Path("max-model"),
 ) -> None:
@@ -153,10 +177,10 @@ def max_model(
         target = target_here(start, gpus, gpu, memory_cap)
         try_it = tried(path, given, gpus, out, 3, cap_setting(memory_cap))
     else:
-        target = choose_target(start, gpus, gpus, gpu, memory_cap or gpu_memory)
+        target = choose_target(start, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap)
     limit = (target.device_memory or 0) * gpus + (1 << 40)
     sizes = batch_sizes() if find == "batch" else model_sizes(start.model, limit / 2)
-    found = largest(load, sizes, target, try_it)
+    found = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
     what = "samples" if find == "batch" else "parameters"
     how = f"confirmed by {found.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
     typer.echo(f"largest   {found.largest.amount:,} {what}: {' '.join(found.largest.settings)}")

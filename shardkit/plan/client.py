@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from types import TracebackType
 from typing import IO, Any
 
@@ -27,9 +28,11 @@ class Planner:
         ShardkitError: (from `predict`) the config cannot work on the target, or its step cannot be traced.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, niceness: int = 0) -> None:
         self.target = target
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock, self._stopped = threading.Lock(), False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the planner
         self._ask: IO[str] | None = None
         self._hear: IO[str] | None = None
@@ -44,21 +47,38 @@ class Planner:
         self._end()
         self._log.close()
 
-    def predict(self, config: RunConfig, *, whole: bool = False) -> MemoryEstimate:
+    def predict(
+        self,
+        config: RunConfig,
+        *,
+        whole: bool = False,
+        timed: bool = False,
+        rough: bool = False,
+    ) -> MemoryEstimate:
         """One rank's memory, with the target's limits.
 
         Args:
             whole: trace every layer of a deep model.
+            timed: also predict how long a step takes.
+            rough: trace less, for a first look (`predict.predict`).
         """
         if self._process is None:
             self._start()
-        said = self._talk(json.dumps({"config": config.model_dump(mode="json"), "whole": whole}))
+        how = {"whole": whole, "timed": timed, "rough": rough}
+        said = self._talk(json.dumps({"config": config.model_dump(mode="json"), "how": how}))
         if "error" in said:
             name, cause, fix = said["error"]
             kind = getattr(errors, name, ShardkitError)
             raise kind(cause, fix)
         estimate = MemoryEstimate.from_json(said["estimate"])
         return estimate.limited(self.target.device_memory, self.target.host_memory)
+
+    def stop(self) -> None:
+        """End its process from another thread, at once and for good: a `predict` under way raises a ShardkitError."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
 
     def _start(self) -> None:
         for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):
@@ -72,14 +92,19 @@ class Planner:
     def _spawn(self, fakes: str) -> None:
         ask_read, ask_write = os.pipe()
         hear_read, hear_write = os.pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shardkit.plan.worker", str(ask_read), str(hear_write), fakes],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=(ask_read, hear_write),
-            env=_environment(),
-        )
+        with self._lock:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "shardkit.plan.worker", str(ask_read), str(hear_write), fakes],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(ask_read, hear_write),
+                env=_environment(),
+            )
+            if self._niceness:
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
+            if self._stopped:
+                self._process.kill()
         os.close(ask_read)
         os.close(hear_write)
         self._ask = os.fdopen(ask_write, "w", encoding="utf-8")
@@ -115,10 +140,12 @@ class Planner:
                     pipe.close()
                 except BrokenPipeError:
                     pass  # what it did not read is of no use any more
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-        self._process = self._ask = self._hear = None
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            process.wait()
+        self._ask = self._hear = None
 
 
 def _environment() -> dict[str, str]:

@@ -13,36 +13,46 @@ from ..strategies.zero_config import STAGES
 
 DEEP = 9
 """Models of at least as many layers are traced at two smaller depths."""
-_KEPT = 2  # layers at each end that edges tell apart; what happens between them is no more than at their ends
+KEPT, KEPT_ROUGHLY = 2, 1
+"""Layers at each end that edges tell apart; what happens between them is no more than at their ends."""
 Edge = tuple[str, str]
 Edges = Mapping[Edge, Peak]
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How to trace a model of `layers` equal layers at fewer."""
+    """How to trace a model of `layers` equal layers at fewer; edges tell `kept` of them apart at each end."""
 
     layers: int
     traced: tuple[int, int]
     at: Callable[[int], RunConfig]
+    kept: int
+
+    @property
+    def position(self) -> float:
+        """Where the whole depth is on a line that has the traced ones at 0 and 1."""
+        first, second = self.traced
+        return (self.layers - first) / (second - first)
 
 
-def find_depth(config: RunConfig) -> Depth | None:
+def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     """Where the number of layers stands in the config, and which two depths to trace; `None` = trace the whole model.
 
     Whole are traced: models that are not deep, tasks of the user's own, layers that differ, √n segments (their length
-    depends on the depth), and ZeRO, whose buckets span layers.
+    depends on the depth), and ZeRO, whose buckets span layers, unless a rough answer will do.
     """
-    if config.task.factory is not None or config.parallel.strategy in STAGES or config.activation.policy == "sqrt":
+    spans_layers = config.parallel.strategy in STAGES and not rough
+    if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
         return None
     found = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
     if found is None or found[0] < DEEP:
         return None
     layers, at = found
     every = config.activation.every_k if config.activation.policy == "every_k" else 1
-    first = 2 * _KEPT + (layers - 2 * _KEPT) % every
+    kept = KEPT_ROUGHLY if rough else KEPT
+    first = 2 * kept + (layers - 2 * kept) % every
     second = first + every
-    return Depth(layers, (first, second), at) if second < layers else None
+    return Depth(layers, (first, second), at, kept) if second < layers else None
 
 
 def _with_model(config: RunConfig, **changes: object) -> RunConfig:
@@ -66,11 +76,11 @@ def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] |
     return layers, lambda n: _with_model(config, hf={**config.model.hf, key: n})
 
 
-def edges(log: EventLog, device: str, rounding: int, layers: int | None = None) -> dict[Edge, Peak]:
+def edges(log: EventLog, device: str, rounding: int, layers: int | None = None, kept: int = KEPT) -> dict[Edge, Peak]:
     """Peaks by (phase, module); with `layers` given, layers are counted from the nearer end, those between left out."""
     found: dict[Edge, Peak] = {}
     for (phase, module), peak in log.peaks(device, rounding).items():
-        name = module if layers is None else _from_the_ends(module, layers)
+        name = module if layers is None else _from_the_ends(module, layers, kept)
         if name is None:
             continue
         known = found.get((phase, name))
@@ -79,14 +89,14 @@ def edges(log: EventLog, device: str, rounding: int, layers: int | None = None) 
     return found
 
 
-def _from_the_ends(module: str, layers: int) -> str | None:
+def _from_the_ends(module: str, layers: int, kept: int) -> str | None:
     match = re.search(r"(?<![^.])\d+(?![^.])", module)
     if match is None:
         return module
     index = int(match[0])
-    if _KEPT <= index < layers - _KEPT:
+    if kept <= index < layers - kept:
         return None
-    from_end = str(index) if index < _KEPT else f"-{layers - index}"
+    from_end = str(index) if index < kept else f"-{layers - index}"
     return module[: match.start()] + from_end + module[match.end() :]
 
 
@@ -108,5 +118,4 @@ def extended(depth: Depth, first: Edges, second: Edges) -> dict[Edge, Peak]:
 
 def line(depth: Depth, values: Sequence[int]) -> int:
     """The value at the whole depth of the line through the values at the two traced ones."""
-    first, second = depth.traced
-    return round(values[0] + (values[1] - values[0]) * (depth.layers - first) / (second - first))
+    return round(values[0] + (values[1] - values[0]) * depth.position)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..memory.rows import Category, PhaseName
+from .cost import StepTime
+from .past import digest
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
 
 SCHEMA = 1
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -60,8 +65,10 @@ class MemoryEstimate:
         extrapolated_from: numbers of layers that were traced instead of all; empty = all.
         resident: bytes on the device between two steps.
         overhead: bytes on the GPU outside torch's allocator: context and communicators.
+        overhead_from: where `overhead` is known from: typical, or measured on this machine.
         device_memory, host_memory: bytes that there are; `None` = not asked.
         uncertainty: relative error to reckon with, 0 to 1.
+        time: how long a step takes; `None` = not asked.
     """
 
     device: str
@@ -76,11 +83,13 @@ class MemoryEstimate:
     host_peak: int
     categories: Mapping[Category, CategoryEstimate]
     overhead: int = 0
+    overhead_from: str = "typical"
     device_memory: int | None = None
     host_memory: int | None = None
     uncertainty: float = 0.03
     extrapolated_from: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    time: StepTime | None = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -109,11 +118,16 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
-    def save(self, run_dir: Path) -> None:
-        """Write `plan.json`, which the report shows beside what was measured."""
+    def save(self, run_dir: Path, config: RunConfig, others: Sequence[MemoryEstimate] = ()) -> None:
+        """Write `plan.json`, which the report shows beside what was measured.
+
+        Args:
+            config: what was planned; a run of another one does not take the plan for its own.
+            others: what was planned of ranks whose shards differ.
+        """
         obj = {
-            "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty,
-            "device_memory": self.device_memory, "ranks": [asdict(self)],
+            "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),
+            "device_memory": self.device_memory, "ranks": [asdict(one) for one in (self, *others)],
         }  # fmt: skip
         draft = run_dir / "plan.json.tmp"
         draft.write_text(json.dumps(obj, indent=1) + "\n")
@@ -131,6 +145,7 @@ class MemoryEstimate:
                 "categories": {name: CategoryEstimate(**one) for name, one in obj["categories"].items()},
                 "extrapolated_from": tuple(obj["extrapolated_from"]),
                 "notes": tuple(obj["notes"]),
+                "time": StepTime.from_json(obj["time"]) if obj.get("time") else None,
             }
         )
 

@@ -1,12 +1,12 @@
 """GPUs that a job may be planned for: what the planner must know of a card that is not here.
 
 Figures of the makers' data sheets; usable memory is what the driver reports as total. What lies outside torch's
-allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` measures it.
+allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` or a run measures it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 
 from .. import sizes
@@ -26,8 +26,10 @@ class Gpu:
         hbm_gb_s: memory bandwidth, GB/s.
         link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe where there is none).
         pcie_gb_s: GB/s to host memory in one direction.
+        network_gb_s: GB/s to other machines, as clusters of such cards usually have.
         context: bytes of a CUDA context with torch's and cuBLAS's kernels.
         per_communicator: bytes that NCCL takes for each process group that is used.
+        overhead_from: where `context` and `per_communicator` are known from.
     """
 
     name: str
@@ -37,35 +39,39 @@ class Gpu:
     hbm_gb_s: float
     link_gb_s: float
     pcie_gb_s: float
+    network_gb_s: float
+    _: KW_ONLY
     context: int = 520 * 2**20
     per_communicator: int = 400 * 2**20
+    overhead_from: str = "typical"
 
 
 def _gpu(
-    name: str, device_name: str, gib: float, capability: tuple[int, int], hbm: float, link: float, pcie: float
-) -> Gpu:
-    return Gpu(name, device_name, int(gib * GIB), capability, hbm, link, pcie)
+    name: str, device_name: str, gib: float, capability: tuple[int, int],
+    hbm: float, link: float, pcie: float, network: float,
+) -> Gpu:  # fmt: skip
+    return Gpu(name, device_name, int(gib * GIB), capability, hbm, link, pcie, network)
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 8000, 900, 63),
-        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 4800, 450, 63),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 3350, 450, 63),
-        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 2000, 63, 63),
-        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 4000, 450, 450),
-        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 2039, 300, 31),
-        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 1555, 300, 31),
-        _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 696, 31, 31),
-        _gpu("a10g", "NVIDIA A10G", 22.1, (8, 6), 600, 31, 31),
-        _gpu("l40s", "NVIDIA L40S", 44.4, (8, 9), 864, 31, 31),
-        _gpu("l4", "NVIDIA L4", 22.0, (8, 9), 300, 16, 16),
-        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 31, 31),
-        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 936, 31, 31),
-        _gpu("a6000", "NVIDIA RTX A6000", 47.4, (8, 6), 768, 31, 31),
-        _gpu("v100", "Tesla V100-SXM2-32GB", 31.7, (7, 0), 900, 150, 15),
-        _gpu("t4", "Tesla T4", 14.6, (7, 5), 320, 15, 15),
+        _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 8000, 900, 63, 50),
+        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 4800, 450, 63, 50),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 3350, 450, 63, 50),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 2000, 63, 63, 25),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 4000, 450, 450, 50),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 2039, 300, 31, 25),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 1555, 300, 31, 25),
+        _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 696, 31, 31, 12.5),
+        _gpu("a10g", "NVIDIA A10G", 22.1, (8, 6), 600, 31, 31, 3),
+        _gpu("l40s", "NVIDIA L40S", 44.4, (8, 9), 864, 31, 31, 12.5),
+        _gpu("l4", "NVIDIA L4", 22.0, (8, 9), 300, 16, 16, 3),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 31, 31, 1.2),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 936, 31, 31, 1.2),
+        _gpu("a6000", "NVIDIA RTX A6000", 47.4, (8, 6), 768, 31, 31, 3),
+        _gpu("v100", "Tesla V100-SXM2-32GB", 31.7, (7, 0), 900, 150, 15, 3),
+        _gpu("t4", "Tesla T4", 14.6, (7, 5), 320, 15, 15, 3),
     )
 }
 DEFAULT = "h100"

@@ -118,30 +118,41 @@ def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path
     )
 
 
+HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
+
+
+def cells(step: Step) -> list[str]:
+    """A row of the table; `HEAD` says what is in it."""
+    trial = step.trial
+    measured, reserved, speed, loss, outcome = "–", "–", "–", "–", step.verdict or step.refused
+    if trial is not None:
+        outcome = "fits" if trial.outcome == "ok" else trial.outcome
+        if trial.outcome == "failed":
+            outcome += f": {trial.message}"
+        measured = "–" if trial.peak is None else gib(trial.peak)
+        reserved = "–" if trial.reserved is None else gib(trial.reserved)
+        speed = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+        if trial.losses:
+            loss = f"{trial.losses[-1]:.4f}" + ("" if step.same_loss else " (differs)")
+    predicted = "–" if step.predicted is None else gib(step.predicted)
+    return [step.rung.name, predicted, measured, reserved, speed, loss, outcome]
+
+
 def table(steps: Sequence[Step]) -> str:
     """The ladder as a Markdown table."""
-    rows = ["| rung | predicted | measured | reserved | tokens/s | loss | |", "|---|---|---|---|---|---|---|"]
-    for step in steps:
-        trial = step.trial
-        measured, reserved, speed, loss, outcome = "–", "–", "–", "–", step.verdict or step.refused
-        if trial is not None:
-            outcome = "fits" if trial.outcome == "ok" else trial.outcome
-            if trial.outcome == "failed":
-                outcome += f": {trial.message}"
-            measured = "–" if trial.peak is None else gib(trial.peak)
-            reserved = "–" if trial.reserved is None else gib(trial.reserved)
-            speed = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
-            if trial.losses:
-                loss = f"{trial.losses[-1]:.4f}" + ("" if step.same_loss else " (differs)")
-        predicted = "–" if step.predicted is None else gib(step.predicted)
-        rows.append(f"| {step.rung.name} | {predicted} | {measured} | {reserved} | {speed} | {loss} | {outcome} |")
-    return "\n".join(rows)
+    rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
-def save(steps: Sequence[Step], folder: Path) -> Path:
-    """Write `ladder.json` and `ladder.md`; the latter's path."""
+def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
+    """Write `ladder.json` and `ladder.md`; the latter's path.
+
+    Args:
+        limit: bytes that a rank may use; `None` = no limit was given.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ladder.json").write_text(json.dumps({"schema": 1, "rungs": [asdict(step) for step in steps]}, indent=1))
+    found = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
+    (folder / "ladder.json").write_text(json.dumps(found, indent=1))
     path = folder / "ladder.md"
     path.write_text(table(steps) + "\n")
     return path

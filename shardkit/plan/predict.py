@@ -20,11 +20,17 @@ from ..strategies.zero_config import STAGES
 from ..tasks.load import load_task
 from . import shim
 from .allocator import ROUND, Arena, replay, whole_pages
+from .cost import Segment, StepTime, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
+from .speeds import Speeds, speeds_of
 from .target import Target
 from .trace import on_fake, run_steps, sample_batch
+from .work import WorkCounter
 from .world import FakeWeights, fake_world
+
+MICRO_BATCHES = 3
+"""Micro-batches that are traced of a step: a first one, one like all in the middle, and the last."""
 
 
 def prepare(target: Target, fakes: str = "cuda") -> Method:
@@ -43,12 +49,17 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     return "cuda"
 
 
-def predict(config: RunConfig, target: Target, method: Method, whole: bool = False) -> MemoryEstimate:
+def predict(
+    config: RunConfig, target: Target, method: Method, whole: bool = False, timed: bool = False, rough: bool = False
+) -> MemoryEstimate:
     """One rank's memory for a config.
 
     Args:
         method: what `prepare` returned, or "cpu" for a GPU job whose shim does not hold: less accurate.
         whole: trace every layer of a deep model.
+        timed: also predict how long a step takes.
+        rough: trace less: two micro-batches of a step, and ZeRO's deep models at two depths, whose buckets then come
+            out inexact.
 
     Raises:
         ConfigError: the config cannot work on that world, or its task cannot be made.
@@ -60,13 +71,23 @@ def predict(config: RunConfig, target: Target, method: Method, whole: bool = Fal
         world_size=target.world_size,
         local_world_size=min(target.ranks_per_node, target.world_size),
     )
-    resolve_batch(config, target.world_size)
-    config, notes = _traceable(config)
-    depth = None if whole else find_depth(config)
+    micro_batches = resolve_batch(config, target.world_size)
+    config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES))
+    speeds = speeds_of(target) if timed else None
+    depth = None if whole else find_depth(config, rough)
     if depth is None:
-        return _estimate(_traced(config, target, method, None), target, method, notes=notes)
-    first, second = (_traced(depth.at(layers), target, method, layers) for layers in depth.traced)
-    return _estimate(_whole(depth, first, second), target, method, depth.traced, notes)
+        traced: tuple[int, ...] = ()
+        trace = _traced(config, target, method, speeds)
+    else:
+        first, second = (
+            _traced(depth.at(layers), target, method, speeds, (layers, depth.kept)) for layers in depth.traced
+        )
+        trace, traced = _whole(depth, first, second), depth.traced
+    time = None
+    if speeds is not None:
+        targets = trace.targets * micro_batches * target.world_size
+        time = step_time(trace.segments, micro_batches, targets, speeds.overlap, speeds.measured)
+    return _estimate(trace, target, method, traced, notes, time)
 
 
 def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
@@ -90,13 +111,17 @@ def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
         round(peak * releasing),
         reserved,
         arenas,
+        [one.along(other, depth.position) for one, other in zip(first.segments, second.segments, strict=True)],
+        second.targets,
     )
 
 
-def _traceable(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+def _traceable(config: RunConfig, micro_batches: int) -> tuple[RunConfig, tuple[str, ...]]:
     """The config without what fake tensors cannot go through, and what that means for the answer."""
     changes: dict[str, Any] = {}
     notes = []
+    few = {"grad_accum_steps": micro_batches, "global_batch_size": None}
+    changes["train"] = config.train.model_copy(update=few)
     if config.compile.enabled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False})
         notes.append("compile is planned as eager: fused kernels keep less")
@@ -118,48 +143,77 @@ class _Trace:
     required: int
     reserved_by_phase: dict[str, int]
     arenas: dict[Arena, int]
+    segments: list[Segment]
+    targets: float
 
     @property
     def peak(self) -> int:
         return max(peak.n_bytes for peak in self.device.values())
 
 
-def _traced(config: RunConfig, target: Target, method: Method, layers: int | None) -> _Trace:
+def _traced(
+    config: RunConfig, target: Target, method: Method, speeds: Speeds | None, ends: tuple[int, int] | None = None
+) -> _Trace:
+    """A trace come down to figures.
+
+    Args:
+        ends: of a model that stands for a deeper one: its layers, and how many at each end are told apart.
+    """
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
-    log, counts = trace(config, target, device)
+    log, counts, segments, targets = trace(config, target, device, speeds=speeds)
     on_gpu = target.gpu is not None
-    on_device = edges(log, str(device), ROUND if on_gpu else 1, layers)
-    on_host = edges(log, "cpu", 1, layers) if method == "cuda" else {}
+    on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
+    on_host = edges(log, "cpu", 1, *ends or ()) if method == "cuda" else {}
     if not on_gpu:
         exact = max(peak.n_bytes for peak in on_device.values())
         return _Trace(
-            **counts, device=on_device, host=on_host, reserved=exact, required=exact, reserved_by_phase={}, arenas={}
-        )
+            **counts, device=on_device, host=on_host, reserved=exact, required=exact, reserved_by_phase={}, arenas={},
+            segments=segments, targets=targets,
+        )  # fmt: skip
     real = replay(log, str(device), target.expandable)
     # Steps of 20 MiB would hide what a layer adds.
-    smooth = replay(log, str(device), expandable=True, page=ROUND) if layers is not None else real
+    smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
         **counts, device=on_device, host=on_host, reserved=smooth.reserved, required=real.required,
-        reserved_by_phase=smooth.reserved_by_phase, arenas=smooth.arenas,
+        reserved_by_phase=smooth.reserved_by_phase, arenas=smooth.arenas, segments=segments,
+        targets=targets,
     )  # fmt: skip
 
 
-def trace(config: RunConfig, target: Target, device: torch.device, steps: int = 2) -> tuple[EventLog, dict[str, int]]:
-    """Every allocation of the wrap and of some steps on fake tensors, and what `run_steps` returns."""
+def trace(
+    config: RunConfig, target: Target, device: torch.device, steps: int = 2, speeds: Speeds | None = None
+) -> tuple[EventLog, dict[str, int], list[Segment], float]:
+    """The wrap and some steps on fake tensors.
+
+    Args:
+        speeds: of the target's hardware; without them no work is counted.
+
+    Returns:
+        every allocation; what `run_steps` counts; the last step's work; targets of a micro-batch.
+    """
     log = EventLog(stream=shim.current_stream)
+    work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
     task = load_task(config)
     batch = sample_batch(task, config)
     zero = config.parallel.strategy in STAGES
+    n_targets = float(task.n_targets(batch))
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
-    with fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world:
-        n_targets = float(task.n_targets(batch))
-        with Tracing(TensorTracker(log)) as tracing:
-            counts = run_steps(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
-    return log, counts
+    tracker = TensorTracker(log, work.ran if work else None)
+    with (
+        fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world,
+        Tracing(tracker) as tracing,
+    ):
+        counts = run_steps(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+    return log, counts, work.segments if work else [], n_targets
 
 
 def _estimate(
-    trace: _Trace, target: Target, method: Method, extrapolated_from: tuple[int, ...] = (), notes: tuple[str, ...] = ()
+    trace: _Trace,
+    target: Target,
+    method: Method,
+    extrapolated_from: tuple[int, ...],
+    notes: tuple[str, ...],
+    time: StepTime | None,
 ) -> MemoryEstimate:
     peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
     host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)
@@ -191,7 +245,9 @@ def _estimate(
             if peak.categories.get(category) or host_categories.get(category)
         },
         overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
+        overhead_from="" if gpu is None else gpu.overhead_from,
         uncertainty=0.03 if gpu is None or method == "cuda" else 0.15,
         extrapolated_from=extrapolated_from,
         notes=notes,
+        time=time,
     )  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .. import calibration
 from ..memory.units import gib
+from . import past
 from .advise import Change
 from .estimate import MemoryEstimate
 from .target import Target
@@ -24,6 +26,8 @@ def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
         *_categories(estimate),
     ]
     lines += [f"note: {note}" for note in estimate.notes]
+    experience = past.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
+    lines += [experience] if experience else []
     return "\n".join(lines)
 
 
@@ -34,7 +38,7 @@ def _peak(estimate: MemoryEstimate) -> Iterable[str]:
     if estimate.device == "cpu":
         return
     yield f"reserved   {gib(peak.reserved)} by torch's allocator, of which it needs {gib(peak.required)}"
-    yield f"outside    {gib(estimate.overhead)} for the CUDA context and communicators"
+    yield f"outside    {gib(estimate.overhead)} for the CUDA context and communicators ({estimate.overhead_from})"
     if estimate.host_peak:
         yield f"host       {gib(estimate.host_peak)} of tensors, beside the process itself"
     if estimate.verdict is None:
@@ -51,14 +55,14 @@ def _phases(estimate: MemoryEstimate) -> Iterable[str]:
     rows = [("phase", "allocated", "reserved", "host")]
     for name, phase in estimate.phases.items():
         rows.append((name, gib(phase.allocated), gib(phase.reserved), gib(phase.host)))
-    return _table(rows)
+    return columns(rows)
 
 
 def _categories(estimate: MemoryEstimate) -> Iterable[str]:
     rows = [("at the peak", "device", "host")]
     for name, category in estimate.categories.items():
         rows.append((name, gib(category.device), gib(category.host)))
-    return _table(rows)
+    return columns(rows)
 
 
 def show_changes(changes: Sequence[Change]) -> str:
@@ -69,10 +73,11 @@ def show_changes(changes: Sequence[Change]) -> str:
     for change in changes:
         needs = change.estimate.needed
         rows.append((change.settings, gib(needs), gib(change.saving), change.estimate.verdict or "", change.cost))
-    return "\n".join(["changes, each planned:", *_table(rows, left=(0, 3, 4))])
+    return "\n".join(["changes, each planned:", *columns(rows, left=(0, 3, 4))])
 
 
-def _table(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list[str]:
+def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list[str]:
+    """Rows of text under each other; columns are flush right but for those in `left`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

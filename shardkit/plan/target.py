@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .. import calibration
 from ..config import RunConfig
 from ..errors import ConfigError
+from . import past
 from .gpus import DEFAULT, GPUS, Gpu, find_gpu, parse_bytes
 
 
@@ -52,6 +54,7 @@ def choose_target(
     gpu: str | None = None,
     gpu_memory: str | None = None,
     host_memory: str | None = None,
+    memory_cap: str | None = None,
 ) -> Target:
     """The target that options name.
 
@@ -59,6 +62,7 @@ def choose_target(
         gpu: a card of the table; default: the smallest with `gpu_memory`, else h100. Nothing and run.device=cpu: CPUs.
         gpu_memory: of each card; wins over the table's.
         host_memory: of each machine.
+        memory_cap: of each rank, for a card made smaller or for what tensors may take on CPUs; wins over the others.
 
     Raises:
         ConfigError: an unknown card, an amount of memory that is none, or a number of GPUs below 1.
@@ -73,14 +77,35 @@ def choose_target(
         )
     per_node = min(gpus, gpus_per_node)
     on_host = None if host_memory is None else parse_bytes(host_memory, "--host-memory") // per_node
-    card = _card(gpu, gpu_memory)
-    if card is None and config.run.device != "cpu":
-        card = GPUS[DEFAULT]
-    return Target(gpus, card, per_node, host_memory=on_host)
+    cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
+    card = _card(gpu, None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"))
+    if card is None and config.run.device == "cpu":
+        return Target(gpus, None, per_node, host_memory=on_host, cap=cap)
+    if card is None:
+        card = GPUS[DEFAULT] if cap is None else _card(None, cap)
+    elif cap is not None:
+        card = replace(card, memory=cap)
+    return Target(gpus, card and known_here(card, gpus), per_node, host_memory=on_host)
 
 
-def _card(gpu: str | None, gpu_memory: str | None) -> Gpu | None:
-    memory = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+def known_here(gpu: Gpu, world_size: int) -> Gpu:
+    """The card with what this machine knows of its overheads: from runs of as many ranks (one or several), which hold
+    all that a job holds; else from a calibration; else what is typical."""
+    found = calibration.find(gpu.device_name, world_size) or {}
+    measured = {"context": found.get("context_bytes"), "per_communicator": found.get("communicator_bytes")}
+    known: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
+    if known:
+        gpu = replace(gpu, **known, overhead_from="measured here by shardkit doctor")
+    runs = past.outside(gpu.device_name, world_size)
+    if runs is None:
+        return gpu
+    outside, n = runs
+    context = min(gpu.context, outside) if world_size > 1 else outside
+    source = f"measured here in {n} run{'s' if n > 1 else ''}"
+    return replace(gpu, context=context, per_communicator=outside - context, overhead_from=source)
+
+
+def _card(gpu: str | None, memory: int | None) -> Gpu | None:
     if gpu is not None:
         card = find_gpu(gpu)
     elif memory is not None:
@@ -96,9 +121,16 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
     from ..launch.gpus import visible_gpus
 
     if config.run.device != "cpu" and visible_gpus():
-        return choose_target(config, ranks, ranks, gpu, memory_cap)
+        return choose_target(config, ranks, ranks, gpu or _name_here(), memory_cap=memory_cap)
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     return Target(ranks, None, ranks, cap=cap)
+
+
+def _name_here() -> str | None:
+    """This machine's card by its short name; `None` if the table does not have it."""
+    from ..launch.gpus import model_names
+
+    return next((gpu.name for gpu in GPUS.values() if gpu.device_name in model_names()), None)
 
 
 def cap_setting(memory_cap: str | None) -> str | None:

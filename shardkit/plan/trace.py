@@ -13,6 +13,7 @@ from ..blocks import find_blocks
 from ..config import RunConfig
 from ..config_io import resolve_batch
 from ..dist import World
+from ..errors import ConfigError
 from ..memory.rows import PhaseName
 from ..memory.state import HasState
 from ..optim import make_optimizer
@@ -75,12 +76,20 @@ def run_steps(
 
 
 def sample_batch(task: Task, config: RunConfig) -> Batch:
-    """A micro-batch on the CPU: what the task says planning may use, or the first samples of its training data."""
+    """A micro-batch on the CPU: what the task says planning may use, or the first samples of its training data.
+
+    Raises:
+        ConfigError: the task has neither.
+    """
     make = getattr(task, "plan_batch", None)
     if make is not None:
         return make(config.train.micro_batch_size)
     data = task.dataset("train")
-    assert data is not None
+    if not data:
+        raise ConfigError(
+            f"task {config.task.factory or config.task.name} has no training data to plan with",
+            "return samples from dataset('train'), or give the task plan_batch(n)",
+        )
     samples = [data[index % len(data)] for index in range(config.train.micro_batch_size)]
     return getattr(task, "collate", default_collate)(samples)
 

@@ -49,7 +49,8 @@ def run_trial(
     settings = [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
         "train.eval_batches=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
-        "memory.interval=1", f"memory.trace_step={TRACED}", *([f"memory.cap={cap}"] if cap else []),
+        "memory.interval=1", "memory.plan=false", f"memory.trace_step={TRACED}",
+        *([f"memory.cap={cap}"] if cap else []),
     ]  # fmt: skip
     if ranks == 1:
         command = [sys.executable, "-m", "shardkit.train", *(["--config", config] if config else []), *settings]

@@ -31,7 +31,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             config = RunConfig.model_validate(asked["config"])
             try:
                 with explained():
-                    answer({"estimate": predict(config, target, method, asked["whole"]).to_json()})
+                    answer({"estimate": predict(config, target, method, **asked["how"]).to_json()})
             except ShardkitError as error:
                 answer({"error": [type(error).__name__, error.cause, error.fix]})
 

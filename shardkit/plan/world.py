@@ -113,28 +113,34 @@ def _deepspeed_alone() -> Iterator[None]:
         patch(f"{coordinator}.assert_ints_same_as_other_ranks", lambda ints: None),
         patch("shardkit.strategies.zero.build_cpu_adam", lambda world: None),
         patch("deepspeed.ops.adam.DeepSpeedCPUAdam", _CPUAdam),
+        patch("deepspeed.runtime.zero.stage3.DeepSpeedCPUAdam", _CPUAdam),  # offload_ratio asks for exactly this type
     ):
         yield
 
 
 class _CPUAdam(torch.optim.Optimizer):
-    """DeepSpeedCPUAdam's states, made in the first step as it makes them; its kernel works in place."""
+    """DeepSpeedCPUAdam's states, made in the first step as it makes them; another kernel that works in place."""
 
     def __init__(self, groups: Any, adamw_mode: bool, fp32_optimizer_states: bool, **settings: Any) -> None:
-        super().__init__(groups, settings)
+        super().__init__(groups, {**settings, "amsgrad": False})
         self._in_fp32 = fp32_optimizer_states
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None and not self.state[param]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
                     dtype = torch.float32 if self._in_fp32 else param.dtype
-                    self.state[param] = {
-                        "step": 1,
-                        "exp_avg": torch.zeros_like(param, dtype=dtype),
-                        "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
-                    }
+                    state["step"] = 1
+                    state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+                torch._fused_adamw_(
+                    [param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [], lr=0.0, beta1=0.0,
+                    beta2=0.0, weight_decay=0.0, eps=1.0, amsgrad=False, maximize=False,
+                )  # fmt: skip
 
 
 class _Chunks:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..memory.summary import pressure
+from ..webpage import Cell, Page, esc, quantity, table, words
 from . import figures, measure
-from .markup import Cell, Page, esc, figure_cell, table, words
 from .page import facts
 from .read import Run, mapping
 
@@ -39,7 +39,7 @@ def _key_figures(a: Run, b: Run) -> str:
     for label in dict.fromkeys([*before, *after]):
         pair = [side.get(label) for side in (before, after)]
         if any(found is not None and found.value is not None for found in pair):
-            cells = [Cell("–") if found is None else figure_cell(found) for found in pair]
+            cells = [Cell("–") if found is None else quantity(found.value, found.unit) for found in pair]
             values = [None if found is None else found.value for found in pair]
             lines.append([words(label), *cells, _ratio(values[0], values[1])])
     return table(["", ">A", ">B", ">B / A"], lines)

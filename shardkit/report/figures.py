@@ -5,12 +5,11 @@ Names from a run only ever become names and labels, escaped, never templates.
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..memory.rows import PHASES, RankRow
+from ..webpage import LINES, Figure, label, unit_of
 from . import measure
 from .measure import REST, Parts, StepTime
 from .read import Run
@@ -27,33 +26,12 @@ COLOURS = {
     "staging": "#88d27a",
     REST: "#bab0ac",
 }
-LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
 PHASE_COLOURS = dict(zip(PHASES, ("#d8d8d8", "#bdbdbd", "#9ecae9", "#fdbe85", "#a1d99b"), strict=True))
 POINTS = 1000
 """A line keeps at most about this many points; extremes stay."""
 
 Named = Mapping[str, Run]
 """Runs by the label that they have in a plot; a single one has the label ""."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Plotly's traces and layout; `empty` says what is missing where there is nothing to draw."""
-
-    data: list[dict[str, Any]]
-    layout: dict[str, Any] = field(default_factory=dict)
-    empty: str = ""
-
-
-def label(text: object) -> str:
-    """A run's text as Plotly shows it: it reads a few HTML tags and entities in labels."""
-    return html.escape(str(text), quote=False)
-
-
-def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
-    """(unit, bytes in it) in which the largest value reads well; powers of two, so that nothing is rounded."""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
-    return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple[list[float], list[float]]:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.summary import BEST, WHOLE, WORST, Straggler, pressure, summary
+from ..webpage import Unit
 from .read import Gather, Run, number
 
-Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "step")
 REST = "unattributed"
 LABELS = {

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
-from . import figures, measure, postmortem, traced
-from .markup import Cell, Page, esc, figure_cell, n_bytes, percent, quantity, table, words
+from ..webpage import Cell, Page, esc, n_bytes, percent, quantity, table, words
+from . import figures, measure, planned, postmortem, traced
 from .read import Run, mapping, sequence
 
 
@@ -69,7 +69,7 @@ def _count(things: Sized, name: str) -> str:
 def _summary(run: Run) -> list[str]:
     told = table(["", ""], [[words(name), words(value)] for name, value in facts(run)])
     known = [found for found in measure.key_figures(run) if found.value is not None]
-    figured = table(["", ">", ""], [[words(f.label), figure_cell(f), words(f.remark)] for f in known])
+    figured = table(["", ">", ""], [[words(f.label), quantity(f.value, f.unit), words(f.remark)] for f in known])
     parts = [f'<div class="columns">{told}{figured}</div>']
     for slow, times in islice(measure.stragglers(run), 8):
         often = "bad" if 4 * times >= len(run.gathers) else "faint"
@@ -188,7 +188,9 @@ def _traced(run: Run, page: Page) -> list[str]:
 
 
 def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[str]:
-    found = traced.compared(plan, run.gathers, run.traces)
+    alone = {row.identity.rank for row in measure.shown(run.last_rows)}
+    found = planned.compared(plan, run.gathers, run.traces)
+    found = [c for c in found if c.rank in alone or not alone]
     lines = [
         [Cell(str(c.rank), c.rank), words(c.what), n_bytes(c.predicted), n_bytes(c.measured), percent(c.error)]
         for c in found
@@ -201,7 +203,7 @@ def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[str]:
         told.append(f"a device has {n_bytes(capacity).text}")
     return [
         f"<p>{'; '.join(told)}.</p>",
-        page.figure("plan", traced.predicted(found)),
+        page.figure("plan", planned.predicted(found)),
         table(["rank", "", ">predicted", ">measured", ">off by"], lines),
     ]
 

@@ -1,5 +1,4 @@
-"""The traced step and the plan: their plots, and the rows of their tables. Both files are other programs': any field
-may be missing."""
+"""The traced step: its plots, and the rows of its tables. The file is another program's: any field may be missing."""
 
 from __future__ import annotations
 
@@ -7,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..memory.rows import RankRow
-from .figures import COLOURS, LINES, PHASE_COLOURS, Figure, label, unit_of
-from .measure import REST, phase_peaks
-from .read import Gather, mapping, number, sequence
+from ..webpage import LINES, Figure, label, unit_of
+from .figures import COLOURS, PHASE_COLOURS
+from .read import mapping, number, sequence
 
 BANDS = 400
 """At most so many module bands are drawn, the longest."""
@@ -128,89 +126,3 @@ def _drawn(found: Sequence[Band]) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return drawn
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A predicted figure beside what was measured, in bytes; either may be missing."""
-
-    rank: int
-    what: str
-    predicted: float | None
-    measured: float | None
-
-    @property
-    def error(self) -> float | None:
-        """(predicted − measured) / measured."""
-        if self.predicted is None or not self.measured:
-            return None
-        return (self.predicted - self.measured) / self.measured
-
-
-def compared(
-    plan: Mapping[str, Any], gathers: Sequence[Gather], traces: Mapping[int, Mapping[str, Any]]
-) -> list[Compared]:
-    """Every figure that the plan predicts and the run could measure: peaks, phases on a GPU, categories of state.
-
-    A plan names several ranks in `ranks`, or is itself about one.
-    """
-    rows = {row.identity.rank: row for row in gathers[-1].rows} if gathers else {}
-    found: list[Compared] = []
-    for entry in map(mapping, sequence(plan.get("ranks")) or [plan]):
-        rank = number(entry.get("rank"))
-        if rank is None:
-            continue
-        row, trace = rows.get(int(rank)), mapping(traces.get(int(rank)))
-        found += _peaks(int(rank), entry, row, trace)
-        found += _phases(int(rank), entry, row, gathers)
-        found += _categories(int(rank), entry, row, trace)
-    return [c for c in found if c.predicted is not None]
-
-
-def _peaks(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:
-    peak, device = mapping(entry.get("peak")), row.device_mem if row else None
-    allocated = number(peak_of(trace).get("bytes")) if device is None else float(device.peak_allocated)
-    on_host = sum(held.host for held in row.state.values()) if row and row.state else None
-    return [
-        Compared(rank, "peak allocated", number(peak.get("allocated")), allocated),
-        Compared(rank, "peak reserved", number(peak.get("reserved")), None if device is None else device.peak_reserved),
-        Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host),
-    ]
-
-
-def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: Sequence[Gather]) -> list[Compared]:
-    if row is None or row.device_mem is None:  # the CPU's allocator has no peaks to compare with
-        return []
-    measured = phase_peaks(gathers, rank)
-    return [
-        Compared(rank, f"allocated in {phase}", number(mapping(figures).get("allocated")), measured.get(phase))
-        for phase, figures in mapping(entry.get("phases")).items()
-    ]
-
-
-def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:
-    at_peak = categories_of(trace)
-    state = {kind: held.device for kind, held in (row.state or {}).items()} if row else {}
-    found = []
-    for kind, figures in mapping(entry.get("categories")).items():
-        predicted = number(mapping(figures).get("device"))
-        measured = at_peak.get(kind, state.get(kind))  # type: ignore[call-overload]
-        if predicted or measured:
-            found.append(Compared(rank, f"{kind} on the device", predicted, measured))
-    return found
-
-
-def predicted(found: Sequence[Compared], what: str = "peak allocated") -> Figure:
-    """Bars of one figure, predicted beside measured, for every rank."""
-    own = [c for c in found if c.what == what and (c.predicted is not None or c.measured is not None)]
-    unit, scale = unit_of(v for c in own for v in (c.predicted, c.measured))
-    data = [
-        {
-            "type": "bar", "name": name, "x": [f"rank {c.rank}" for c in own], "marker": {"color": colour},
-            "y": [None if (v := getattr(c, name)) is None else v / scale for c in own],
-            "hovertemplate": f"%{{y:.6g}} {unit}",
-        }
-        for name, colour in (("predicted", COLOURS[REST]), ("measured", LINES[0]))
-    ]  # fmt: skip
-    layout = {"barmode": "group", "height": 300, "yaxis": {"title": {"text": f"{what}, {unit}"}, "rangemode": "tozero"}}
-    return Figure(data if own else [], layout, "the plan names no rank")

@@ -5,14 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from shardkit import bandwidth
+from shardkit import bandwidth, calibration
 from shardkit.cli import main
+from shardkit.errors import ConfigError
 from shardkit.launch import affinity, doctor, doctor_host
 from shardkit.launch.doctor import Check
 from shardkit.launch.gpus import ranks_per_node, visible_gpus
+from shardkit.memory.probe import DeviceCounters
 from tests.launch.jobs import REPO, environment
 from tests.launch.test_affinity import fake_machine
 
@@ -48,7 +52,12 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     found = json.loads(done.stdout)
     measured = found["measured"]
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
-    assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"])
+    assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"] + measured["reduce_scatter"])
+    assert set(measured["matmul_flops_by_dtype"]) == {"fp32", "bf16"}
+    figures = [measured[key] for key in ("memory_bytes_per_s", "host_bytes_per_s", "operator_s", "collective_s")]
+    assert min(figures + list(measured["matmul_flops_by_dtype"].values())) > 0
+    assert measured["operator_s"] < measured["collective_s"] < 1, "a collective is more than an operator"
+    assert measured["context_bytes"] is None and measured["communicator_bytes"] is None, "the CPU has none"
     assert measured["latency_s"][0] == 0 and measured["latency_s"][1] > 0
     assert {"torch", "torch GPUs", "DeepSpeed ops"} <= {check["name"] for check in found["checks"]}
     (kept,) = json.loads((tmp_path / "cache/shardkit/calibration.json").read_text()).values()
@@ -60,13 +69,49 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     constants = {
         "matmul_flops": [1e13, 1e13, 0.5e13, 1e13], "copy_bytes_per_s": [1e10] * 4, "all_reduce": [], "all_gather": [],
-        "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
+        "reduce_scatter": [], "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
+        "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
     found = {check.name: check for check in bandwidth.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
     assert "rank 3@b" in found["latency"].found
     assert found["clocks"].status == "warn" and "chrony" in found["clocks"].fix
+
+
+def test_the_card_beyond_the_allocator_is_told_apart_by_context_and_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Probe:
+        """An imitation of a card on which 700 MiB are in use, 100 of them the allocator's."""
+
+        def __init__(self, device: torch.device) -> None: ...
+
+        def in_use(self) -> int:
+            return 700 * 2**20
+
+        def read(self) -> DeviceCounters:
+            return DeviceCounters(0, 0, 100 * 2**20, 0, 0, 0)
+
+    monkeypatch.setattr(bandwidth, "DeviceProbe", Probe)
+    world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=lambda value: [value, value])
+    found = bandwidth._outside(world, 450 * 2**20)  # type: ignore[arg-type]
+    assert found == {"context_bytes": 450 * 2**20, "communicator_bytes": 150 * 2**20}
+    alone = SimpleNamespace(size=1, device=torch.device("cuda"), gather=lambda value: [value])
+    assert bandwidth._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
+
+
+def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration.find("NVIDIA H100", 8) is None
+    for device, size in (("NVIDIA H100", 1), ("NVIDIA H100", 8), ("NVIDIA H100", 64), ("NVIDIA A100", 2)):
+        calibration.save({"device": device, "world_size": size})
+    nearest = {n: (calibration.find("NVIDIA H100", n) or {})["world_size"] for n in (1, 2, 16, 32, 1024)}
+    assert nearest == {1: 1, 2: 8, 16: 8, 32: 64, 1024: 64}
+    assert calibration.find("NVIDIA H100 PCIe", 8) is None
+    calibration.path().write_text("[")
+    with pytest.raises(ConfigError, match=r"calibration.json cannot be read.*\n.*--calibrate again"):
+        calibration.find("NVIDIA H100", 8)
 
 
 def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:

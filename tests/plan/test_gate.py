@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.config_io import load_config
+from shardkit.plan import past
+
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
 
@@ -47,3 +50,5 @@ def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> 
     said = json.loads((run_dir / "plan.json").read_text())
     assert said["verdict"] == "fits"
     assert said["ranks"][0]["world_size"] == 2
+    queued = load_config(run_dir / "submit" / "config.yaml", []).config
+    assert said["config"] == past.digest(queued), "the job takes the plan for its own"

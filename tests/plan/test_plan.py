@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,38 @@ def test_impossible_numbers_are_refused_in_two_lines(options: list[str], cause: 
     assert cause in first and fix in second
 
 
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"gpus": -1}, "--gpus -1"),
+        ({"gpus": 4, "gpus_per_node": 0}, "--gpus-per-node 0"),
+        ({"gpus": 9, "gpus_per_node": 4}, "--gpus 9 is no whole number of machines"),
+        ({"gpu_memory": "0GB"}, "--gpu-memory '0GB'"),
+        ({"gpu_memory": "nan"}, "--gpu-memory 'nan'"),
+        ({"gpu_memory": "80 parsecs"}, "--gpu-memory '80 parsecs'"),
+        ({"host_memory": ""}, "--host-memory ''"),
+        ({"memory_cap": "much"}, "--memory-cap 'much'"),
+    ],
+)
+def test_the_option_that_is_wrong_is_named(options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(cause)):
+        choose_target(config(), **options)
+
+
+def test_a_cap_stands_for_a_smaller_card_and_for_what_tensors_may_take_on_cpus() -> None:
+    card = choose_target(config(), 2, gpu="h100", memory_cap="24GiB")
+    assert card.gpu is not None and (card.gpu.name, card.device_memory) == ("h100", 24 * GIB)
+    assert choose_target(config(), 2, memory_cap="24GiB").device_memory == 24 * GIB
+    cpu = choose_target(config("run.device=cpu"), 2, memory_cap="1GiB")
+    assert cpu.gpu is None and cpu.device_memory == GIB
+
+
+def test_a_world_that_the_mesh_does_not_fill_is_refused() -> None:
+    mesh = config("parallel.strategy=hsdp", "parallel.dp_shard=3", "parallel.dp_replicate=2")
+    with pytest.raises(ConfigError, match="= 6, but there are 8 ranks"):
+        plan(mesh, choose_target(mesh, 8))
+
+
 USERS_TASK = """
 import torch
 from torch import nn
@@ -151,7 +185,7 @@ class Task:
         return Model(self.branch)
 
     def dataset(self, split):
-        return [torch.ones(4)] * 8
+        return [] if self.branch == "no data" else [torch.ones(4)] * 8
 
     def n_targets(self, batch):
         return len(batch)
@@ -167,6 +201,7 @@ class Task:
         ("value", r"needs the value of a tensor at .*users_task.py:12 \(if self.branch", "plan_loss"),
         ("shape", r"needs the values of a tensor at .*users_task.py:15 ", "plan_loss"),
         ("op", r"users.twice.* at .*users_task.py:17 .*no fake kernel", "register_fake"),
+        ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
 )
 def test_what_cannot_be_traced_is_named_with_the_users_line(

@@ -15,9 +15,9 @@ import pytest
 
 from shardkit.errors import ConfigError
 from shardkit.report.compare import compare_page
-from shardkit.report.markup import Cell, Page, table
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
+from shardkit.webpage import Cell, Page, table
 from tests.memory.samples import MIB
 from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
 from tests.test_cli import shardkit
@@ -159,7 +159,7 @@ def test_the_command_writes_a_file_and_says_where(tmp_path: Path, capsys: pytest
 
 def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.io.json", None)
-    with pytest.raises(ConfigError, match="draws with Plotly") as error:
+    with pytest.raises(ConfigError, match="drawn with Plotly") as error:
         Page("x").render()
     assert error.value.fix == "pip install 'shardkit[report]'"
 

@@ -1,4 +1,4 @@
-"""The file itself: escaped HTML around figures, one style, two scripts, and a policy that lets nothing else run."""
+"""A self-contained HTML file: escaped text around Plotly figures, one style, two scripts, and nothing else may run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..memory.units import gib
-from .figures import Figure
-from .measure import KeyFigure, Unit
+from .errors import ConfigError
+from .memory.units import gib
 
+Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 STYLE = """
 :root { color-scheme: light; --ink: #1c2733; --faint: #66727f; --line: #dde3ea; --accent: #4c78a8; --bad: #b3261e; }
 body { font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--ink); background: #f5f7f9; }
@@ -39,6 +38,29 @@ SETTINGS: dict[str, Any] = {"displaylogo": False, "responsive": True, "modeBarBu
 DRAW = """
 for (const [id, data, layout] of REPORT.figures) Plotly.newPlot(id, data, layout, REPORT.settings);
 """
+
+
+LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Plotly's traces and layout; `empty` says what is missing where there is nothing to draw."""
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    empty: str = ""
+
+
+def label(text: object) -> str:
+    """A run's text as Plotly shows it: it reads a few HTML tags and entities in labels."""
+    return html.escape(str(text), quote=False)
+
+
+def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
+    """(unit, bytes in it) in which the largest value reads well; powers of two, so that nothing is rounded."""
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
 
 
 @dataclass(frozen=True)
@@ -76,10 +98,6 @@ def percent(share: float | None) -> Cell:
 
 def words(value: object) -> Cell:
     return Cell(str(value), numeric=False)
-
-
-def figure_cell(found: KeyFigure) -> Cell:
-    return quantity(found.value, found.unit)
 
 
 def esc(text: object) -> str:
@@ -132,7 +150,7 @@ class Page:
             from plotly.offline import get_plotlyjs
         except ImportError as error:
             raise ConfigError(
-                f"shardkit report draws with Plotly, which does not import: {error}", "pip install 'shardkit[report]'"
+                f"a page is drawn with Plotly, which does not import: {error}", "pip install 'shardkit[report]'"
             ) from error
         found = to_json_plotly({"figures": self._figures, "settings": SETTINGS}).replace("<", "\\u003c")
         scripts = [get_plotlyjs(), f"const REPORT = {found};{DRAW}"]

@@ -1,0 +1,26 @@
+"""What only a GPU shows: `python -m benchmarks gpu`, in parts that can be interrupted and go on (docs/gpu.md)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from .cases import Cases
+
+PARTS = ("mfu", "ladder", "largest", "accuracy", "categories")
+
+
+def part_cases(part: str, dry: bool) -> Cases:
+    """The cases of a part in the order in which they are run: what tells most comes first.
+
+    Args:
+        dry: on the CPU, tiny, fewer of each kind.
+    """
+    cases: Cases = import_module(f".{part}", __name__).cases(dry)
+    return cases
+
+
+def main() -> None:
+    """The command line."""
+    from .command import main as command
+
+    command()

@@ -1,0 +1,98 @@
+"""Predicted against measured peaks at world size 1: model × precision × checkpointing × strategy.
+
+Allocated and reserved are the allocator's. *Required* cannot be read off it: the same run again, with 2 % more than the
+predicted required bytes as all the memory there is, has to work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from .cases import Case, Cases, Found, Where
+from .target import load, predicted, settings, target, train, went
+
+MARGIN = 1.02
+_TEXT = ("train.micro_batch_size=8", "train.seq_len=1024")
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, ...]] = {
+    "355m": ("model.preset=355m", *_TEXT),
+    "llama-0.5b": ("task.name=hf_causal_lm", "model.hf=" + json.dumps(_LLAMA), *_TEXT),
+    "gpt2": ("task.name=hf_causal_lm", "model.preset=gpt2", *_TEXT),
+    "bert-large": (
+        "task.name=hf_masked_lm",
+        "model.preset=bert-large",
+        "train.micro_batch_size=16",
+        "train.seq_len=512",
+    ),
+    "vit-l": ("task.name=image_classification", "model.preset=vit-l", "train.micro_batch_size=32"),
+    "swin2sr": ("task.name=super_resolution", "model.preset=swin2sr", "train.micro_batch_size=4"),
+}
+DRY_MODELS: dict[str, tuple[str, ...]] = {
+    "355m": ("model.preset=debug", "train.micro_batch_size=2"),
+    "llama-0.5b": ("task.name=hf_causal_lm", "model.preset=llama-debug", "train.micro_batch_size=2"),
+}
+_OFFLOAD = ("parallel.strategy=zero2", "parallel.offload_optimizer=cpu")
+_OFFLOAD_ALL = ("parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_param=cpu")
+STRATEGIES = {
+    "single": ("parallel.strategy=single",),
+    "ddp": ("parallel.strategy=ddp",),
+    "fsdp": ("parallel.strategy=fsdp",),
+    "zero1": ("parallel.strategy=zero1",),
+    "zero2": ("parallel.strategy=zero2",),
+    "zero3": ("parallel.strategy=zero3",),
+    "zero2 + offload": _OFFLOAD,
+    "zero3 + offload": _OFFLOAD_ALL,
+}
+# What differs most first: a run that is interrupted has seen something of everything.
+SETTINGS = [
+    ("355m", "single", "fp32", "none"), ("355m", "single", "bf16", "full"), ("llama-0.5b", "fsdp", "bf16", "none"),
+    ("355m", "zero2", "bf16", "selective"), ("355m", "zero3 + offload", "bf16", "full"),
+    ("bert-large", "single", "bf16", "none"), ("vit-l", "ddp", "bf16", "none"), ("swin2sr", "single", "bf16", "full"),
+    ("llama-0.5b", "zero3", "bf16", "full"), ("gpt2", "single", "fp32", "full"), ("355m", "ddp", "fp32", "none"),
+    ("355m", "fsdp", "bf16", "full"), ("355m", "zero1", "bf16", "none"), ("355m", "zero2 + offload", "bf16", "full"),
+    ("llama-0.5b", "single", "bf16", "selective"), ("llama-0.5b", "single", "pure_bf16", "none"),
+    ("gpt2", "fsdp", "bf16", "selective"), ("355m", "single", "fp16", "none"), ("vit-l", "single", "bf16", "full"),
+    ("bert-large", "zero2", "bf16", "full"), ("llama-0.5b", "zero2 + offload", "bf16", "none"),
+    ("355m", "single", "bf16", "selective_op"), ("355m", "zero3", "fp32", "none"),
+    ("swin2sr", "single", "fp32", "none"),
+]  # fmt: skip
+DRY_SETTINGS = [("355m", "single", "fp32", "none"), ("llama-0.5b", "zero2", "bf16", "full")]
+
+
+def cases(dry: bool) -> Cases:
+    """Each setting, and after all of them each once more in as little memory as it is said to need."""
+    models = DRY_MODELS if dry else MODELS
+    found: Cases = {}
+    chosen: dict[str, list[str]] = {}
+    for model, strategy, precision, policy in DRY_SETTINGS if dry else SETTINGS:
+        name = f"{model}, {strategy}, {precision}, {policy}"
+        chosen[name] = [
+            *models[model], *STRATEGIES[strategy], f"precision.mode={precision}", f"activation.policy={policy}"
+        ]  # fmt: skip
+        found[name] = Case(partial(_measure, chosen[name]), partial(_predict, chosen[name]))
+    for name, overrides in list(chosen.items())[: 1 if dry else None]:
+        found[f"{name}: required"] = Case(partial(_in_little, overrides), predicted_as=name)
+    return found
+
+
+def _predict(overrides: Sequence[str], where: Where) -> Found:
+    from shardkit.plan.client import plan
+
+    return predicted(plan(load(where, overrides)([]), target(where)))
+
+
+def _measure(overrides: Sequence[str], where: Where) -> Found:
+    return went(train(where, overrides, steps=3))
+
+
+def _in_little(overrides: Sequence[str], where: Where) -> Found:
+    if "required" not in where.predicted:
+        return {"outcome": "failed", "message": "its prediction failed"}
+    cap = round(where.predicted["required"] * MARGIN)
+    return {**went(train(where, settings(where, overrides), f"{cap / 2**10:.0f}KiB", steps=3)), "cap": cap}

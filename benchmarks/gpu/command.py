@@ -1,0 +1,182 @@
+"""`python -m benchmarks gpu`: runs the cases of each part that are not known yet, within a budget of time."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from shardkit.errors import ConfigError, ShardkitError, report
+from shardkit.plan.gpus import GPUS, find_gpu, parse_bytes
+
+from ..common import REPO, RESULTS, environment
+from . import PARTS, part_cases
+from .cases import Case, Found, Where
+from .child import HOST_RESERVE, run_case
+from .store import Store
+
+DRY = REPO / "build" / "gpu_dry_run"
+DEFAULT_CARD = "h200"
+_LEAST_S = 15.0
+"""With less time left no case is begun."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        predict: only ask the planner.
+        only: of each part the cases whose names hold this.
+    """
+
+    dry: bool
+    predict: bool
+    card: str
+    host_memory: int
+    out: Path
+    budget_s: float
+    only: str = ""
+    commit: str | None = None
+
+
+class Part:
+    """One part within its budget."""
+
+    def __init__(self, name: str, asked: Asked, say: Callable[[str], None] = print) -> None:
+        self.name, self.asked, self._say = name, asked, say
+        self.store = Store(name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit)
+        self._deadline = time.monotonic() + asked.budget_s
+
+    def run(self) -> bool:
+        """Run what is missing; whether nothing is left."""
+        cases = {name: case for name, case in part_cases(self.name, self.asked.dry).items() if self.asked.only in name}
+        for name, case in cases.items():
+            for what in ("predicted",) if self.asked.predict else ("predicted", "measured"):
+                if (what == "predicted" and case.predict is None) or self.store.complete(name, what):
+                    continue
+                if self._left() < _LEAST_S:
+                    self._say(f"{self.name}: time is up; run it again to go on with {name!r}")
+                    return False
+                if not self._run(name, case, what):
+                    return False
+        self._say(f"{self.name}: complete, {self.store.path}")
+        return True
+
+    def _left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _run(self, name: str, case: Case, what: str) -> bool:
+        limit = self._left()
+        predicted = self.store.found(case.predicted_as or name, "predicted")
+        earlier = _kept(self.store.found(name, what))
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
+            where = Where(
+                self.asked.dry, self.asked.card, self.asked.host_memory, Path(folder),
+                predicted=predicted or {}, earlier=earlier,
+                keep=lambda found: self.store.put(name, what, found, complete=False),
+            )  # fmt: skip
+            found, ended = run_case(self.name, name, what, where, limit)
+        went_on = found != {key: value for key, value in earlier.items() if key != "ended"}
+        if ended == "host memory" and went_on:  # at something it had not tried before
+            self.store.put(name, what, {**found, "ended": ended}, complete=False)
+            return self._run(name, case, what)
+        if ended == "host memory":
+            found, ended = {**found, "outcome": "out of host memory"}, "done"
+        seconds = {"seconds": round(time.monotonic() - began, 1)}
+        if ended == "done":
+            self.store.put(name, what, {**found, **seconds}, complete=True)
+            self._say(f"{self.name}: {name}: {what}: {found.get('outcome', 'ok')}, {seconds['seconds']} s")
+            return True
+        if limit > 0.9 * self.asked.budget_s and not went_on:  # a part's whole time was not enough, nor would it be
+            late = {"outcome": "failed", "message": f"not finished within {limit:.0f} s"}
+            self.store.put(name, what, {**found, **late, **seconds}, complete=True)
+        elif went_on:
+            self.store.put(name, what, found, complete=False)
+        self._say(f"{self.name}: {name}: {what}: time is up; run it again to go on")
+        return False
+
+
+def _kept(found: Found | None) -> Found:
+    """What an interrupted case kept, without where that came from."""
+    stamps = ("complete", "card", "code", "environment", "seconds")
+    return {key: value for key, value in (found or {}).items() if key not in stamps}
+
+
+def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
+    """The parts and what to do.
+
+    Raises:
+        SystemExit: options that do not go together; argparse has said why.
+        ConfigError: an unknown card, or no amount of memory.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
+    parser.add_argument(
+        "--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes, by the same code")
+    parser.add_argument("--predict", action="store_true", help="only plan: needs no GPU")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})"
+    )
+    parser.add_argument("--host-memory", metavar="120GiB", help="that cases may count on; default: what is free here")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"default: {RESULTS.relative_to(REPO)}; dry: {DRY.relative_to(REPO)}"
+    )
+    parser.add_argument("--commit", metavar="HASH", help="of this checkout, where there is no git")
+    args = parser.parse_args(argv)
+    here = environment()["gpus"]
+    if not here and not (args.dry_run or args.predict):
+        parser.error("there is no GPU here (nvidia-smi finds none): pass --dry-run, or --predict to plan only")
+    out = args.out or (DRY if args.dry_run else RESULTS)
+    if args.dry_run and out.resolve() == RESULTS:
+        parser.error(f"--out {out} is for measurements: a dry run writes elsewhere")
+    free = psutil.virtual_memory().available - 2 * HOST_RESERVE
+    host = parse_bytes(args.host_memory, "--host-memory") if args.host_memory else free
+    card = find_gpu(args.gpu or _card(here[0] if here else None)).name
+    parts = [part for part in PARTS if args.part is None or part in args.part]
+    return parts, Asked(args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit)
+
+
+def _card(described: str | None) -> str:
+    """The short name of a card by what nvidia-smi says of it."""
+    if described is None:
+        return DEFAULT_CARD
+    name = described.partition(",")[0].strip()
+    known = [gpu.name for gpu in GPUS.values() if gpu.device_name == name]
+    if not known:
+        raise ConfigError(f"{name} is not in the table of GPUs", f"pass --gpu with the nearest of {', '.join(GPUS)}")
+    return known[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        parts, asked = parse(argv)
+        left = [part for part in parts if not Part(part, asked, _say).run()]
+    except KeyboardInterrupt:
+        _say("interrupted: what was measured is kept; run it again to go on")
+        sys.exit(130)
+    except ShardkitError as error:
+        sys.exit(report(error))
+    if left:
+        _say(f"not complete: {', '.join(left)}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

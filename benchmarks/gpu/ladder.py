@@ -1,0 +1,123 @@
+"""The ladder on an emulated 24 GiB card and on the whole card: memory, speed, largest batch and model of each rung.
+
+What does not fit is a result. The largest sizes are predicted first; then the largest and the next one are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .cases import Case, Cases, Found, Where
+from .target import load, next_size, predicted, settings, target, train, went
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card, and the model that the rungs of its ladder train."""
+
+    cap: str | None
+    base: tuple[str, ...]
+
+
+_TEXT = ("train.seq_len=1024", "optim.warmup_steps=2")
+CARDS = {
+    "24 GiB": Card("24GiB", ("model.preset=355m", "train.micro_batch_size=24", *_TEXT)),
+    "full card": Card(None, ("model.preset=1.3b", "train.micro_batch_size=40", *_TEXT)),
+}
+DRY_CARDS = {"24 GiB": Card("40MiB", ("model.preset=debug", "train.micro_batch_size=8"))}
+KINDS = ("step", "batch", "model")
+_MOST_TRIED = 4
+
+
+def rungs(dry: bool) -> dict[str, tuple[str, ...]]:
+    """Name → overrides with those of the rungs below; a dry run has the first two and the last."""
+    from shardkit.plan.ladder import default_rungs
+
+    settings: dict[str, str] = {}
+    found = {}
+    for rung in default_rungs(1):
+        settings |= dict(item.split("=", 1) for item in rung.settings)
+        found[rung.name] = tuple(f"{key}={value}" for key, value in settings.items())
+    names = list(found)
+    return {name: found[name] for name in (*names[:2], names[-1])} if dry else found
+
+
+def cases(dry: bool) -> Cases:
+    found: Cases = {}
+    for kind in KINDS:
+        for card_name, card in (DRY_CARDS if dry else CARDS).items():
+            for name, rung in rungs(dry).items():
+                if dry and kind != "step" and name != "+ checkpointing":
+                    continue
+                args = (card, rung) if kind == "step" else (card, rung, kind)
+                predict, measure = (_predict, _measure) if kind == "step" else (_predict_largest, _measure_largest)
+                found[f"{card_name}: {name}: {kind}"] = Case(partial(measure, *args), partial(predict, *args))
+    return found
+
+
+def _predict(card: Card, rung: Sequence[str], where: Where) -> Found:
+    from shardkit.plan.client import plan
+
+    return predicted(plan(load(where, card.base, rung)([]), target(where, card.cap)))
+
+
+def _measure(card: Card, rung: Sequence[str], where: Where) -> Found:
+    return went(train(where, settings(where, card.base, rung), card.cap, steps=6))
+
+
+def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
+    from shardkit.errors import ConfigError
+    from shardkit.plan.max_model import batch_sizes, largest, model_sizes
+
+    base = load(where, card.base, rung, ["train.micro_batch_size=1"] if kind == "model" else [])
+    to = target(where, card.cap)
+    room = (to.device_memory or 0) + where.host_memory
+    sizes = batch_sizes() if kind == "batch" else model_sizes(base([]).model, room / 2)
+    try:
+        found = largest(base, sizes, to, None)
+    except ConfigError as error:
+        return {"outcome": "no boundary", "message": error.cause}
+    at = sizes.index(found.largest)
+    around = sizes[max(0, at - _MOST_TRIED) : at + 1 + _MOST_TRIED]
+    return {
+        "outcome": "ok", "amount": found.largest.amount, "needed": found.predicted, "at": around.index(found.largest),
+        "limited_by": found.limited_by, "host_limit": where.host_memory,
+        "sizes": [[list(size.settings), size.amount] for size in around],
+    }  # fmt: skip
+
+
+def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
+    """Train the predicted size and its neighbours until one works and the next one runs out of memory.
+
+    Beyond what host memory limits nothing is tried: the machine would run out of it.
+    """
+    plan = where.predicted
+    if plan["outcome"] != "ok":
+        return {"outcome": plan["outcome"]}
+    trials: Found = dict(where.earlier.get("trials", {}))
+    fixed = ["train.micro_batch_size=1"] if kind == "model" else []
+    while len(trials) < _MOST_TRIED and (at := next_size(trials, plan["at"], 1)) is not None:
+        if not 0 <= at < len(plan["sizes"]):
+            break
+        size, amount = plan["sizes"][at]
+        chosen = settings(where, card.base, rung, fixed, size)
+        trial = train(where, chosen, card.cap, steps=3, name=str(at))
+        trials[str(at)] = {**went(trial), "amount": amount}
+        where.keep({"trials": trials})
+        if trial.outcome == "failed" or (trial.outcome == "ok" and plan["limited_by"] == "host"):
+            break
+    return {**summary(trials), "trials": trials}
+
+
+def summary(trials: Found) -> Found:
+    """The largest amount that was trained, and the smallest that ran out of memory."""
+    worked = [trial["amount"] for trial in trials.values() if trial["outcome"] == "ok"]
+    ran_out = [trial["amount"] for trial in trials.values() if trial["outcome"] == "out of memory"]
+    failed = [trial["message"] for trial in trials.values() if trial["outcome"] == "failed"]
+    return {
+        "outcome": "ok" if worked else "failed" if failed else "out of memory",
+        "amount": max(worked, default=None), "out_of_memory_at": min(ran_out, default=None),
+        **({"message": failed[0]} if failed else {}),
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""Tokens/s and model FLOPs utilisation through shardkit, against the same model in a bare hand-tuned loop.
+
+Both arms take turns in one process, so that heat and clocks are the same for both. What the card can do is measured
+too: the best of a sweep of bf16 products of random matrices.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .cases import Case, Cases, Found, Where
+
+GOALS = {"over_bare": 0.99, "mfu": 0.5}
+CEILING = "bf16 matmul"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both arms train.
+
+    Attributes:
+        turns, steps: each arm takes `steps` steps in each of its turns, which are timed as one.
+    """
+
+    overrides: tuple[str, ...]
+    seq: int
+    micro: int
+    accum: int = 1
+    precision: str = "bf16"
+    turns: int = 8
+    steps: int = 4
+
+
+def _llama(**sizes: Any) -> tuple[str, ...]:
+    return ("task.name=hf_causal_lm", "model.hf=" + json.dumps({"model_type": "llama", **sizes}))
+
+
+# Sizes of Llama 3.2 1B and Llama 3.1 8B (Grattafiori et al. 2024, table 3, and the published configs).
+MODELS = {
+    "1.3b": Model(("model.preset=1.3b",), seq=1024, micro=16),
+    "llama-1b": Model(
+        _llama(
+            hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        ), seq=2048, micro=8,
+    ),
+    # fp32 masters of two arms would not fit on one card: weights, gradients and moments are bf16.
+    "llama-8b": Model(
+        _llama(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+        ), seq=2048, micro=1, accum=8, precision="pure_bf16", turns=6, steps=2,
+    ),
+}  # fmt: skip
+_DRY_LLAMA = ("task.name=hf_causal_lm", "model.preset=llama-debug")
+DRY_MODELS = {
+    "1.3b": Model(("model.preset=debug", "model.n_layers=2"), seq=64, micro=2, turns=2, steps=2),
+    "llama-8b": Model(_DRY_LLAMA, seq=64, micro=1, accum=2, precision="pure_bf16", turns=2, steps=2),
+}
+SWEEP = [(4096,) * 3, (8192,) * 3, (16384,) * 3, (8192, 4096, 14336), (16384, 8192, 2048), (16384, 8192, 8192)]
+DRY_SWEEP = [(256,) * 3, (512,) * 3]
+
+
+def cases(dry: bool) -> Cases:
+    found: Cases = {CEILING: Case(ceiling)}
+    for name, model in (DRY_MODELS if dry else MODELS).items():
+        found[name] = Case(partial(measure, model))
+    return found
+
+
+def ceiling(where: Where) -> Found:
+    """FLOP/s of [m, k] × [k, n] products in bf16 on normal random values; the median of ten for each size."""
+    import torch
+
+    from shardkit.accumulate import Stopwatch
+
+    device = torch.device("cpu" if where.dry else "cuda")
+    found: Found = {"sizes": []}
+    for m, n, k in DRY_SWEEP if where.dry else SWEEP:
+        a, b = (torch.randn(*shape, device=device).bfloat16() for shape in ((m, k), (k, n)))
+        samples = []
+        for index in range(13):
+            watch = Stopwatch(device)
+            watch.start()
+            a @ b
+            watch.stop()
+            if index >= 3:
+                samples.append(2 * m * n * k / watch.seconds())
+        found["sizes"].append({"m": m, "n": n, "k": k, "flops": sorted(samples)})
+    best = max(sorted(size["flops"])[len(size["flops"]) // 2] for size in found["sizes"])
+    return {**found, "outcome": "ok", "best_flops": best}
+
+
+def overrides(model: Model) -> list[str]:
+    """shardkit's settings, but for where it runs."""
+    return [
+        *model.overrides, "parallel.strategy=single", f"precision.mode={model.precision}", "compile.enabled=true",
+        "activation.policy=selective", "model.loss_chunk_size=1024", f"train.seq_len={model.seq}",
+        f"train.micro_batch_size={model.micro}", f"train.grad_accum_steps={model.accum}",
+    ]  # fmt: skip
+
+
+def measure(model: Model, where: Where) -> Found:
+    import torch
+
+    from .mfu_arms import in_turns
+
+    try:
+        return {"outcome": "ok", **in_turns(model, where)}
+    except torch.OutOfMemoryError as error:
+        return {"outcome": "out of memory", "message": str(error).splitlines()[0]}

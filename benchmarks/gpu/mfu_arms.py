@@ -1,0 +1,168 @@
+"""The two arms of the MFU comparison, and their turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardkit.config import RunConfig
+from shardkit.config_io import load_config
+from shardkit.job import start
+from shardkit.models.flops import gpu_peak_flops
+from shardkit.tasks.load import load_task
+from shardkit.trainer import Trainer
+from shardkit.weights import Weights
+
+from .. import bare
+from ..overhead import write_tokens
+from .cases import Found, Where
+from .mfu import Model, overrides
+from .target import settings
+
+_WARMUP = 2
+"""Turns of each arm before times count: compilation, and the allocator's first segments."""
+Steps = Callable[[int], list[float]]
+"""Takes so many optimizer steps, waits for the device, and returns their losses."""
+
+
+def in_turns(model: Model, where: Where) -> Found:
+    """Seconds per step of both arms, turn by turn; who goes first alternates."""
+    device = torch.device("cpu" if where.dry else "cuda")
+    tokens = write_tokens(where.folder)
+    given = settings(where, overrides(model), [
+        f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_batches=0",
+        f"train.max_steps={(model.turns + _WARMUP) * model.steps}", "checkpoint.at_end=false",
+        "memory.plan=false",
+        f"train.max_norm={bare.MAX_NORM}", f"optim.lr={bare.LR}", "optim.schedule=constant",
+        f"optim.weight_decay={bare.WEIGHT_DECAY}",
+    ])  # fmt: skip
+    with start(load_config(None, given)) as job:
+        trainer = Trainer(job)
+        records = trainer.recorded_steps()
+        data = batches(tokens, model, device)
+        loop = Bare(job.config, job.model, data, device)
+        arms: dict[str, Steps] = {"shardkit": partial(_recorded, records, device), "bare": loop.steps}
+        times, losses = _timed(arms, model)
+        per_token = getattr(trainer.task, "flops_per_token", lambda: None)()
+        records.close()  # type: ignore[attr-defined]
+        del loop, arms, trainer
+    worst = max(abs(one - other) for one, other in zip(losses["shardkit"], losses["bare"], strict=True))
+    on_cuda = device.type == "cuda"
+    return {
+        "step_s": times, "losses": losses, "loss_difference": worst, "flops_per_token": per_token,
+        "tokens_per_step": model.seq * model.micro * model.accum, "precision": model.precision,
+        "peak_flops": gpu_peak_flops(torch.cuda.get_device_name(), model.precision) if on_cuda else None,
+        "peak_allocated": torch.cuda.max_memory_allocated() if on_cuda else None,
+    }  # fmt: skip
+
+
+def _timed(arms: dict[str, Steps], model: Model) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    losses: dict[str, list[float]] = {arm: [] for arm in arms}
+    for turn in range(model.turns + _WARMUP):
+        for arm in sorted(arms, reverse=turn % 2 == 0):
+            began = time.perf_counter()
+            losses[arm] += arms[arm](model.steps)
+            if turn >= _WARMUP:
+                times[arm].append((time.perf_counter() - began) / model.steps)
+    return times, losses
+
+
+def _recorded(records: Iterator[dict[str, float]], device: torch.device, count: int) -> list[float]:
+    """The product as it is: ledger, metrics and progress included."""
+    losses = [next(records)["loss"] for _ in range(count)]
+    _wait(device)
+    return losses
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def batches(tokens: str, model: Model, device: torch.device) -> Iterator[list[Any]]:
+    """Each step's micro-batches in file order, in pinned memory."""
+    import numpy as np
+
+    stream = np.memmap(Path(tokens), dtype=np.uint16, mode="r")
+    row = 0
+    while True:
+        step = []
+        for _ in range(model.accum):
+            window = np.stack(
+                [stream[r * model.seq : (r + 1) * model.seq + 1] for r in range(row, row + model.micro)]
+            ).astype(np.int64)
+            row += model.micro
+            whole = torch.from_numpy(window)
+            pair = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+            step.append(tuple(part.pin_memory() for part in pair) if device.type == "cuda" else pair)
+        yield step
+
+
+class _Copied(Weights):
+    """Parameters with the values of another model's."""
+
+    def __init__(self, values: dict[str, nn.Parameter]) -> None:
+        super().__init__(0, lambda fqn, full, generator: None)
+        self._values = values
+
+    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
+        return self._values[fqn].detach().clone()
+
+
+def _recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """One function for all layers: torch.compile compiles them once."""
+    return checkpoint(type(self).forward, self, *args, use_reentrant=False, **kwargs)
+
+
+class Bare:
+    """What one writes by hand: attention recomputed, blocks compiled, autocast, fused AdamW, no look at the device.
+
+    Args:
+        like: whose weights to begin with.
+    """
+
+    def __init__(self, config: RunConfig, like: nn.Module, data: Iterator[list[Any]], device: torch.device) -> None:
+        task = load_task(config)
+        weights = _Copied(dict(like.named_parameters()))
+        model = weights.build(task.build_model, None)
+        if config.precision.mode == "pure_bf16":
+            for param in model.parameters():
+                param.data = param.data.bfloat16()
+        blocks = list(model.blocks if hasattr(model, "blocks") else model.model.layers)  # type: ignore[union-attr, arg-type]
+        for block in blocks:
+            attention = block.attn if hasattr(block, "attn") else block.self_attn
+            attention.forward = MethodType(_recomputed, attention)
+            block.compile()
+        weights.materialise(model, device)
+        self.model, self.data, self.device = model.train(), data, device
+        self.optimizer = bare.adamw(model)
+        self.next = next(data)
+
+    def steps(self, count: int) -> list[float]:
+        losses = [self._step() for _ in range(count)]
+        return [loss.item() for loss in losses]
+
+    def _step(self) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        targets = sum(y.numel() for _, y in self.next)
+        for micro in self.next:
+            x, y = (part.to(self.device, non_blocking=True) for part in micro)
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                loss = self.model(x, y)
+            loss = loss.float() / targets
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), bare.MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.next = next(self.data)  # while the device works
+        return total

@@ -1,0 +1,80 @@
+"""benchmarks/results/gpu_PART.json: every case is on disk as soon as it is known, and is not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from shardkit.errors import ConfigError
+
+from ..common import REPO, environment
+from .cases import Found
+
+CODE = ("shardkit", "launch", "benchmarks/gpu")
+_NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
+
+
+def code_digest() -> str:
+    """A digest of the sources that decide the figures: the same for a commit and for a copy of it without git."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for path in sorted((REPO / folder).rglob("*.py")):
+            if path.name not in _NOT_MEASURED_WITH:
+                digest.update(path.relative_to(REPO).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class Store:
+    """The results of one part.
+
+    Args:
+        host_memory: bytes that there are; what was planned for more is planned again.
+        commit: what this checkout is, where there is no git.
+
+    Raises:
+        ConfigError: the file holds a dry run and this is none, or the other way round.
+    """
+
+    def __init__(
+        self, part: str, folder: Path, dry: bool, card: str, host_memory: int, commit: str | None = None
+    ) -> None:
+        self._host_memory = host_memory
+        self.path = folder / f"gpu_{part}.json"
+        self._stamp: dict[str, Any] = {"card": card, "code": code_digest(), "environment": environment()}
+        if commit is not None:
+            self._stamp["environment"]["commit"] = commit
+        self._all: dict[str, Any] = {"part": part, "dry_run": dry, "cases": {}}
+        if self.path.exists():
+            self._all = json.loads(self.path.read_text())
+        if self._all["dry_run"] is not dry:
+            what, other = ("measurements", "a dry run") if dry else ("a dry run", "measurements")
+            raise ConfigError(
+                f"{self.path} holds {what}", f"pass another folder for {other} (--out), or delete the file"
+            )
+
+    def found(self, case: str, what: str) -> Found | None:
+        """What an earlier call found, complete or not; `None` if with other code, another card or other versions."""
+        held: Found | None = self._all["cases"].get(case, {}).get(what)
+        if held is None or (held["card"], held["code"]) != (self._stamp["card"], self._stamp["code"]):
+            return None
+        if held.get("host_limit", 0) > self._host_memory:
+            return None
+        if what == "measured":
+            here, there = self._stamp["environment"], held["environment"]
+            if any(here[key] != there[key] for key in ("gpus", "torch", "deepspeed")):
+                return None
+        return held
+
+    def complete(self, case: str, what: str) -> bool:
+        held = self.found(case, what)
+        return held is not None and bool(held["complete"])
+
+    def put(self, case: str, what: str, found: Found, complete: bool) -> None:
+        """Write it, with where it comes from; the file is whole at any moment."""
+        self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text(json.dumps(self._all, indent=1) + "\n")
+        draft.replace(self.path)

@@ -1,0 +1,273 @@
+"""The GPU section of docs/benchmarks.md: every case has its row, measured or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..common import median_ci
+from ..markdown import interval, machine, paragraph, table
+from . import PARTS, part_cases
+from .accuracy import MARGIN
+from .cases import Found
+from .categories import ARMS as CATEGORY_ARMS
+from .ladder import CARDS, KINDS, rungs
+from .largest import ARMS, BYTES_PER_PARAMETER
+from .mfu import CEILING, GOALS, MODELS
+
+MISSING = "not yet measured"
+GIB = 2**30
+Known = dict[str, dict[str, Found]]
+"""Case → "predicted" and "measured", whichever is complete."""
+
+
+def section(results: Path) -> str:
+    """The section for the files in `results`; those that are not there leave rows without figures."""
+    known = {part: read(results / f"gpu_{part}.json", part) for part in PARTS}
+    parts = [
+        "## On a GPU",
+        paragraph(
+            "`python -m benchmarks gpu` ([gpu.md](gpu.md)): every case in fresh processes; running out of memory is a "
+            "result. Predicted columns are the planner's, made without the GPU."
+        ),
+        *_mfu(known["mfu"]), *_ladder(known["ladder"]), *_largest(known["largest"]), *_accuracy(known["accuracy"]),
+        *_categories(known["categories"]), *_provenance(known),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def read(path: Path, part: str) -> Known:
+    """The complete cases of a file, without those that the part no longer has.
+
+    Raises:
+        ValueError: it holds a dry run.
+    """
+    if not path.exists():
+        return {}
+    held = json.loads(path.read_text())
+    if held["dry_run"]:
+        raise ValueError(f"{path} holds a dry run, not measurements: delete it")
+    names = part_cases(part, dry=False)
+    complete = {
+        name: {what: found for what, found in case.items() if found["complete"]} for name, case in held["cases"].items()
+    }
+    return {name: complete[name] for name in names if name in complete}
+
+
+def _predicted(known: Known, case: str) -> Found:
+    return known.get(case, {}).get("predicted", {})
+
+
+def _measured(known: Known, case: str) -> Found | None:
+    return known.get(case, {}).get("measured")
+
+
+def _cells(found: Found | None, cells: Callable[[Found], list[str]], columns: int) -> list[str]:
+    """A row's measured cells: of a success, or how it went."""
+    if found is None:
+        return [MISSING, *[""] * (columns - 1)]
+    if found["outcome"] != "ok":
+        message = f": {found['message']}" if found["outcome"] == "failed" else ""
+        return [found["outcome"] + message.replace("|", "/"), *[""] * (columns - 1)]
+    return cells(found)
+
+
+def _gib(n_bytes: int | None) -> str:
+    return "–" if n_bytes is None else f"{n_bytes / GIB:.2f}"
+
+
+def _mfu(known: Known) -> list[str]:
+    ceiling = _measured(known, CEILING)
+
+    def cells(found: Found) -> list[str]:
+        times = found["step_s"]
+        ratio = [bare / ours for ours, bare in zip(times["shardkit"], times["bare"], strict=True)]
+        speed = found["tokens_per_step"] / median(times["shardkit"])
+        flops = speed * found["flops_per_token"]
+        peak, best = found["peak_flops"], ceiling and ceiling.get("best_flops")
+        return [
+            f"{speed:,.0f}", interval(median_ci(ratio), 3), f"{100 * flops / peak:.1f} %" if peak else "–",
+            f"{100 * flops / best:.1f} %" if best else "–", f"{found['loss_difference']:.0e}",
+        ]  # fmt: skip
+
+    rows = [
+        [
+            name,
+            f"{model.micro} × {model.seq} × {model.accum}",
+            model.precision,
+            *_cells(_measured(known, name), cells, 5),
+        ]
+        for name, model in MODELS.items()
+    ]
+    shown = _cells(ceiling, lambda found: [f"{found['best_flops'] / 1e12:.0f} TFLOP/s"], 1)[0]
+    head = ("model", "samples × tokens × accumulation", "precision", "tokens/s", "over the bare loop", "MFU",
+            "of the ceiling", "loss difference")  # fmt: skip
+    return [
+        "### Model FLOPs utilisation",
+        paragraph(
+            "Compiled blocks, attention recomputed, chunked cross-entropy, through shardkit with ledger and metrics "
+            "on, and in a loop written by hand, in turns. MFU: 6 N_matmul + 12 L d T FLOPs per token, no recompute, "
+            f"over the card's dense bf16 peak. Goals: ≥ {GOALS['over_bare']} of the bare loop's throughput, "
+            f"≥ {GOALS['mfu']:.0%} MFU. Ceiling, the best of a sweep of bf16 products: {shown}."
+        ),
+        table(head, rows),
+    ]
+
+
+def _ladder(known: Known) -> list[str]:
+    def step(found: Found) -> list[str]:
+        speed = "–" if found["tokens_per_s"] is None else f"{found['tokens_per_s']:,.0f}"
+        return [_gib(found["peak"]), _gib(found["reserved"]), speed, f"{found['losses'][-1]:.3f}"]
+
+    parts = [
+        "### The ladder",
+        paragraph(
+            "Each rung on top of those above it; GiB. Predicted: required bytes with what lies outside of torch's "
+            "allocator. Largest: predicted → trained, in brackets the next one that ran out of memory."
+        ),
+    ]
+    for name, card in CARDS.items():
+        rows = []
+        for rung in rungs(dry=False):
+            step_case, batch, model = (f"{name}: {rung}: {kind}" for kind in KINDS)
+            plan = _predicted(known, step_case)
+            rows.append([
+                rung, _gib(plan["required"] + plan["overhead"]) if "required" in plan else "–",
+                *_cells(_measured(known, step_case), step, 4),
+                _size(known, batch, "{:,}"), _size(known, model, "{:.2e}"),
+            ])  # fmt: skip
+        head = ("rung", "predicted", "allocated", "reserved", "tokens/s", "loss", "micro-batch", "parameters")
+        shown = ", ".join(f"`{item}`" for item in card.base)
+        parts += [f"{name[0].upper()}{name[1:]}: {shown}", table(head, rows)]
+    return parts
+
+
+def _size(known: Known, case: str, form: str) -> str:
+    """`12 → 12 (13)`: predicted, trained, ran out of memory."""
+    plan, found = _predicted(known, case), _measured(known, case)
+    amount = plan.get("amount")
+    shown = plan.get("outcome", "–") if amount is None else form.format(amount)
+    if plan.get("limited_by") == "host":
+        shown += " (host)"
+    if found is None:
+        return f"{shown} → {MISSING}"
+    if found.get("amount") is None:
+        return f"{shown} → {found['outcome']}"
+    failed_at = found.get("out_of_memory_at")
+    return f"{shown} → {form.format(found['amount'])}" + (f" ({form.format(failed_at)})" if failed_at else "")
+
+
+def _largest(known: Known) -> list[str]:
+    def cells(found: Found) -> list[str]:
+        best = max((t for t in found["trials"].values() if t["outcome"] == "ok"), key=lambda t: float(t["n_params"]))
+        limit = (found["hbm"] + found["host_usable"]) / BYTES_PER_PARAMETER
+        speed = "–" if best["tokens_per_s"] is None else f"{best['tokens_per_s']:,.0f}"
+        return [
+            f"{found['n_params'] / 1e9:.2f}", f"{100 * found['n_params'] / limit:.0f} %", speed,
+            f"{best['losses'][0]:.2f} → {best['losses'][-1]:.2f}",
+        ]  # fmt: skip
+
+    rows = []
+    for name in ARMS:
+        plan = _predicted(known, name)
+        predicted = (
+            [f"{plan['n_params'] / 1e9:.2f}", f"{100 * plan['offload_ratio']:.0f} %"] if "layers" in plan else ["–"] * 2
+        )
+        rows.append([name, *predicted, *_cells(_measured(known, name), cells, 4)])
+    head = ("", "predicted, 10⁹ parameters", "of the states on the host", "trained, 10⁹ parameters", "of the limit",
+            "tokens/s", "loss")  # fmt: skip
+    return [
+        "### The largest model on one card with host memory",
+        paragraph(
+            "fp32 masters and moments, bf16 weights and gradients, real steps with a finite, falling loss; one width, "
+            f"growing depth. The limit is (HBM + usable host memory) / {BYTES_PER_PARAMETER} bytes per parameter."
+        ),
+        table(head, rows),
+    ]
+
+
+def _accuracy(known: Known) -> list[str]:
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    fitted: list[bool] = []
+
+    def row(name: str) -> list[str]:
+        plan, found, tight = _predicted(known, name), _measured(known, name), _measured(known, f"{name}: required")
+
+        def cells(found: Found) -> list[str]:
+            shown = []
+            for key, measured in (("allocated", found["peak"]), ("reserved", found["reserved"])):
+                errors[key].append(plan[key] / measured - 1)
+                shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %"]
+            return shown
+
+        held = MISSING
+        if tight is not None:
+            held = {"ok": "yes", "out of memory": "no"}.get(tight["outcome"], str(tight["outcome"]))
+        fitted.extend([tight["outcome"] == "ok"] if tight is not None else [])
+        planned = [_gib(plan.get(key)) for key in ("allocated", "reserved", "required")]
+        return [name, " / ".join(planned), *_cells(found, cells, 4), held]
+
+    rows = [row(name) for name in part_cases("accuracy", dry=False) if not name.endswith(": required")]
+    parts = [
+        "### Predicted against measured on a GPU",
+        paragraph(
+            "World size 1, GiB. Last column: whether the run works when the card is made as small as "
+            f"{MARGIN} × the predicted required bytes (goal: always). Goals: median error ≤ 1 % allocated, ≤ 5 % "
+            "reserved."
+        ),
+    ]
+    if errors["allocated"]:
+        medians = ", ".join(f"{key} {100 * median(map(abs, found)):.2f} %" for key, found in errors.items())
+        parts.append(
+            f"Median error over {len(errors['allocated'])} settings: {medians}; {sum(fitted)} of {len(fitted)} worked."
+        )
+    head = ("setting", "predicted: allocated / reserved / required", "allocated", "error", "reserved", "error", "works")
+    return [*parts, table(head, rows)]
+
+
+def _categories(known: Known) -> list[str]:
+    found = _measured(known, "SwinIR")
+
+    def row(arm: str) -> list[str]:
+        def cells(found: Found) -> list[str]:
+            traced = found["arms"][arm][0]["traced"]
+            held = traced["categories"]
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in held.items() if name != "unattributed")
+            unknown = held.get("unattributed", 0)
+            peak = median(trial["peak"] for trial in found["arms"][arm])
+            return [_gib(round(peak)), _gib(traced["bytes"]), parts, f"{100 * unknown / traced['bytes']:.2f} %"]
+
+        return [arm, *_cells(found, cells, 4)]
+
+    parts = [
+        "### Categories beside the allocator",
+        paragraph(
+            "SwinIR's size (Swin2SR): the traced step's categories at its peak, GiB, and what the allocator held "
+            "beyond them (goal ≤ 2 %)."
+        ),
+        table(("", "allocator's peak", "traced peak", "categories", "unattributed"), list(map(row, CATEGORY_ARMS))),
+    ]
+    if found is not None and found["outcome"] == "ok":
+        time = interval(median_ci(found["time_ratios"]), 2)
+        parts.append(f"Checkpointing: {found['memory_ratio']:.2f} of the memory, {time} of the time.")
+    return parts
+
+
+def _provenance(known: dict[str, Known]) -> Iterator[str]:
+    """Where and when figures were measured, and predictions made; each place once."""
+    said: dict[str, Any] = {}
+    for cases in known.values():
+        for case in cases.values():
+            for what, found in case.items():
+                env = found["environment"]
+                line = machine(env)
+                if what == "predicted":
+                    line = (
+                        f"Predicted for {found['card']} on {env['date'][:10]} at commit {str(env['commit'])[:10]} with "
+                        f"torch {env['torch']}."
+                    )
+                said[line] = None
+    yield from said

@@ -1,0 +1,85 @@
+"""What the parts plan for, and how they train for a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from .cases import Found, Where
+
+if TYPE_CHECKING:
+    from shardkit.config import RunConfig
+    from shardkit.plan.estimate import MemoryEstimate
+    from shardkit.plan.target import Target
+    from shardkit.plan.trial import Trial
+
+
+def target(where: Where, cap: str | None = None) -> Target:
+    """The card, or a smaller one that `memory.cap` stands for: the cap counts what torch reserves, nothing beside it.
+
+    A dry run has CPUs, where the cap counts tensors.
+    """
+    from shardkit.plan.gpus import GPUS
+    from shardkit.plan.target import Target
+    from shardkit.sizes import parse_bytes
+
+    limit = None if cap is None else parse_bytes(cap)
+    if where.dry:
+        return Target(1, None, 1, host_memory=where.host_memory, cap=limit)
+    card = GPUS[where.card]
+    if limit is not None:
+        card = replace(card, memory=limit, context=0, per_communicator=0)
+    return Target(1, card, 1, host_memory=where.host_memory)
+
+
+def settings(where: Where, *more: Sequence[str]) -> list[str]:
+    """Overrides of a run here; those that come later win."""
+    device = ["run.device=cpu"] if where.dry else []
+    chosen = dict(item.split("=", 1) for group in (device, *more) for item in group)
+    return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunConfig]:
+    """The config with further overrides."""
+    from shardkit.config_io import load_config
+
+    return lambda more: load_config(None, settings(where, *base, more)).config
+
+
+def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
+    """A few steps in a process of its own, in `folder/NAME`."""
+    from shardkit.plan.trial import run_trial
+
+    return run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
+
+
+def predicted(estimate: MemoryEstimate) -> Found:
+    """The figures of an estimate that measurements stand beside; bytes."""
+    peak = estimate.peak
+    return {
+        "outcome": "ok", "n_params": estimate.n_params, "allocated": peak.allocated, "reserved": peak.reserved,
+        "required": peak.required, "overhead": estimate.overhead, "host": estimate.host_peak,
+        "verdict": estimate.verdict,
+    }  # fmt: skip
+
+
+def went(trial: Trial) -> Found:
+    """A trial as JSON has it."""
+    return {**asdict(trial), "losses": list(trial.losses)}
+
+
+def next_size(trials: Found, start: int, stride: int) -> int | None:
+    """The size to try next: up from `start` while sizes work, else down; `None` once one works and its neighbour not.
+
+    Args:
+        trials: size as text → how it went.
+    """
+    size = start
+    while str(size) in trials:
+        works = trials[str(size)]["outcome"] == "ok"
+        following = size + (stride if works else -stride)
+        if str(following) in trials and (trials[str(following)]["outcome"] == "ok") is not works:
+            return None
+        size = following
+    return size

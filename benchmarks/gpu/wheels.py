@@ -1,0 +1,125 @@
+"""Wheels for a machine that has torch and no network: `python -m benchmarks.gpu.wheels --out DIR`.
+
+What shardkit needs is read from the packages installed here, torch and what only torch needs aside; their versions are
+the ones tested here. shardkit and DeepSpeed (without compiled operators: DS_BUILD_OPS=0) are built, the others
+downloaded for the other machine's Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from ..common import REPO
+
+WANTED = "shardkit[hf,vision]"
+THERE = "torch"
+BUILT = {"shardkit": str(REPO), "deepspeed": ""}
+GLIBC = (34, 31, 28, 27, 24, 17)
+"""manylinux_2_N, what a current x86-64 Linux runs."""
+
+
+def needed(wanted: str, python: str, have: Mapping[str, str | None]) -> dict[str, str]:
+    """Name → version here of everything that `wanted` needs and that is not there.
+
+    Args:
+        python: the other machine's version, 3.12 for example.
+        have: name → version of what it has (`None`: any), beside torch.
+
+    Raises:
+        PackageNotFoundError: something needed is not installed here.
+    """
+    found: dict[str, str] = {}
+    seen: set[Requirement] = set()
+    pending = [Requirement(wanted)]
+    while pending:
+        one = pending.pop()
+        name = canonicalize_name(one.name)
+        if one in seen or name == THERE or _satisfied(one, have):
+            continue
+        seen.add(one)
+        found[name] = version(name)
+        pending += _requirements(one, python)
+    return found
+
+
+def _satisfied(one: Requirement, have: Mapping[str, str | None]) -> bool:
+    name = canonicalize_name(one.name)
+    if name not in have:
+        return False
+    there = have[name]
+    return there is None or one.specifier.contains(there, prereleases=True)
+
+
+def _requirements(one: Requirement, python: str) -> Iterator[Requirement]:
+    """What an installed package asks for on that Python, with the extras that are asked of it."""
+    there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    for text in requires(one.name) or ():
+        required = Requirement(text)
+        extras = one.extras or {""}
+        if required.marker is None or any(
+            required.marker.evaluate({**there, "extra": extra}) for extra in (*extras, "")
+        ):
+            yield required
+
+
+def read_have(path: Path | None) -> dict[str, str | None]:
+    """What `pip list --format=freeze` printed there; a line may be a name alone."""
+    found: dict[str, str | None] = {}
+    for line in path.read_text().splitlines() if path else ():
+        name, _, there = line.strip().partition("==")
+        if name and not name.startswith("#"):
+            found[canonicalize_name(name)] = there or None
+    return found
+
+
+def make(out: Path, python: str, have: Mapping[str, str | None]) -> None:
+    """Fill `out`.
+
+    Raises:
+        CalledProcessError: pip could not build or download; it has said why.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    wheels = needed(WANTED, python, have)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    for name in [name for name in BUILT if name in wheels]:
+        source = BUILT[name] or f"{name}=={wheels.pop(name)}"
+        wheels.pop(name, None)
+        build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(out), source]
+        subprocess.run(build, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+    for left in (REPO / "build" / "lib", *(REPO / "build").glob("bdist.*")):
+        shutil.rmtree(left, ignore_errors=True)  # setuptools would put what lies there into the next wheel
+    platforms = [option for n in GLIBC for option in ("--platform", f"manylinux_2_{n}_x86_64")]
+    platforms += ["--platform", "manylinux2014_x86_64", "--platform", "linux_x86_64"]
+    download = [*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    download += ["--python-version", python, *platforms, "--dest", str(out)]
+    if wheels:
+        subprocess.run([*download, *(f"{name}=={there}" for name, there in sorted(wheels.items()))], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.wheels", description=__doc__)
+    parser.add_argument("--out", type=Path, default=REPO / "build" / "wheels", metavar="DIR")
+    parser.add_argument(
+        "--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}", metavar="3.12", help="there"
+    )
+    parser.add_argument("--have", type=Path, metavar="FILE", help="what `pip list --format=freeze` prints there")
+    args = parser.parse_args()
+    make(args.out, args.python, read_have(args.have))
+    files = sorted(args.out.glob("*.whl"))
+    size = sum(file.stat().st_size for file in files)
+    print(f"{args.out}: {len(files)} wheels, {size / 2**20:.1f} MiB; there:")
+    print(f"  python3 -m pip install --no-index --find-links {args.out.name} '{WANTED}'")
+
+
+if __name__ == "__main__":
+    main()

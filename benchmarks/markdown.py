@@ -1,0 +1,33 @@
+"""What the tables of docs/benchmarks.md are written with."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("|" + "|".join(f" {cell} " if cell != "---" else cell for cell in line) + "|" for line in lines)
+
+
+def interval(values: Any, digits: int) -> str:
+    middle, low, high = values
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def machine(env: dict[str, Any]) -> str:
+    gpus = ", ".join(env["gpus"]) or "no GPU"
+    return (
+        f"Measured {env['date'][:10]} at commit {str(env['commit'])[:10]} on {env['cpu']}, {env['cores']} cores, "
+        f"{env['memory_gib']} GiB, {gpus}; Python {env['python']}, torch {env['torch']}, deepspeed {env['deepspeed']}."
+    )
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def mib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**20:.1f}"

@@ -1,0 +1,210 @@
+"""shardkit beside what one would use instead: the same engine under PyTorch or DeepSpeed alone, Accelerate, Fabric.
+
+`python -m benchmarks.peers` runs on 2 CPU ranks over gloo, in an environment of its own (peers_env.py). Starts are
+timed one after the other, in turns, from torchrun's command to the end of the first step. Then all arms are alive at
+once and take turns, one step each, so that each step has one of every other arm beside it. Peak tensor memory is the
+most that torch's CPU allocator had given out at once, from the model's construction on, by the profiler's events in a
+start of its own. No ratio is written unless all losses are those of the loop written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import bare, peers_env
+from .common import RESULTS, environment, median_ci, write_result
+from .overhead import write_tokens
+from .peers_arms import ARMS, OURS, REFUSALS
+from .peers_ranks import RANKS, Ranks, worker
+
+TOLERANCE = 1e-5  # of a loss, to that of the loop written by hand
+WARMUP = 2  # steps after the first that no time is taken of
+PEAK_STEPS = 3
+FEWEST = 6  # samples with an interval
+
+Samples = Mapping[str, Sequence[float]]  # of each arm
+
+
+class DifferentLosses(RuntimeError):
+    """An arm does not train as the loop written by hand does: its times would say nothing."""
+
+
+def starts(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Each arm's seconds from the command to the end of the first step; nothing else runs meanwhile."""
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for index in range(rounds):
+        for arm in rotated(arms, index):
+            with Ranks(engine, arm, tokens, folder, 1) as ranks:
+                found[arm].append(ranks.first_step()[0])
+    return found
+
+
+def turns(
+    engine: str, arms: Sequence[str], tokens: str, folder: Path, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Each arm's seconds per step, and the losses of all its steps, warm-up included."""
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    losses: dict[str, list[float]] = {arm: [] for arm in arms}
+    with ExitStack() as running:
+        alive = {
+            arm: running.enter_context(Ranks(engine, arm, tokens, folder, 1 + WARMUP + steps)) for arm in arms
+        }  # fmt: skip
+        for arm in arms:
+            losses[arm].append(alive[arm].first_step()[1])
+        for index in range(WARMUP + steps):
+            for arm in rotated(arms, index):
+                took, loss = alive[arm].step()
+                losses[arm].append(loss)
+                if index >= WARMUP:
+                    seconds[arm].append(took)
+    return seconds, losses
+
+
+def rotated(arms: Sequence[str], index: int) -> list[str]:
+    """Who goes first changes."""
+    first = index % len(arms)
+    return [*arms[first:], *arms[:first]]
+
+
+def loss_differences(losses: Samples) -> dict[str, float]:
+    """Each arm's largest difference from the first, which is written by hand.
+
+    Raises:
+        DifferentLosses: one is further off than rounding explains.
+    """
+    (by_hand, expected), *others = losses.items()
+    found = {by_hand: 0.0}
+    for arm, values in others:
+        off = [abs(value - other) for value, other in zip(values, expected, strict=True)]
+        for step, (value, other, difference) in enumerate(zip(values, expected, off, strict=True), 1):
+            if not difference <= TOLERANCE:  # NaN included
+                raise DifferentLosses(
+                    f"{arm}: loss {value} in step {step}, {other} with {by_hand}; more than {TOLERANCE:g} apart, "
+                    "so their times are not compared"
+                )
+        found[arm] = max(off)
+    return found
+
+
+def ratio(samples: Samples, arm: str) -> tuple[float, float, float]:
+    """(median, low, high) of shardkit's times over the arm's beside them."""
+    return median_ci([ours / theirs for ours, theirs in zip(samples[OURS], samples[arm], strict=True)])
+
+
+def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Starts, steps, and shardkit's ratios to each arm ("beside"), unless samples are too few for an interval.
+
+    Args:
+        arms: the one written by hand first, shardkit among them.
+        rounds: starts of each arm.
+        steps: of each arm.
+
+    Raises:
+        DifferentLosses: an arm does not train as the one written by hand.
+    """
+    began = starts(engine, arms, tokens, folder, rounds)
+    taken, losses = turns(engine, arms, tokens, folder, steps)
+    result: dict[str, Any] = {
+        "measured": {key: environment()[key] for key in ("commit", "date")},
+        "loss_difference": loss_differences(losses),
+        "first_step_s": began,
+        "step_s": taken,
+        "losses": losses,
+    }
+    if min(rounds, steps) >= FEWEST:
+        result["beside"] = {
+            arm: {"step_time": ratio(taken, arm), "first_step": ratio(began, arm)} for arm in arms if arm != OURS
+        }
+    return result
+
+
+def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[str, int]:
+    """Bytes of each arm at their peak."""
+    found = {}
+    for arm in arms:
+        with Ranks(engine, arm, tokens, folder, PEAK_STEPS, "peak") as ranks:
+            found[arm] = ranks.peak()
+    return found
+
+
+def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
+    """What each library says that does not train with this engine on a CPU."""
+    found = {}
+    for arm in REFUSALS.get(engine, {}):
+        with Ranks(engine, arm, tokens, folder, 1, "refusal") as ranks:
+            found[arm] = ranks.refusal()
+    return found
+
+
+def earlier() -> dict[str, Any]:
+    """What was measured before: engines and parts can be measured one at a time."""
+    path = RESULTS / "peers.json"
+    found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    return found
+
+
+def write(engines: Mapping[str, Any]) -> Path:
+    packages = ("torch", "accelerate", "deepspeed", "lightning-fabric", "transformers")
+    return write_result(
+        "peers",
+        {
+            "ranks": RANKS,
+            "tolerance": TOLERANCE,
+            "packages": {package: version(package) for package in packages},
+            "settings": {key: value for key, value in vars(bare).items() if key.isupper() and key != "ENGINES"},
+            "engines": {engine: engines[engine] for engine in ARMS if engine in engines},
+        },
+    )
+
+
+def show(engine: str, found: Mapping[str, Any]) -> None:
+    for part in ("first_step_s", "step_s"):
+        for arm, samples in found.get(part, {}).items():
+            print(f"{engine} {arm}: {part} {median(samples):.3f}")
+    for part in ("loss_difference", "beside", "peak_bytes", "refused"):
+        for arm, value in found.get(part, {}).items():
+            print(f"{engine} {arm}: {part} {value}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="starts of each arm; nothing is written below 6")
+    parser.add_argument("--steps", type=int, default=25, help="of each arm; nothing is written below 6")
+    parser.add_argument("--engines", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--parts", nargs="*", default=["memory", "time"], choices=["memory", "time"])
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(*args.worker)
+        return
+    peers_env.enter()
+    engines = earlier()
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp)
+        tokens = write_tokens(folder)
+        for engine in args.engines:
+            arms = [*ARMS[engine], OURS]
+            found: dict[str, Any] = {}
+            if "memory" in args.parts:
+                found["peak_bytes"] = peaks(engine, arms, tokens, folder)
+                found["refused"] = refusals(engine, tokens, folder)
+            if "time" in args.parts:
+                found |= times(engine, arms, tokens, folder, args.rounds, args.steps)
+            show(engine, found)
+            if "time" in args.parts and "beside" not in found:
+                print("not written: too few samples for an interval")
+                continue
+            engines[engine] = engines.get(engine, {}) | found
+            print("written:", write(engines), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One engine under each library, as its documentation has one write it: the same model, weights, data and settings.
+
+An arm is a function that makes everything a rank needs and returns its optimizer step. `ARMS` lists what is measured,
+hand-written first. `REFUSALS` lists what a library does not do on a CPU; each of them raises, in its own words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from . import bare
+from .bare import ACCUM, MAX_NORM, Step
+
+Arm = Callable[[], Step]
+
+
+class Unsharded(RuntimeError):
+    """A library took a setting that shards the model, and did not shard it."""
+
+
+def by_hand(engine: str) -> Step:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return bare.ENGINES[engine]()
+
+
+def accelerate_ddp() -> Step:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    kwargs = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM, kwargs_handlers=[kwargs])
+    model = bare.make_model()
+    return _accelerated(accelerator, *accelerator.prepare(model, bare.adamw(model)))
+
+
+def accelerate_fsdp2() -> Step:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FSDPModule
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM, fsdp_plugin=plugin)
+    model = bare.make_model()
+    model, optimizer = accelerator.prepare(model, bare.adamw(model))
+    if not isinstance(model, FSDPModule):
+        raise Unsharded(f"fsdp_plugin(fsdp_version=2) was given and prepare() returned a {type(model).__name__}")
+    return _accelerated(accelerator, model, optimizer)
+
+
+def accelerate_zero(stage: int) -> Step:
+    bare.import_deepspeed()
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    model = bare.make_model()
+    plugin = DeepSpeedPlugin(hf_ds_config=bare.ds_config(stage, model))
+    # Not cpu=True: with it the plugin is ignored. DeepSpeed finds the CPU by itself, and Accelerate counts one process.
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUM, deepspeed_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, bare.adamw(model))
+    if model.dp_world_size != int(os.environ["WORLD_SIZE"]):
+        raise Unsharded(f"DeepSpeed's engine sees {model.dp_world_size} of {os.environ['WORLD_SIZE']} ranks")
+    return _accelerated(accelerator, model, optimizer)
+
+
+def _accelerated(accelerator: Any, model: Any, optimizer: Any) -> Step:
+    def step(micro: list[Any]) -> float:
+        total = 0.0
+        for x, y in micro:
+            with accelerator.accumulate(model):
+                loss = model(x, y) / y.numel()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item() / len(micro)
+        return total
+
+    return step
+
+
+def fabric_ddp() -> Step:
+    from lightning_fabric.strategies import DDPStrategy
+
+    fabric = _fabric(DDPStrategy(gradient_as_bucket_view=True))
+    model = bare.make_model()
+    return _fabric_step(fabric, *fabric.setup(model, bare.adamw(model)))
+
+
+def fabric_fsdp2() -> Step:
+    from lightning_fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: Any, mesh: Any) -> Any:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"], reshard_after_forward=False)
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    fabric = _fabric(ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1))
+    model = fabric.setup_module(bare.make_model())
+    # As the other arms of this engine do, every micro-batch reduces: whole gradients would be kept otherwise.
+    return _fabric_step(fabric, model, fabric.setup_optimizers(bare.adamw(model)), reduce_every=True)
+
+
+def fabric_fsdp1() -> Step:
+    from lightning_fabric.strategies import FSDPStrategy
+
+    fabric = _fabric(FSDPStrategy())
+    model = fabric.setup_module(bare.make_model())
+    return _fabric_step(fabric, model, fabric.setup_optimizers(bare.adamw(model)), reduce_every=True)
+
+
+def fabric_zero(stage: int) -> Step:
+    bare.import_deepspeed()
+    from lightning_fabric.strategies import DeepSpeedStrategy
+
+    model = bare.make_model()
+    fabric = _fabric(DeepSpeedStrategy(config=bare.ds_config(stage, model)))
+    return _fabric_step(fabric, *fabric.setup(model, bare.adamw(model)))
+
+
+def _fabric(strategy: Any) -> Any:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
+    fabric.launch()
+    return fabric
+
+
+def _fabric_step(fabric: Any, model: Any, optimizer: Any, reduce_every: bool = False) -> Step:
+    def step(micro: list[Any]) -> float:
+        total = 0.0
+        for i, (x, y) in enumerate(micro):
+            more = i < len(micro) - 1 and not reduce_every
+            with fabric.no_backward_sync(model) if more else nullcontext():
+                loss = model(x, y) / (y.numel() * len(micro))
+                fabric.backward(loss)
+            total += loss.item()
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+ARMS: dict[str, dict[str, Arm]] = {
+    "ddp": {"PyTorch": partial(by_hand, "ddp"), "Accelerate": accelerate_ddp, "Fabric": fabric_ddp},
+    "fsdp": {"PyTorch": partial(by_hand, "fsdp"), "Fabric": fabric_fsdp2},
+    "zero2": {"DeepSpeed": partial(by_hand, "zero2"), "Accelerate": partial(accelerate_zero, 2)},
+    "zero3": {"DeepSpeed": partial(by_hand, "zero3"), "Accelerate": partial(accelerate_zero, 3)},
+}
+REFUSALS: dict[str, dict[str, Arm]] = {
+    "fsdp": {"Accelerate": accelerate_fsdp2, "Fabric, FSDPStrategy": fabric_fsdp1},
+    "zero2": {"Fabric": partial(fabric_zero, 2)},
+    "zero3": {"Fabric": partial(fabric_zero, 3)},
+}
+OURS = "shardkit"
+
+
+def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Generator[float]:
+    """Up to `count` optimizer steps of an arm on this rank, each of them a loss: a mean over ranks, or this rank's."""
+    if arm == OURS:
+        from .overhead import Ours
+
+        ours = Ours(engine, tokens, f"{folder}/run", count)
+        try:
+            for _ in range(count):
+                yield ours.step()
+        finally:
+            ours.close()
+        return
+    import torch.distributed as dist
+
+    step = (ARMS[engine] | REFUSALS.get(engine, {}))[arm]()
+    data = bare.batches(tokens, dist.get_rank(), dist.get_world_size())
+    for _ in range(count):
+        yield step(next(data))

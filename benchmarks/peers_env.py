@@ -1,0 +1,44 @@
+"""The virtual environment that the comparison with other libraries runs in: made once, and again when a pin changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from .common import REPO
+
+VENV = REPO / "benchmarks" / ".venv"
+PINS = REPO / "benchmarks" / "peers.txt"
+
+
+def enter() -> None:
+    """Go on as the same module in the benchmark's environment; returns at once inside of it."""
+    if Path(sys.prefix).resolve() == VENV.resolve():
+        return
+    python = str(make())
+    # "-m benchmarks.peers": how it was started, from the interpreter's own record.
+    os.execv(python, [python, *sys.orig_argv[1:]])
+
+
+def make() -> Path:
+    """The environment's interpreter; installs what peers.txt says, and shardkit, if that was not done yet.
+
+    torch comes first and alone, so that pip takes the build that its settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)
+    point at: a CPU-only one is gigabytes smaller.
+    """
+    python, stamp = VENV / "bin" / "python", VENV / "installed"
+    wanted = "".join(path.read_text() for path in (PINS, REPO / "constraints.txt", REPO / "setup.cfg"))
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"installing what is compared into {VENV} (once; torch is large, this takes minutes)", flush=True)
+        venv.create(VENV, clear=True, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        constrained = [*pip, "-c", str(REPO / "constraints.txt")]
+        subprocess.run([*pip, "--upgrade", "pip>=25.3"], check=True)
+        subprocess.run([*constrained, "torch"], check=True)
+        quietly = {**os.environ, "PYTHONWARNINGS": "ignore"}  # setuptools warns about every editable install
+        subprocess.run([*constrained, "-r", str(PINS), "-e", str(REPO)], env=quietly, check=True)
+        stamp.write_text(wanted)
+    return python

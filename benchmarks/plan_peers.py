@@ -1,0 +1,219 @@
+"""What other tools say of the same cases: DeepSpeed's estimators, accelerate estimate-memory, torch's memory trackers.
+
+`python -m benchmarks.plan_peers` asks each of them, by its own functions, about the cases of `plan_accuracy` that it
+speaks of, and compares with what was measured there. Nothing is trained here.
+
+- DeepSpeed's `estimate_zero2/3_model_states_mem_needs`: parameters, gradients and optimizer states under mixed
+  precision. What it says of offload is for a machine whose GPU and host are not one memory.
+- `accelerate estimate-memory`, its "Training using Adam": one process.
+- `FSDPMemTracker`, `MemTracker` of torch.distributed._tools: the peak of a step on fake tensors; wrapped modules of
+  FSDP2, or one process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from .common import REPO, RESULTS, write_result
+from .plan_accuracy import Unobserved, cases
+
+Case = tuple[str, int, list[str]]
+CLOSE = 0.03
+
+
+def of_case(name: str, world_size: int, overrides: list[str]) -> dict[str, Any]:
+    """What every tool that speaks of a case says of it, in bytes of one rank; or why it cannot."""
+    import torch
+
+    from shardkit.config_io import load_config
+    from shardkit.tasks.load import load_task
+
+    config = load_config(None, overrides).config
+    model = load_task(config).build_model()
+    n_params = sum(param.numel() for param in model.parameters())
+    said: dict[str, Any] = {"n_params": n_params}
+    _, strategy, precision, _, optimizer = name.split(" ")
+    engine = strategy.partition("@")[0]
+    if engine in ("zero2", "zero3") and "offload" not in strategy and precision == "bf16":
+        said["deepspeed"] = _deepspeed(model, engine, world_size)
+    if engine == "single" and optimizer == "adamw":
+        said["accelerate"] = _accelerate(model, precision)
+    if engine in ("single", "fsdp", "hsdp"):
+        tracker = "memtracker" if engine == "single" else "fsdpmemtracker"
+        try:
+            said[tracker] = _tracked(config, world_size)
+        except (RuntimeError, NotImplementedError, AssertionError, TypeError, AttributeError, KeyError) as error:
+            torch.distributed.destroy_process_group()
+            said[tracker] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return said
+
+
+def _deepspeed(model: Any, engine: str, world_size: int) -> int:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs, model_to_params
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    total, largest_layer = model_to_params(model)
+    if engine == "zero2":
+        return int(estimate_zero2_model_states_mem_needs(total, world_size, cpu_offload=False)[1])
+    needs = estimate_zero3_model_states_mem_needs(total, largest_layer, world_size, cpu_offload=False)
+    return int(needs[1])
+
+
+def _accelerate(model: Any, precision: str) -> int:
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    total, _ = calculate_maximum_sizes(model)
+    stages = estimate_training_usage(total, {"fp32": "float32", "bf16": "bfloat16"}[precision])
+    return int(max(stages.values()))  # what the command prints
+
+
+def _tracked(config: Any, world_size: int) -> int:
+    import torch
+
+    from shardkit.plan.trace import on_fake, run_steps, sample_batch
+    from shardkit.plan.world import FakeWeights, fake_world
+    from shardkit.tasks.load import load_task
+
+    device = torch.device("cpu")
+    task = load_task(config)
+    batch = sample_batch(task, config)
+    weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
+    with fake_world(device, world_size, 8) as world:
+        n_targets = float(task.n_targets(batch))
+        observed = _Tracked(fakes := on_fake(batch))
+        try:
+            run_steps(config, world, task, fakes, n_targets, weights, observed)
+        finally:
+            observed.close()
+    return observed.peak
+
+
+class _Tracked(Unobserved):
+    """Has torch's tracker around the steps, as its documentation shows."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self.peak = batch, 0
+        self._tracker: Any = None
+
+    def wrapped(self, strategy: Any) -> None:
+        from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+        from torch.distributed._tools.mem_tracker import MemTracker
+        from torch.distributed.fsdp import FSDPModule
+
+        inputs = tuple(self._batch.values())
+        is_sharded = isinstance(strategy.model, FSDPModule)
+        if is_sharded:
+            self._tracker = FSDPMemTracker(strategy.model, strategy.optimizer)
+            self._tracker.track_inputs(inputs)
+        else:
+            self._tracker = MemTracker()
+            self._tracker.track_external(strategy.model, strategy.optimizer, *inputs)
+        self._tracker.__enter__()
+
+    def stepped(self, strategy: Any) -> None:
+        snapshot = self._tracker.get_tracker_snapshot("peak")
+        self.peak = max(sum(refs["Total"] for refs in snapshot.values()), self.peak)
+        self._tracker.reset_mod_stats()
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.__exit__(None, None, None)
+
+
+def with_gradients(name: str, row: Mapping[str, Any], n_params: int, key: str) -> int:
+    """Bytes of all model states: `row[key]`, those between two steps, and the gradients that the step adds to them.
+
+    fp32, whole or in shards; DDP's buckets stay, and are counted already. DeepSpeed has a bf16 partition and its
+    fp32 copy.
+    """
+    engine, _, rest = name.split(" ")[1].partition("@")
+    world_size = int(rest.partition("+")[0])
+    per_param = {
+        "single": 4.0, "ddp": 0.0, "fsdp": 4 / world_size, "hsdp": 4 / 2, "zero1": 2 + 4 / world_size,
+        "zero2": 6 / world_size, "zero3": 6 / world_size,
+    }  # fmt: skip
+    return int(row[key] + per_param[engine] * n_params)
+
+
+def errors(rows: Mapping[str, Mapping[str, Any]], said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """By tool and by what it is compared with: its errors, and the planner's in the same cases."""
+
+    def of(tool: str, ours: Callable[[str], float], truth: Callable[[str], float]) -> dict[str, Any]:
+        asked = {name: answer[tool] for name, answer in said.items() if tool in answer}
+        answered = {name: n_bytes for name, n_bytes in asked.items() if not isinstance(n_bytes, str)}
+        return {
+            "asked": len(asked),
+            "failed": {name: why for name, why in asked.items() if isinstance(why, str)},
+            "theirs": _spread(n_bytes / truth(name) - 1 for name, n_bytes in answered.items()),
+            "ours": _spread(ours(name) / truth(name) - 1 for name in answered),
+        }
+
+    def states(key: str) -> Callable[[str], float]:
+        return lambda name: with_gradients(name, rows[name], said[name]["n_params"], key)
+
+    def column(key: str) -> Callable[[str], float]:
+        return lambda name: float(rows[name][key])
+
+    result = {}
+    for tool in ("deepspeed", "accelerate"):
+        result[f"{tool}: model states"] = of(tool, states("resident_predicted"), states("resident_measured"))
+    for tool in ("deepspeed", "accelerate", "fsdpmemtracker", "memtracker"):
+        result[f"{tool}: peak"] = of(tool, column("predicted"), column("measured"))
+    return result
+
+
+def _spread(found: Iterator[float] | Any) -> dict[str, float]:
+    ordered = sorted(found)
+    return {
+        "cases": len(ordered),
+        "median_error": median(map(abs, ordered)),
+        "lowest": ordered[0],
+        "highest": ordered[-1],
+        "within_3_percent": sum(abs(error) <= CLOSE for error in ordered) / len(ordered),
+    }
+
+
+def _in_world(world_size: int) -> dict[str, Any]:
+    """A process can pretend to be a rank of one world only."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_peers", str(world_size)],
+        stdout=subprocess.PIPE, text=True, cwd=REPO, check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    said: dict[str, Any] = {}
+    if len(sys.argv) > 1:
+        from shardkit.plan.predict import prepare
+        from shardkit.plan.target import Target
+
+        world_size = int(sys.argv[1])
+        prepare(Target(world_size, None, 8), "cpu")
+        for name, case in cases().items():
+            if case[0] == world_size:
+                said[name] = of_case(name, *case)
+                print(f"{name:52s} {said[name]}", file=sys.stderr, flush=True)
+        print(json.dumps(said))
+        return
+    for world_size in sorted({world for world, _ in cases().values()}):
+        said |= _in_world(world_size)
+    accuracy = json.loads((RESULTS / "plan_accuracy.json").read_text())
+    found = errors(accuracy["cases"], said)
+    for tool, one in found.items():
+        print(f"{tool:28s} {one['asked']:3d} cases, {len(one['failed'])} failed: {one['theirs']}")
+    from importlib.metadata import version
+
+    result = {"accelerate": version("accelerate"), "errors": found, "said": said}
+    print("written:", write_result("plan_peers", {"close": CLOSE, **result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The section of docs/benchmarks.md on the automatic plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .markdown import interval, machine, mib, paragraph
+
+
+def auto(result: dict[str, Any]) -> str:
+    rows = [
+        f"| {row['cap_mib']} | {row['feasible']} of {row['of']} | {_cell(row['chosen'])} | {_cell(row['best'])} "
+        f"| {interval(row['ratio'], 3)} | {mib(row['chosen_peak'])} | {row['under_cap']} |"
+        for row in result["caps"]
+    ]
+    both = [
+        (cell["tokens_per_s"], cell["predicted_tokens_per_s"])
+        for cell in result["grid"]
+        if cell["tokens_per_s"] and cell["predicted_tokens_per_s"]
+    ]
+    return "\n".join([
+        "## The automatic plan",
+        "",
+        paragraph(
+            f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
+            f"samples of a step fixed) of a small transformer on {result['ranks']} CPU ranks are all trained. "
+            "`shardkit plan --auto` chooses under several caps on memory, from this machine's calibration and without "
+            "having run any; the best is the fastest whose measured peak is under the cap. Choice and best ran again "
+            "in turns (ratio of tokens/s, 1 = the best was chosen), and the choice once more with `memory.cap`. "
+            f"{result['margin']:.0%} of the cap is left free by the search. Goal: ratio ≥ 0.95, never out of memory. "
+            f"Rank correlation of predicted and measured tokens/s over the {len(both)} settings that the search "
+            f"reported: {_rank_correlation(both):.2f}."
+        ),
+        "",
+        "| cap MiB | fit | chosen | best | tokens/s, chosen / best | peak of the choice MiB | under the real cap |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def _cell(cell: list[Any]) -> str:
+    strategy, policy, micro_batch = cell
+    return f"{strategy}, {policy}, {micro_batch}"
+
+
+def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    """Spearman's: of the ranks."""
+    ranks = [_ranks([pair[side] for pair in pairs]) for side in (0, 1)]
+    n = len(pairs)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (n * (n * n - 1))
+
+
+def _ranks(values: list[float]) -> list[int]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found = [0] * len(values)
+    for rank, index in enumerate(order):
+        found[index] = rank
+    return found

@@ -1,0 +1,70 @@
+"""The tables of `benchmarks.peers`."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from .markdown import interval, machine, mib, paragraph, table
+
+OURS = "shardkit"
+
+
+def peers(result: dict[str, Any]) -> str:
+    engines = {name: found for name, found in result["engines"].items() if {"beside", "peak_bytes"} <= found.keys()}
+    settings, packages = result["settings"], result["packages"]
+    sizes, tokens = settings["SIZES"], f"{settings['MICRO']} × {settings['SEQ']} tokens"
+    text = paragraph(
+        f"`python -m benchmarks.peers`: {result['ranks']} CPU ranks over gloo under torchrun, one thread each; the "
+        f"reference transformer, d_model {sizes['d_model']}, {sizes['n_layers']} layers, {settings['ACCUM']} "
+        f"micro-batches of {tokens} per rank and step, fp32, AdamW, clipping; every library is given the same model, "
+        "weights, data order and settings. PyTorch and DeepSpeed are loops written by hand. Starts are timed in turns, "
+        "and so are steps, with all arms alive. Peak: the most of torch's CPU allocator on a rank, by the profiler's "
+        "events, from the model's construction on. No ratio is written unless all losses are within "
+        f"{result['tolerance']:g} of the loop written by hand."
+    )
+    ratios = ["engine", "library", "step time", "command to first step", "peak tensor memory", "steps", "starts"]
+    return "\n\n".join([
+        "## Beside other libraries",
+        text,
+        "shardkit over each:",
+        table(ratios, _ratios(engines)),
+        "Medians:",
+        table(["engine", "library", "step, ms", "first step, s", "peak, MiB", "loss difference"], _medians(engines)),
+        "What did not train on a CPU, and what it said:",
+        table(["engine", "library", "said"], _refused(engines)),
+        paragraph(", ".join(f"{name} {version}" for name, version in packages.items()) + "."),
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def _ratios(engines: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            engine, arm, interval(r["step_time"], 3), interval(r["first_step"], 3),
+            f"{found['peak_bytes'][OURS] / found['peak_bytes'][arm]:.4f}",
+            str(len(found["step_s"][arm])), str(len(found["first_step_s"][arm])),
+        ]
+        for engine, found in engines.items()
+        for arm, r in found["beside"].items()
+    ]  # fmt: skip
+
+
+def _medians(engines: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            engine, arm, f"{1e3 * median(found['step_s'][arm]):.0f}", f"{median(found['first_step_s'][arm]):.2f}",
+            mib(peak), f"{found['loss_difference'][arm]:.0e}",
+        ]
+        for engine, found in engines.items()
+        for arm, peak in found["peak_bytes"].items()
+    ]  # fmt: skip
+
+
+def _refused(engines: dict[str, Any]) -> list[list[str]]:
+    return [
+        [engine, arm, said.replace("|", "\\|").replace("\n", " ")]
+        for engine, found in engines.items()
+        for arm, said in found["refused"].items()
+    ]

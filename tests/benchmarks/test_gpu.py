@@ -1,0 +1,264 @@
+"""The GPU benchmark without a GPU: it goes on where it stopped, within its budget; a dry run is no measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import REPO, RESULTS, environment
+from benchmarks.gpu import PARTS, command, part_cases, store, tables
+from benchmarks.gpu.cases import Case, Cases, Found, Where
+from benchmarks.gpu.child import run_case
+from benchmarks.gpu.command import Asked, Part
+from benchmarks.gpu.largest import falls
+from benchmarks.gpu.target import next_size
+from benchmarks.gpu.wheels import needed, read_have
+from shardkit.errors import ConfigError
+
+Ran = list[tuple[str, str]]
+
+
+def unused(where: Where) -> Found:
+    raise AssertionError("cases run in processes of their own")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Asked:
+    return Asked(True, False, "h200", 1 << 34, tmp_path / "out", 100.0)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    """A part of three cases, the first with a prediction; what was run of it."""
+    cases: Cases = {"a": Case(unused, unused), "b": Case(unused, predicted_as="a"), "c": Case(unused)}
+    done: Ran = []
+
+    def run(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, str]:
+        done.append((case, what))
+        return {"outcome": "ok", "saw": where.predicted.get("outcome")}, "done"
+
+    monkeypatch.setattr(command, "part_cases", lambda part, dry: cases)
+    monkeypatch.setattr(command, "run_case", run)
+    return done
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, of_case: str, do: Callable[[Where], tuple[Found, str]]) -> None:
+    """Let a case end as `do` says, the others as before."""
+    before: Any = vars(command)["run_case"]
+
+    def run(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, Any]:
+        return do(where) if case == of_case else before(part, case, what, where, limit_s)
+
+    monkeypatch.setattr(command, "run_case", run)
+
+
+def results(asked: Asked) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((asked.out / "gpu_mfu.json").read_text())
+    return found
+
+
+def test_what_is_known_is_not_run_again_and_new_code_is(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
+    assert Part("mfu", asked).run()
+    assert ran == everything
+    assert results(asked)["cases"]["b"]["measured"]["saw"] == "ok", "b sees the prediction of a"
+    assert Part("mfu", asked).run()
+    assert ran == everything
+    monkeypatch.setattr(store, "code_digest", lambda: "other")
+    assert Part("mfu", asked).run()
+    assert ran == 2 * everything
+
+
+def test_other_versions_measure_again_but_predictions_are_good(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Part("mfu", replace(asked, predict=True)).run()
+    assert ran == [("a", "predicted")]
+    elsewhere = {**environment(), "torch": "2.11.0"}
+    monkeypatch.setattr(store, "environment", lambda: dict(elsewhere))
+    assert Part("mfu", asked).run()
+    assert ran == [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
+
+
+def test_what_was_planned_for_more_host_memory_than_there_is_is_planned_again(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(monkeypatch, "a", lambda where: ({"outcome": "ok", "host_limit": where.host_memory}, "done"))
+    predicting = replace(asked, predict=True)
+    assert Part("mfu", predicting).run()
+    more, less = replace(asked, host_memory=1 << 35), replace(asked, host_memory=1 << 33)
+    assert Part("mfu", more).store.complete("a", "predicted")
+    assert not Part("mfu", less).store.complete("a", "predicted")
+
+
+def test_no_case_begins_when_the_budget_is_spent(ran: Ran, asked: Asked) -> None:
+    said: list[str] = []
+    assert not Part("mfu", replace(asked, budget_s=1.0), said.append).run()
+    assert ran == []
+    assert "time is up" in said[0] and "'a'" in said[0]
+
+
+def test_what_a_case_kept_before_its_time_was_up_is_where_it_goes_on(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Found] = []
+
+    def late(where: Where) -> tuple[Found, str]:
+        seen.append(where.earlier)
+        where.keep({"trials": [1]})
+        return ({"trials": [1]}, "time is up") if len(seen) == 1 else ({"trials": [1, 2], "outcome": "ok"}, "done")
+
+    instead(monkeypatch, "b", late)
+    assert not Part("mfu", asked).run()
+    assert results(asked)["cases"]["b"]["measured"]["complete"] is False
+    assert Part("mfu", asked).run()
+    assert seen == [{}, {"trials": [1]}]
+    assert results(asked)["cases"]["b"]["measured"]["trials"] == [1, 2]
+
+
+def test_a_case_that_gets_nowhere_in_the_whole_time_has_failed(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(monkeypatch, "a", lambda where: ({}, "time is up"))
+    assert not Part("mfu", asked).run()
+    assert results(asked)["cases"]["a"]["predicted"]["message"].startswith("not finished within")
+    assert not Part("mfu", asked).run(), "its measurement gets a whole time of its own"
+    assert Part("mfu", asked).run()
+
+
+def test_an_interruption_keeps_what_was_measured(ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(where: Where) -> tuple[Found, str]:
+        where.keep({"trials": [1]})
+        raise KeyboardInterrupt
+
+    instead(monkeypatch, "c", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Part("mfu", asked).run()
+    cases = results(asked)["cases"]
+    assert cases["b"]["measured"]["complete"] and cases["c"]["measured"]["trials"] == [1]
+
+
+def test_where_host_memory_ran_out_a_case_goes_on_after_what_it_tried(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Found] = []
+
+    def greedy(where: Where) -> tuple[Found, str]:
+        seen.append(where.earlier)
+        return ({"trying": 7}, "host memory") if len(seen) < 3 else ({"outcome": "ok"}, "done")
+
+    instead(monkeypatch, "b", greedy)
+    assert Part("mfu", asked).run()
+    assert seen == [{}, {"trying": 7, "ended": "host memory"}], "the same a second time is how it went"
+    assert results(asked)["cases"]["b"]["measured"]["outcome"] == "out of host memory"
+
+
+def test_a_dry_run_is_never_among_the_measurements(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    for refused in (["--dry-run", "--out", str(RESULTS)], ["--dry-run", "--out", os.path.relpath(RESULTS)]):
+        with pytest.raises(SystemExit):
+            command.parse(refused)
+        assert "a dry run writes elsewhere" in capsys.readouterr().err
+    assert command.parse(["--dry-run"])[1].out != RESULTS
+    Part("mfu", asked).store.put("a", "measured", {"outcome": "ok"}, complete=True)
+    assert results(asked)["dry_run"] is True
+    with pytest.raises(ConfigError, match="holds a dry run"):
+        Part("mfu", replace(asked, dry=False))
+    with pytest.raises(ValueError, match="holds a dry run"):
+        tables.section(asked.out)
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "environment", lambda: {"gpus": []})
+    with pytest.raises(SystemExit):
+        command.parse([])
+    assert "pass --dry-run, or --predict" in capsys.readouterr().err
+    assert command.parse(["--predict", "--host-memory", "120GiB"])[1].host_memory == 120 << 30
+
+
+def test_a_case_that_takes_too_long_or_crashes_leaves_no_process(tmp_path: Path) -> None:
+    late, crashing = (Where(True, "h200", 1 << 34, tmp_path / name) for name in ("late", "crashing"))
+    for where in (late, crashing):
+        where.folder.mkdir()
+    assert run_case("mfu", "1.3b", "measured", late, 0.5) == ({}, "time is up")
+    found, ended = run_case("mfu", "no such case", "measured", crashing, 60)
+    assert ended == "done"
+    assert found == {"outcome": "failed", "message": "KeyError: 'no such case'"}
+    left = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in left
+
+
+def test_the_next_size_is_between_what_works_and_what_does_not() -> None:
+    def after(start: int, **outcomes: str) -> int | None:
+        return next_size({key[1:]: {"outcome": outcome} for key, outcome in outcomes.items()}, start, 2)
+
+    none = "out of memory"
+    assert after(10) == 10
+    assert after(10, s10="ok") == 12
+    assert after(10, s10="ok", s12=none) is None
+    assert after(10, s10=none) == 8
+    assert after(10, s10=none, s8=none) == 6
+    assert after(10, s10=none, s8="ok") is None
+
+
+def test_a_loss_has_to_fall_and_to_be_finite() -> None:
+    assert falls([5.0, 5.1, 4.0])
+    assert not falls([5.0, 5.1]) and not falls([]) and not falls([5.0, float("nan"), 4.0])
+
+
+def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Path) -> None:
+    page = tables.section(tmp_path)
+    for line in page.splitlines():
+        if line.startswith("| ") and tables.MISSING in line:
+            assert not [cell for cell in line.split("|")[-3:] if any(map(str.isdigit, cell))], line
+    assert page.count(tables.MISSING) >= len(part_cases("accuracy", dry=False))
+    found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30, "tokens_per_s": 1234.0, "losses": [5.0, 4.5]}
+    measured = Part("ladder", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0))
+    measured.store.put("24 GiB: fp32: step", "measured", {"outcome": "out of memory"}, complete=True)
+    measured.store.put("24 GiB: + bf16: step", "measured", found, complete=True)
+    measured.store.put("24 GiB: + bf16: step", "predicted", {"required": 2 << 30, "overhead": 0}, complete=True)
+    measured.store.put("24 GiB: + ZeRO-2: step", "measured", found, complete=False)
+    page = tables.section(tmp_path)
+    assert "| fp32 | – | out of memory |" in page
+    assert "| + bf16 | 2.00 | 2.00 | 3.00 | 1,234 | 4.500 |" in page
+    assert f"| + ZeRO-2 | – | {tables.MISSING} |" in page, "an interrupted case is not a result"
+
+
+def test_wheels_are_what_the_other_machine_lacks(tmp_path: Path) -> None:
+    everything = needed("shardkit", "3.12", {})
+    assert {"deepspeed", "pydantic", "pydantic-core", "typer", "hjson"} <= set(everything)
+    assert "torch" not in everything and "pytest" not in everything
+    listed = tmp_path / "have.txt"
+    listed.write_text("typer==0.29.2\nPydantic==2.0.1\nhjson\nrich==1.0\n")
+    some = needed("shardkit", "3.12", read_have(listed))
+    assert "typer" not in some and "hjson" not in some
+    assert "pydantic" in some and "rich" in some, "too old there"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_dry_run_goes_through_every_kind_of_case(part: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    options = ["--dry-run", "--part", part, "--out", str(tmp_path), "--budget-s", "280"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "gpu", *options], cwd=REPO, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{part}: complete" in done.stdout, done.stdout
+    assert time.monotonic() - began < 300
+    held = json.loads((tmp_path / f"gpu_{part}.json").read_text())
+    assert held["dry_run"] is True
+    assert set(held["cases"]) == set(part_cases(part, dry=True))
+    for name, case in held["cases"].items():
+        expected = "out of memory" if name == "24 GiB: fp32: step" else "ok"
+        assert case["measured"]["outcome"] == expected, (name, case["measured"])

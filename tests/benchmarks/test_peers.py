@@ -1,0 +1,132 @@
+"""The comparison with other libraries: a time counts only if the losses agree; arms train side by side for real."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peers
+from benchmarks.overhead import write_tokens
+from benchmarks.peers_arms import ARMS, OURS
+from benchmarks.peers_ranks import Ranks
+from benchmarks.report_peers import peers as section
+
+
+def test_equal_losses_up_to_rounding_are_compared() -> None:
+    found = peers.loss_differences({"PyTorch": [3.0, 2.0], "Fabric": [3.0, 2.000_004], OURS: [2.999_999, 2.0]})
+    assert found == pytest.approx({"PyTorch": 0.0, "Fabric": 4e-6, OURS: 1e-6}, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [2.1, 2.000_02, math.nan])
+def test_other_losses_refuse_the_comparison(wrong: float) -> None:
+    with pytest.raises(peers.DifferentLosses, match=rf"^Fabric: loss {wrong} in step 2, 2\.0 with PyTorch"):
+        peers.loss_differences({"PyTorch": [3.0, 2.0, 1.0], "Fabric": [3.0, wrong, 1.0]})
+
+
+def test_a_ratio_is_of_steps_side_by_side() -> None:
+    # The machine slows down sixfold meanwhile: only neighbours tell what is faster.
+    theirs = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert peers.ratio({OURS: [0.9 * took for took in theirs], "PyTorch": theirs}, "PyTorch") == pytest.approx(
+        (0.9,) * 3
+    )
+
+
+def test_everyone_goes_first_as_often() -> None:
+    assert [peers.rotated("abc", index) for index in range(3)] == [list("abc"), list("bca"), list("cab")]
+
+
+ARMS_STAGED = ["PyTorch", OURS]
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Ranks without processes: shardkit starts in half the time and takes twice as long for a step."""
+    found = dict.fromkeys(ARMS_STAGED, 1.0)
+
+    class Staged:
+        def __init__(self, engine: str, arm: str, *_: object) -> None:
+            self.arm, self.ours = arm, arm == OURS
+
+        def __enter__(self) -> Staged:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def first_step(self) -> tuple[float, float]:
+            return (2.0 if self.ours else 4.0), found[self.arm]
+
+        def step(self) -> tuple[float, float]:
+            return (0.2 if self.ours else 0.1), found[self.arm]
+
+        def peak(self) -> int:
+            return 2**20
+
+        def refusal(self) -> str:
+            return "ValueError: not | on a CPU"
+
+    monkeypatch.setattr(peers, "Ranks", Staged)
+    return found
+
+
+@pytest.mark.usefixtures("losses")
+def test_fewer_than_six_samples_give_no_ratio() -> None:
+    assert "beside" not in peers.times("ddp", ARMS_STAGED, "", Path(), 5, 6)
+    assert "beside" not in peers.times("ddp", ARMS_STAGED, "", Path(), 6, 5)
+    found = peers.times("ddp", ARMS_STAGED, "", Path(), 6, 6)
+    assert found["beside"] == {"PyTorch": {"step_time": (2.0, 2.0, 2.0), "first_step": (0.5, 0.5, 0.5)}}
+
+
+def test_different_losses_give_no_result(losses: dict[str, float]) -> None:
+    losses[OURS] = 1.1
+    with pytest.raises(peers.DifferentLosses, match=r"shardkit: loss 1\.1 in step 1"):
+        peers.times("ddp", ARMS_STAGED, "", Path(), 6, 6)
+
+
+@pytest.mark.usefixtures("losses")
+def test_the_page_has_each_ratio_and_each_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
+    monkeypatch.setattr(peers, "version", lambda package: "1.0")
+    remembered = {
+        "peak_bytes": peers.peaks("fsdp", ARMS_STAGED, "", Path()), "refused": peers.refusals("fsdp", "", Path())
+    }  # fmt: skip
+    timed = peers.times("fsdp", ARMS_STAGED, "", Path(), 6, 6)
+    written = peers.write({"zero2": remembered, "fsdp": {**timed, **remembered}})
+    text = section(json.loads(written.read_text()))
+    assert "| fsdp | PyTorch | 2.000 [2.000, 2.000] | 0.500 [0.500, 0.500] | 1.0000 | 6 | 6 |" in text
+    assert "| fsdp | Accelerate | ValueError: not \\| on a CPU |" in text
+    assert "zero2" not in text, "its times are not measured yet"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", list(ARMS))
+def test_arms_train_alike_and_take_alike(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    pytest.importorskip("transformers", reason="needs transformers, for Accelerate's DeepSpeed plugin")
+    arms = [*(arm for arm in ARMS[engine] if arm != "Fabric"), OURS]
+    tokens = write_tokens(tmp_path)
+    peaks = peers.peaks(engine, arms, tokens, tmp_path)
+    assert peaks[OURS] <= 1.01 * peaks[arms[0]]
+    seconds, losses = peers.turns(engine, arms, tokens, tmp_path, 2)
+    assert all(len(taken) == 2 for taken in seconds.values())
+    peers.loss_differences(losses)
+    assert losses[OURS][-1] < losses[OURS][0]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_what_a_library_does_not_do_is_told_apart_from_what_breaks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    tokens = write_tokens(tmp_path)
+    with Ranks("fsdp", "Accelerate", tokens, tmp_path, 1, "refusal") as ranks:
+        assert "returned a DistributedDataParallel" in ranks.refusal()
+    with pytest.raises(RuntimeError, match=r"(?s)^ddp Nobody stopped:.*KeyError: 'Nobody'"), Ranks(
+        "ddp", "Nobody", tokens, tmp_path, 1, "refusal"
+    ) as ranks:  # fmt: skip
+        ranks.refusal()

@@ -1,0 +1,208 @@
+"""The automatic plan: what it may change, that it finds the best, how it explains itself, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.cli import main
+from shardkit.config import RunConfig
+from shardkit.config_io import load_config
+from shardkit.errors import ConfigError
+from shardkit.plan import search as searching
+from shardkit.plan.axes import combinations, micro_batches
+from shardkit.plan.cost import StepTime
+from shardkit.plan.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
+from shardkit.plan.search import Found, Search, pareto
+from shardkit.plan.show_auto import reasons, show_found
+from shardkit.plan.target import Target, choose_target
+
+GIB = 2**30
+
+
+def load(more: Any = ()) -> RunConfig:
+    return load_config(
+        None, ["model.preset=debug", "train.micro_batch_size=4", "train.grad_accum_steps=2", *more]
+    ).config
+
+
+def target(gpus: int = 8, per_node: int = 8, gpu: str = "h100") -> Target:
+    return choose_target(load(), gpus, per_node, gpu)
+
+
+class TestAxes:
+    def names(self, **changes: Any) -> set[str]:
+        return {one.engine for one in combinations(load(), target(**changes), ())}
+
+    def test_one_gpu_has_offload_and_no_sharding(self) -> None:
+        names = self.names(gpus=1)
+        assert "single" in names and "zero2, optimizer on the CPU" in names
+        assert not names & {"ddp", "fsdp", "hsdp", "zero1"}
+
+    def test_shard_groups_stay_inside_machines_or_join_some(self) -> None:
+        assert not [name for name in self.names(gpus=8) if name.startswith("hsdp")]
+        groups = {name for name in self.names(gpus=32) if name.startswith("hsdp")}
+        assert groups == {"hsdp (8 to a shard group)", "hsdp (16 to a shard group)"}
+
+    def test_bf16_is_offered_where_the_card_has_it(self) -> None:
+        assert {one.precision for one in combinations(load(), target(), ())} == {"fp32", "bf16"}
+        assert {one.precision for one in combinations(load(), target(gpu="v100"), ())} == {"fp32"}
+
+    def test_what_was_given_stays(self) -> None:
+        config = load(["parallel.strategy=fsdp", "activation.policy=full"])
+        found = combinations(config, target(), {"parallel.strategy", "activation.policy"})
+        assert {(one.engine, one.policy) for one in found} == {
+            ("fsdp", "full"), ("fsdp, parameters on the CPU", "full")
+        }  # fmt: skip
+        assert not any("strategy" in item or "policy" in item for one in found for item in one.settings)
+
+    def test_another_engine_does_not_inherit_keys_of_the_first(self) -> None:
+        config = load(["parallel.strategy=fsdp", "parallel.prefetch=3", "parallel.reshard_after_forward=false"])
+        for one in combinations(config, target(), ()):
+            resolved = load([*("parallel.strategy=fsdp", "parallel.prefetch=3"), *one.settings]).parallel
+            assert resolved.prefetch == (3 if resolved.strategy == "fsdp" else 1)
+
+    def test_a_step_keeps_its_samples(self) -> None:
+        assert micro_batches(load(), target(), ()) == (8, [1, 2, 4, 8])
+        assert micro_batches(
+            load(["train.global_batch_size=48", "train.grad_accum_steps=null", "train.micro_batch_size=6"]),
+            target(),
+            (),
+        ) == (6, [1, 2, 3, 6])
+        assert micro_batches(load(), target(), {"train.micro_batch_size"}) == (8, [4])
+
+
+def run(args: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    return ended.value.code
+
+
+class FakePlanner:
+    """Memory and time as functions of what is set: the search is to find the best of them, not to know them."""
+
+    costs: dict[str, tuple[float, float, float, float]] = {}
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def __enter__(self) -> FakePlanner:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+        state, per_sample, per_pass, seconds = self.costs[config.parallel.strategy + config.activation.policy]
+        size = config.train.micro_batch_size
+        batch = config.train.global_batch_size
+        assert batch is not None
+        passes = batch // self.target.world_size // size
+        needed = round(max(state, state / 2 + per_sample * size) * GIB)  # the peak is in the step, or in backward
+        time = passes * (per_pass + seconds * size)
+        peak = PeakEstimate(needed, needed, needed, "backward", "")
+        phases = {
+            "step": PhaseEstimate(round(state * GIB), 0, 0),
+            "backward": PhaseEstimate(round((state / 2 + per_sample * size) * GIB), 0, 0),
+        }
+        return MemoryEstimate(
+            "h100", self.target.world_size, 0, 1, 1, "cuda", phases, peak, needed, 0, {}, device_memory=80 * GIB,
+            time=StepTime(time, {"compute": time, "links": 0.0}, 1.0, batch * 10.0, False),
+        )  # fmt: skip
+
+
+KEYS = [
+    s + p for s in ("ddp", "fsdp", "zero1", "zero2", "zero3") for p in ("none", "selective_op", "selective", "full")
+]
+COST = st.tuples(st.floats(1, 120), st.floats(0.1, 30), st.floats(0, 0.1), st.floats(0.01, 0.1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(KEYS, COST)))
+def test_nothing_that_fits_is_faster_than_what_is_chosen(costs: dict[str, tuple[float, float, float, float]]) -> None:
+    FakePlanner.costs = costs
+    where = target()
+    assert where.device_memory is not None
+    room = where.device_memory * 0.95
+    fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
+
+    def exact(key: str, size: int) -> tuple[int, float]:
+        state, per_sample, per_pass, seconds = costs[key]
+        needed = round(max(state, state / 2 + per_sample * size) * GIB)
+        return needed, 8 * 8 * 10 / (8 // size * (per_pass + seconds * size))
+
+    every = [exact(key, size) for key in KEYS for size in (1, 2, 4, 8)]
+    able = [speed for needed, speed in every if needed <= room]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "Planner", FakePlanner)
+        with Search(load, where, fixed, 0.05, lambda said: None) as search:
+            if not able:
+                with pytest.raises(ConfigError, match="no setting fits"):
+                    search.run()
+                return
+            found = search.run()
+    assert found.best.estimate is not None and found.best.needed <= room
+    assert found.best.tokens_per_s == pytest.approx(max(able))
+    assert all(setting.estimate is not None for setting in found.front)
+    assert list(found.front) == list(pareto(found.fitting))
+    assert "best" in show_found("x", found, where)
+
+
+def found_by(costs: dict[str, tuple[float, float, float, float]]) -> Found:
+    FakePlanner.costs = {key: costs.get(key, (500.0, 1.0, 0.0, 1.0)) for key in KEYS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "Planner", FakePlanner)
+        fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
+        with Search(load, target(), fixed, 0.05, lambda said: None) as search:
+            return search.run()
+
+
+def test_it_says_why_not_something_else() -> None:
+    found = found_by({
+        "ddpnone": (100.0, 1.0, 0.0, 0.01),  # fastest, too large
+        "fsdpnone": (20.0, 20.0, 0.01, 0.02),  # fits with 2 samples
+        "fsdpfull": (20.0, 2.0, 0.01, 0.03),
+    })  # fmt: skip
+    assert (found.best.combination.engine, found.best.combination.policy, found.best.micro_batch) == ("fsdp", "none", 2)
+    why = "\n".join(reasons(found))
+    assert "ddp: does not fit: 100.00 GiB, 133% of what may be used, at the least" in why
+    assert "checkpointing full: 20% slower" in why
+    assert "micro-batch 4: does not fit: 90.00 GiB" in why
+    assert "micro-batch 1: 17% slower" in why
+
+
+def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["model.n_layers=2", "model.d_model=32", "run.device=cpu", "precision.mode=fp32", "train.seq_len=64"]
+    args = ["plan", "-", "--auto", *fixed, "train.micro_batch_size=4", "--out", str(tmp_path)]
+    args += ["activation.policy=none"]
+    assert run([*args, "--memory-cap", "1GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "best       single; checkpointing none; fp32; micro-batch 4" in said
+    chosen = load_config(tmp_path / "config.yaml").config
+    assert (chosen.train.micro_batch_size, chosen.activation.policy, chosen.model.d_model) == (4, "none", 32)
+    assert json.loads((tmp_path / "auto.json").read_text())["best"]["needed"] > 0
+    assert "tokens/s" in (tmp_path / "auto.html").read_text()
+    assert run([*args, "--memory-cap", "100KiB"]) == 2
+    assert "no setting fits: the least, single with activation.policy=" in capsys.readouterr().err
+    assert run(["plan", "-", "--auto", *fixed]) == 2
+    assert "pass --gpu or --gpu-memory; for CPUs --memory-cap" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_best_are_run_and_the_fastest_of_them_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "-", "--auto", "--gpus", "2", "run.device=cpu", "precision.mode=fp32", "--memory-cap", "1GiB"]
+    args += ["parallel.strategy=ddp", "model.preset=debug", "--verify", "2", "--out", str(tmp_path)]
+    assert run(args) == 0
+    said = capsys.readouterr().out
+    assert "measured" in said
+    ran = json.loads((tmp_path / "auto.json").read_text())["verified"]
+    assert [one["outcome"] for one in ran] == ["ok", "ok"]
+    assert ran[0]["measured"] >= ran[1]["measured"]
+    assert ran[0]["peak"] == pytest.approx(ran[0]["needed"], rel=0.03)

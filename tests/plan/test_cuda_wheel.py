@@ -1,0 +1,91 @@
+"""The login-node case: a CUDA build of torch on a machine without a GPU plans the same bytes as a CPU build."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_packaging import REPO, build, copy_tree
+
+TORCH = "torch==2.12.1"  # the registry's wheels for Linux x86-64 are CUDA builds
+NEEDED_BYTES = 12e9  # downloaded and unpacked
+CONFIGS = {"fsdp": [], "zero2": [], "zero3_offload": ["train.seq_len=1024"]}
+
+
+@pytest.fixture(scope="module")
+def cuda_python() -> Path:
+    """An interpreter with a CUDA build of torch and what shardkit needs; kept between runs, it is gigabytes.
+
+    SHARDKIT_CUDA_PYTHON names one that is there already.
+    """
+    if given := os.environ.get("SHARDKIT_CUDA_PYTHON"):
+        return Path(given)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardkit-tests"
+    folder = cache / f"cuda-{hashlib.blake2b(repr((TORCH, sys.version)).encode(), digest_size=6).hexdigest()}"
+    if not (folder / ".installed").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache).free
+        if free < NEEDED_BYTES:
+            pytest.skip(f"needs {NEEDED_BYTES / 1e9:.0f} GB of disk in {cache}, {free / 1e9:.0f} are free")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-cache-dir"]
+        done = subprocess.run([*pip, TORCH, *_requirements()], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs a package index with {TORCH}: {done.stderr.strip().splitlines()[-1]}")
+        (folder / ".installed").touch()
+    return folder / "bin/python"
+
+
+def _requirements() -> list[str]:
+    parser = configparser.ConfigParser()
+    parser.read(REPO / "setup.cfg")
+    return [line for line in parser["options"]["install_requires"].split() if not line.startswith("torch")]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to import from that holds what the wheel installs."""
+    base = tmp_path_factory.mktemp("cuda-wheel")
+    wheel = next(path for path in build(copy_tree(base / "tree"), base / "dist", "--wheel") if path.suffix == ".whl")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", str(base / "site"), str(wheel)]
+    subprocess.run(pip, check=True)
+    return base / "site"
+
+
+def planned(python: Path, site: Path, config: str, *overrides: str) -> dict[str, Any]:
+    target = ["--gpus", "8", "--gpu", "h100", "--json", "--no-advice"]
+    command = [str(python), "-m", "shardkit.cli", "plan", str(site / f"shardkit/configs/{config}.yaml"), *target]
+    env = {**os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, cwd=site.parent, env=env)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.release
+@pytest.mark.deepspeed
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch to compare with")
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_cuda_wheel_without_a_gpu_plans_what_a_cpu_wheel_plans(
+    config: str, cuda_python: Path, installed: Path
+) -> None:
+    ask = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    built = subprocess.run([str(cuda_python), "-c", ask], capture_output=True, text=True, env=env, check=True)
+    version, available = built.stdout.split()
+    assert version != "None" and available == "False"
+    overrides = ["model.preset=355m", *CONFIGS[config]]
+    with_cuda = planned(cuda_python, installed, config, *overrides)
+    assert with_cuda["method"] == "cuda"
+    assert with_cuda == planned(Path(sys.executable), installed, config, *overrides)
