@@ -186,7 +186,6 @@ def main() -> None:
         worker(*args.worker)
         return
     peers_env.enter()
-    engines = earlier()
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
@@ -202,8 +201,8 @@ def main() -> None:
             if "time" in args.parts and "beside" not in found:
                 print("not written: too few samples for an interval")
                 continue
-            engines[engine] = engines.get(engine, {}) | found
-            print("written:", write(engines), flush=True)
+            known = earlier()
+            print("written:", write({**known, engine: {**known.get(engine, {}), **found}}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from typing import Any
 
 from .markdown import interval, machine, mib, paragraph, table
 
-OURS = "shardkit"
+OURS, NOT_YET = "shardkit", "not yet measured"
 
 
 def peers(result: dict[str, Any]) -> str:
-    engines = {name: found for name, found in result["engines"].items() if {"beside", "peak_bytes"} <= found.keys()}
+    engines = {name: found for name, found in result["engines"].items() if "beside" in found}
     settings, packages = result["settings"], result["packages"]
     sizes, tokens = settings["SIZES"], f"{settings['MICRO']} × {settings['SEQ']} tokens"
     text = paragraph(
@@ -43,7 +43,7 @@ def _ratios(engines: dict[str, Any]) -> list[list[str]]:
     return [
         [
             engine, arm, interval(r["step_time"], 3), interval(r["first_step"], 3),
-            f"{found['peak_bytes'][OURS] / found['peak_bytes'][arm]:.4f}",
+            _peak_ratio(found, arm),
             str(len(found["step_s"][arm])), str(len(found["first_step_s"][arm])),
         ]
         for engine, found in engines.items()
@@ -54,17 +54,25 @@ def _ratios(engines: dict[str, Any]) -> list[list[str]]:
 def _medians(engines: dict[str, Any]) -> list[list[str]]:
     return [
         [
-            engine, arm, f"{1e3 * median(found['step_s'][arm]):.0f}", f"{median(found['first_step_s'][arm]):.2f}",
-            mib(peak), f"{found['loss_difference'][arm]:.0e}",
+            engine, arm, f"{1e3 * median(steps):.0f}", f"{median(found['first_step_s'][arm]):.2f}",
+            _peak(found, arm), f"{found['loss_difference'][arm]:.0e}",
         ]
         for engine, found in engines.items()
-        for arm, peak in found["peak_bytes"].items()
+        for arm, steps in found["step_s"].items()
     ]  # fmt: skip
+
+
+def _peak(found: dict[str, Any], arm: str) -> str:
+    return mib(found["peak_bytes"][arm]) if "peak_bytes" in found else NOT_YET
+
+
+def _peak_ratio(found: dict[str, Any], arm: str) -> str:
+    return f"{found['peak_bytes'][OURS] / found['peak_bytes'][arm]:.4f}" if "peak_bytes" in found else NOT_YET
 
 
 def _refused(engines: dict[str, Any]) -> list[list[str]]:
     return [
         [engine, arm, said.replace("|", "\\|").replace("\n", " ")]
         for engine, found in engines.items()
-        for arm, said in found["refused"].items()
+        for arm, said in found.get("refused", {}).items()
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from ..errors import LaunchError
@@ -18,6 +18,15 @@ def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/"
     if listed is None:
         return present
     return min(present, len([entry for entry in listed.split(",") if entry.strip() not in ("", "-1")]))
+
+
+def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> None:
+    """Let the segments of torch's CUDA allocator grow, which keeps it from fragmenting, unless its settings are chosen.
+
+    It has to be called before torch is imported. Does nothing where there is no GPU.
+    """
+    if visible_gpus(environ, root) and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:

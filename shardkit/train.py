@@ -11,6 +11,7 @@ from .config_io import LoadedConfig, load_config
 from .errors import OutOfMemoryError, ShardkitError, report
 from .launch import affinity, failure, restart
 from .launch.env import detect
+from .launch.gpus import grow_segments
 from .output import outlive_full_disks
 from .preemption import note_early
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(loaded: LoadedConfig) -> int:
     said = affinity.bind(detect())  # before torch has threads
+    grow_segments(os.environ)
     from .job import start
     from .plan.in_run import RunPlan
     from .trainer import Trainer

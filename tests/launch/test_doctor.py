@@ -15,7 +15,7 @@ from shardkit.cli import main
 from shardkit.errors import ConfigError
 from shardkit.launch import affinity, doctor, doctor_host
 from shardkit.launch.doctor import Check
-from shardkit.launch.gpus import ranks_per_node, visible_gpus
+from shardkit.launch.gpus import grow_segments, ranks_per_node, visible_gpus
 from shardkit.memory.probe import DeviceCounters
 from tests.launch.jobs import REPO, environment
 from tests.launch.test_affinity import fake_machine
@@ -171,4 +171,12 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    for found, kept in (({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native")):
+        environ: dict[str, str] = dict(found)
+        grow_segments(environ, tmp_path)
+        assert environ["PYTORCH_ALLOC_CONF"] == kept
+    for untouched in ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        environ = dict(untouched)
+        grow_segments(environ, tmp_path)
+        assert environ == untouched
     assert ranks_per_node("3", "auto") == 3
