@@ -20,7 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardkit.config import RunConfig
 from shardkit.config_io import load_config
+from shardkit.plan import search as searching
+from shardkit.plan.client import Planner
+from shardkit.plan.estimate import MemoryEstimate
 from shardkit.plan.search import Search, Setting
 from shardkit.plan.target import Target
 from shardkit.plan.trial import run_trial
@@ -84,6 +88,18 @@ def caps(grid: dict[Cell, Any]) -> list[int]:
     return [int(1.02 * peaks[min(len(peaks) - 1, int(share * len(peaks)))] / 2**20) + 1 for share in SHARES]
 
 
+class Remembering(Planner):
+    """Searches under several caps ask for the same traces, of which only the limit differs."""
+
+    answers: dict[str, MemoryEstimate] = {}
+
+    def predict(self, config: RunConfig, **how: bool) -> MemoryEstimate:
+        key = f"{config.model_dump_json()} {how}"
+        if key not in self.answers:
+            self.answers[key] = super().predict(config, **how)
+        return self.answers[key].limited(self.target.device_memory, None)
+
+
 def choose(mib: int) -> dict[str, Any]:
     """What the search chooses under a cap, and all that it predicted: [[*cell, bytes, tokens/s], …]."""
     target = Target(RANKS, None, RANKS, cap=mib * 2**20)
@@ -115,6 +131,7 @@ def main() -> None:
     if not (work / "cache" / "shardkit" / "calibration.json").exists():
         calibrate(work / "cache")
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
+    searching.Planner = Remembering  # type: ignore[misc]
     kept = Kept(work / "kept.json")
     grid: dict[Cell, Any] = {cell: kept.get(f"grid {cell}", partial(train, cell, work)) for cell in GRID}
     if options.until == "grid":

@@ -52,24 +52,17 @@ def plan(
     set on the command line. Exit code 0 if it fits, 4 if it does not.
     """
     import json
-    from dataclasses import replace
 
     from ..config_io import load_config
     from .advise import changes_that_fit
     from .auto import plan_automatically
     from .client import Planner
-    from .gpus import parse_bytes
     from .show import show, show_changes
     from .target import choose_target
 
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config
-    on_cpu = loaded.run.device == "cpu"
-    target = choose_target(
-        loaded, gpus, gpus_per_node, gpu, gpu_memory or (None if on_cpu else memory_cap), host_memory
-    )
-    if on_cpu and memory_cap is not None:
-        target = replace(target, cap=parse_bytes(memory_cap, "--memory-cap"))
+    target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
     if auto:
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output)
         return

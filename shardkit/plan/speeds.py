@@ -18,6 +18,8 @@ _OF_PEAK_FLOPS = 0.7
 _OF_BANDWIDTH = 0.8
 _HOST_BYTES_PER_S = 200e9  # a server's memory, shared by the ranks of a machine
 _CPU_CORE_FLOPS = 4e10
+_CPU_SPECIAL = 0.2  # gelu, softmax, exp: 3 to 10 of 20 to 30 GB/s on one core with AVX-512 (torch 2.13)
+_CPU_ATTENTION = 0.4
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -28,6 +30,8 @@ class Speeds:
     Attributes:
         matmul: FLOP/s of large matrix products by type: fp32, tf32, bf16, fp16, fp8.
         memory: bytes/s that kernels read and write in the device's memory.
+        special: the same of kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU.
+        attention: fused attention's share of the speed of matrix products.
         host: bytes/s that an optimizer step on the CPU reads and writes.
         copies: bytes/s between device and host, one direction.
         link: bytes/s of collectives inside a machine, as bus bandwidth.
@@ -43,6 +47,8 @@ class Speeds:
 
     matmul: Mapping[str, float]
     memory: float
+    special: float
+    attention: float
     host: float
     copies: float
     link: float
@@ -86,13 +92,18 @@ def _typical(target: Target) -> Speeds:
     if gpu is None:
         flops = _CPU_CORE_FLOPS * max(1, (os.cpu_count() or 1) // target.ranks_per_node)
         by_type = {"fp32": flops, "tf32": flops, "bf16": flops, "fp16": flops, "fp8": flops}
-        return Speeds(by_type, 5e9, 5e9, 5e9, 1e9, 1e9, 5e-6, 2e-4, 1e-5, overlap=False)
+        return Speeds(
+            matmul=by_type, memory=5e9, special=5e9 * _CPU_SPECIAL, attention=_CPU_ATTENTION, host=5e9, copies=5e9,
+            link=1e9, network=1e9, operator=5e-6, collective=2e-4, hop=1e-5, overlap=False,
+        )  # fmt: skip
     peaks = {mode: gpu_peak_flops(gpu.device_name, mode) for mode in ("fp32", "tf32", "bf16", "fp16")}
     slowest = peaks["fp32"] or gpu.hbm_gb_s * 2e10
     found = {mode: _OF_PEAK_FLOPS * (peak or slowest) for mode, peak in peaks.items()}
     return Speeds(
         matmul={**found, "fp8": found["bf16"] * (2 if gpu.capability >= (8, 9) else 1)},
         memory=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
+        special=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
+        attention=1.0,
         host=min(100e9, _HOST_BYTES_PER_S / target.ranks_per_node),
         copies=_OF_BANDWIDTH * gpu.pcie_gb_s * 1e9,
         link=_OF_BANDWIDTH * gpu.link_gb_s * 1e9,
@@ -110,6 +121,7 @@ def _measured(typical: Speeds, constants: Mapping[str, Any], ranks_per_node: int
         typical,
         matmul={**typical.matmul, **by_type},
         memory=constants["memory_bytes_per_s"],
+        special=constants["memory_bytes_per_s"] * typical.special / typical.memory,
         host=constants["host_bytes_per_s"],
         copies=min(constants["copy_bytes_per_s"]),
         operator=constants["operator_s"],

@@ -28,6 +28,13 @@ _NO_WORK = (
     "aten::empty", "aten::new_empty", "aten::detach", "aten::resize_", "aten::set_", "aten::_local_scalar_dense",
     "aten::lift_fresh", "aten::record_stream", "aten::is_pinned", "_c10d_functional::wait_tensor", "prim::device",
 )  # fmt: skip
+_SPECIAL = tuple(
+    f"aten::{name}"
+    for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "_softmax", "_log_softmax", "pow", "bernoulli",
+                 "native_dropout", "sin", "cos")
+)  # fmt: skip
+_WATCHING = 2e-5
+"""Seconds that each operator of forward waits for `selective_op`, which looks at all of them in Python."""
 # Of these inputs only as much is read as comes out.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
 
@@ -46,6 +53,7 @@ class WorkCounter:
         self._log, self._speeds, self._device, self._ranks_per_node = log, speeds, device, ranks_per_node
         self._fp32 = "tf32" if config.precision.mode == "tf32" else "fp32"
         self._recomputes = config.activation.recomputes
+        self._watching = _WATCHING if config.activation.policy == "selective_op" else 0.0
         self._groups: dict[str, tuple[int, int]] = {}
         self.segments: list[Segment] = []
 
@@ -73,17 +81,20 @@ class WorkCounter:
             segment.host += traffic / self._speeds.host
             return
         flops = _flops(func, name, args, kwargs, out)
-        busy = max(flops / self._product_speed(tensors), traffic / self._speeds.memory)
+        special = name.startswith(_SPECIAL)
+        through = traffic / (self._speeds.special if special else self._speeds.memory)
+        busy = max(flops / self._flop_speed(name, tensors), through)
         if self._recomputes and phase == "backward" and torch.is_grad_enabled():
             segment.recompute += busy
         else:
             segment.compute += busy
         segment.flops += flops
-        segment.dispatch += self._speeds.operator
+        segment.dispatch += self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
 
-    def _product_speed(self, tensors: list[torch.Tensor]) -> float:
+    def _flop_speed(self, name: str, tensors: list[torch.Tensor]) -> float:
+        share = self._speeds.attention if "attention" in name else 1.0
         dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-        return self._speeds.matmul[_MODES.get(dtype, self._fp32)]
+        return share * self._speeds.matmul[_MODES.get(dtype, self._fp32)]
 
     def _collective(self, segment: Segment, name: str, args: Any, out: Any) -> None:
         ranks, nodes = self._group(args)
