@@ -72,7 +72,7 @@ def test_positions_outside_are_refused(bounds: tuple[int, int]) -> None:
         EpochOrder(10, 0, True).indices(0, *bounds)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 200),
     micro=st.integers(1, 4),
@@ -100,7 +100,7 @@ def test_an_epoch_gives_each_sample_once(n: int, micro: int, accum: int, world: 
     assert len(seen) == len(set(seen)) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 300),
     per_rank=st.integers(1, 24),
@@ -122,7 +122,7 @@ def test_steps_hold_the_same_samples_at_any_world_size(
         state = after
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(n=st.integers(8, 200), at=st.integers(0, 20))
 def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> None:
     before, after = plans(n, 2, 1, 4), plans(n, 3, 1, 1)

@@ -51,7 +51,7 @@ def test_state_is_exact_and_categories_sum_to_the_peak(
         assert max(n_bytes for _, n_bytes in step["timeline"]) == peak["bytes"]
         assert peak["categories"]["optimizer"] == pytest.approx(optimizer, abs=1024)  # and a step count per parameter
         assert peak["categories"]["params"] == params
-        assert step["phases"]["backward"]["categories"]["activations"] > 0
+        assert step["phases"]["forward"]["categories"]["activations"] > 0  # backward may peak when they are gone
 
 
 def test_activations_are_those_that_autograd_saved(tmp_path: Path) -> None:
