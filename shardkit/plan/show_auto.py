@@ -39,6 +39,7 @@ def show_found(title: str, found: Found, target: Target) -> str:
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
         + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
         f"waits for  {', '.join(_shares(best))}",
+        *_host_note(best, target),
         "",
         "memory against speed (nothing else is both smaller and faster):",
         *columns([FRONT_HEAD, *front_rows(found)], left=(0, 1, 2)),
@@ -60,6 +61,12 @@ def named(setting: Setting, samples: int) -> str:
 def _shares(setting: Setting) -> list[str]:
     parts = sorted(setting.waits.items(), key=lambda item: -item[1])
     return [f"{name} {seconds * setting.tokens_per_s:.0%}" for name, seconds in parts if seconds > 0]
+
+
+def _host_note(best: Setting, target: Target) -> list[str]:
+    if target.host_memory is not None or best.estimate is None or "on the CPU" not in best.combination.engine:
+        return []
+    return [f"host       {gib(best.estimate.host_peak)} of each rank; whether a machine has it: --host-memory"]
 
 
 def front_rows(found: Found) -> list[tuple[str, ...]]:
