@@ -9,7 +9,8 @@ from .markdown import interval, machine, mib, paragraph
 
 def auto(result: dict[str, Any]) -> str:
     rows = [
-        f"| {row['cap_mib']} | {row['feasible']} of {row['of']} | {_cell(row['chosen'])} | {_cell(row['best'])} "
+        f"| {row['cap_mib']} | {row['feasible']} of {row['of']} | {_cell(row['chosen'])} "
+        f"| {_cell(row['best'])}{_in_margin(result, row)} "
         f"| {interval(row['ratio'], 3)} | {mib(row['chosen_peak'])} | {row['under_cap']} |"
         for row in result["caps"]
     ]
@@ -27,7 +28,8 @@ def auto(result: dict[str, Any]) -> str:
             "`shardkit plan --auto` chooses under several caps on memory, from this machine's calibration and without "
             "having run any; the best is the fastest whose measured peak is under the cap. Choice and best ran again "
             "in turns (ratio of tokens/s, 1 = the best was chosen), and the choice once more with `memory.cap`. "
-            f"{result['margin']:.0%} of the cap is left free by the search. Goal: ratio ≥ 0.95, never out of memory. "
+            f"{result['margin']:.0%} of the cap is left free by the search; * marks a best that needs some of that and "
+            "so could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
             f"Rank correlation of predicted and measured tokens/s over the {len(both)} settings that the search "
             f"reported: {_rank_correlation(both):.2f}."
         ),
@@ -44,6 +46,11 @@ def auto(result: dict[str, Any]) -> str:
 def _cell(cell: list[Any]) -> str:
     strategy, policy, micro_batch = cell
     return f"{strategy}, {policy}, {micro_batch}"
+
+
+def _in_margin(result: dict[str, Any], row: dict[str, Any]) -> str:
+    peak = next(cell["peak"] for cell in result["grid"] if cell["settings"] == row["best"])
+    return " *" if peak > (1 - result["margin"]) * row["cap_mib"] * 2**20 else ""
 
 
 def _rank_correlation(pairs: list[tuple[float, float]]) -> float:

@@ -95,12 +95,13 @@ def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
 
 def test_the_end_of_a_run_ends_its_planning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = a_job(tmp_path, (1,), "memory.plan=true")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     with in_run.RunPlan() as plan:
         plan.begin(job, tmp_path)
         while not (found := planners()):  # pytest's time limit ends it
             assert plan._thread is not None and plan._thread.is_alive()
         (process,) = found
-        assert process.nice() == 19 and os.getpriority(os.PRIO_PROCESS, 0) == 0
+        assert process.nice() == 19 and os.getpriority(os.PRIO_PROCESS, 0) == own
     assert planners() == [] and not process.is_running()
     assert not (tmp_path / "plan.json").exists() and caplog.records == []
     assert [thread.name for thread in threading.enumerate() if "_plan" in thread.name] == []
