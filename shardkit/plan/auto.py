@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config_io import LoadedConfig, load_config
 from ..errors import ConfigError
+from ..launch.gpus import visible_gpus
 from .ladder import Try, tried
 from .search import Found, Search, Setting
 from .show_auto import Verified, named, show_found, show_verified
@@ -68,12 +69,18 @@ def plan_automatically(
         given: overrides of the command line; their keys stay as they are.
 
     Raises:
-        ConfigError: nothing fits; or none of those that were run, ran.
+        ConfigError: nothing fits; or none of those that were run, ran; or there are no GPUs to run them on.
     """
 
     def load(more: Sequence[str]) -> LoadedConfig:
         return load_config(path, [*given, *more])
 
+    here = visible_gpus()
+    if most and target.gpu is not None and here < target.world_size:
+        raise ConfigError(
+            f"--verify {most} trains on {target.world_size} GPUs, this machine has {here}",
+            "leave --verify out here and pass it on a machine that has them",
+        )
     keys = {item.partition("=")[0] for item in given}
     with Search(lambda more: load(more).config, target, keys, margin, _progress) as search:
         found = search.run()

@@ -54,12 +54,15 @@ def plan(
     import json
 
     from ..config_io import load_config
+    from ..errors import ConfigError
     from .advise import changes_that_fit
     from .auto import plan_automatically
     from .client import Planner
     from .show import show, show_changes
     from .target import choose_target
 
+    if not auto and (verify or margin != 0.05 or out != Path("auto")):
+        raise ConfigError("--verify, --margin and --out belong to --auto, which is not there", "add --auto")
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config
     target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
