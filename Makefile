@@ -55,8 +55,9 @@ train: $(INSTALLED)
 	set -x; \
 	$(BIN)/torchrun --standalone --nproc-per-node $$nproc -m shardkit.train --config configs/quickstart.yaml run.overwrite=true $(ARGS)
 
+# Files of tests side by side (tests/conftest.py); the long ones have the machine for themselves.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(ARGS)

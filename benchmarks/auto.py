@@ -1,9 +1,10 @@
 """Does `shardkit plan --auto` choose well? Every setting of a small grid is trained, its choice compared with the best.
 
 `python -m benchmarks.auto` on an otherwise idle machine: speeds are calibrated, then each strategy × checkpointing
-policy × micro-batch is trained for a few steps on 2 CPU ranks. For several caps on memory the search then chooses
-without having seen any of it. The choice and the fastest settings whose measured peaks are under the cap are run again,
-in turns: the best of them is what it is compared with. The choice is run once more under the real cap.
+policy × micro-batch is trained for a few steps on 2 CPU ranks, several settings at once that take turns, one step each,
+with the same reference among them. For several caps on memory the search then chooses without having seen any of it.
+The choices and the fastest settings whose measured peaks are under the caps take turns once more, for longer: the best
+of them is what a choice is compared with. Each choice is run on its own under the real cap.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 from shardkit.config import RunConfig
 from shardkit.config_io import load_config
@@ -27,11 +29,12 @@ from shardkit.plan.client import Planner
 from shardkit.plan.estimate import MemoryEstimate
 from shardkit.plan.search import Search, Setting
 from shardkit.plan.target import Target
-from shardkit.plan.trial import run_trial
+from shardkit.plan.trial import TRACED, run_trial
 
 from .common import median_ci, write_result
+from .turns import RANKS, Ranks, rotated, serve, timed
 
-RANKS, SAMPLES, STEPS = 2, 2, 7
+SAMPLES = 2
 BASE = (
     "run.device=cpu", "precision.mode=fp32", "model.vocab_size=1024", "model.d_model=256", "model.n_layers=6",
     "model.n_heads=4", "model.max_seq_len=512", "train.seq_len=512", f"train.global_batch_size={RANKS * SAMPLES}",
@@ -39,12 +42,15 @@ BASE = (
 )  # fmt: skip
 GIVEN = {"precision.mode"}
 GRID = list(product(("ddp", "fsdp", "zero1", "zero2", "zero3"), ("none", "selective_op", "selective", "full"), (1, 2)))
-SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of the grid that is under a cap."""
-MARGIN = 0.05
-RIVALS = 2
-"""Fastest settings of the grid that the choice is run against."""
 Cell = tuple[str, str, int]
+REFERENCE: Cell = ("ddp", "none", 1)
+AT_ONCE = 8
+"""Settings of the grid that take turns, besides the reference."""
+CAPS = 5
+WARMUP = TRACED + 1
+FEWEST = 6
+RIVALS = 3
+"""Fastest settings of the grid that a choice is run against."""
 
 
 def settings_of(strategy: str, policy: str, micro_batch: int) -> tuple[str, ...]:
@@ -77,15 +83,56 @@ class Kept:
         return self._known[key]
 
 
-def train(cell: Cell, work: Path, cap: str | None = None) -> dict[str, Any]:
-    trial = run_trial(None, [*BASE, *settings_of(*cell)], RANKS, work / "run", STEPS, cap)
-    return {"outcome": trial.outcome, "peak": trial.peak, "tokens_per_s": trial.tokens_per_s}
+def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
+    """All of them alive at once, a step each in turns: bytes at the peak, and seconds of every step after the warm-up.
+
+    Returns:
+        {"peaks": …, "seconds": …}, both in the order of `cells`.
+    """
+    seconds: list[list[float]] = [[] for _ in cells]
+    with ExitStack() as running:
+        alive = [
+            running.enter_context(Ranks(f"{cell}", ["benchmarks.auto", "--worker", *BASE, *settings_of(*cell)], work))
+            for cell in cells
+        ]
+        for ranks in alive:
+            ranks.first_step()
+        for turn in range(WARMUP + steps):
+            for index in rotated(range(len(cells)), turn):
+                took, _ = alive[index].step()
+                if turn >= WARMUP:
+                    seconds[index].append(took)
+        peaks = [peak(ranks.scratch / "run") for ranks in alive]
+    return {"peaks": peaks, "seconds": seconds}
 
 
-def caps(grid: dict[Cell, Any]) -> list[int]:
-    """Limits in MiB, just above what the given shares of the grid needed."""
-    peaks = sorted(run["peak"] for run in grid.values() if run["peak"] is not None)
-    return [int(1.02 * peaks[min(len(peaks) - 1, int(share * len(peaks)))] / 2**20) + 1 for share in SHARES]
+def peak(run_dir: Path) -> int:
+    """Bytes of tensors in the traced step, on the rank that had most."""
+    traces = [json.loads(path.read_text()) for path in (run_dir / "trace").glob("rank*.json")]
+    return max(int(trace["peak"]["bytes"]) for trace in traces)
+
+
+def worker(*arguments: str) -> None:
+    """A rank: the trainer, a step at a time."""
+    from .overhead import Ours
+
+    *settings, scratch = arguments
+    ours = Ours([
+        *settings, f"run.dir={scratch}/run", "train.max_steps=1000", "train.eval_batches=0", "memory.plan=false",
+        "checkpoint.at_end=false", "logging.tensorboard=false", f"memory.trace_step={TRACED}",
+    ])  # fmt: skip
+
+    def answers(stream: TextIO) -> Iterator[dict[str, Any]]:
+        yield from timed(iter(ours.step, None), stream)
+        ours.close()
+
+    serve(scratch, answers)
+
+
+def caps(peaks: Sequence[int]) -> list[int]:
+    """Limits in MiB, evenly spaced between what the least and the most of the grid needed."""
+    low, high = min(peaks) / 2**20, max(peaks) / 2**20
+    return [round(low + (high - low) * step / (CAPS + 1)) for step in range(1, CAPS + 1)]
 
 
 class Remembering(Planner):
@@ -104,12 +151,14 @@ def choose(mib: int) -> dict[str, Any]:
     """What the search chooses under a cap, and all that it predicted: [[*cell, bytes, tokens/s], …]."""
     target = Target(RANKS, None, RANKS, cap=mib * 2**20)
     with Search(
-        lambda more: load_config(None, [*BASE, *more]).config, target, GIVEN, MARGIN, lambda said: None
+        lambda more: load_config(None, [*BASE, *more]).config, target, GIVEN, None, lambda said: None
     ) as search:
         found = search.run()
     seen = {cell_of(one): one for one in (*found.fitting, *found.misfits, *found.sizes)}
+    assert found.best.estimate is not None
     return {
         "chosen": cell_of(found.best),
+        "uncertainty": found.best.estimate.uncertainty,
         "predicted": [[*cell, one.needed, one.tokens_per_s] for cell, one in seen.items()],
     }
 
@@ -118,14 +167,25 @@ def cell_of(setting: Setting) -> Cell:
     return setting.combination.engine, setting.combination.policy, setting.micro_batch
 
 
+def run_capped(cell: Cell, mib: int, work: Path) -> str:
+    return run_trial(None, [*BASE, *settings_of(*cell)], RANKS, work / "run", WARMUP + 2, f"{mib}MiB").outcome
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("build/auto"), help="for runs and what was measured so far")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8, help="of each setting of the grid")
+    parser.add_argument("--final-steps", type=int, default=24, help="of the choices and the fastest")
     parser.add_argument(
         "--until", choices=("grid", "choices", "end"), default="end", help="stop there; run again to go on"
     )
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker:
+        worker(*options.worker)
+        return
+    if options.final_steps < FEWEST:
+        parser.error(f"--final-steps {options.final_steps}: an interval needs {FEWEST}")
     work: Path = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "cache" / "shardkit" / "calibration.json").exists():
@@ -133,52 +193,69 @@ def main() -> None:
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
     searching.Planner = Remembering  # type: ignore[misc]
     kept = Kept(work / "kept.json")
-    grid: dict[Cell, Any] = {cell: kept.get(f"grid {cell}", partial(train, cell, work)) for cell in GRID}
+    grid = measure_grid(kept, work, options.steps)
     if options.until == "grid":
         return
-    choices = {mib: kept.get(f"choice {mib}", partial(choose, mib)) for mib in caps(grid)}
+    limits = caps([run["peak"] for run in grid.values()])
+    choices = {mib: kept.get(f"choice {mib}", partial(choose, mib)) for mib in limits}
     if options.until == "choices":
         return
     rivals = {mib: contenders(mib, tuple(choice["chosen"]), grid) for mib, choice in choices.items()}
-    speeds: dict[Cell, list[float]] = {cell: [] for cells in rivals.values() for cell in cells}
-    for turn in range(options.repeats):
-        for cell in sorted(speeds):
-            speeds[cell].append(kept.get(f"turn {turn} {cell}", partial(train, cell, work))["tokens_per_s"])
+    finalists = sorted({cell for cells in rivals.values() for cell in cells})
+    final = kept.get(f"final {finalists}", partial(take_turns, finalists, work, options.final_steps))
+    seconds: dict[Cell, list[float]] = dict(zip(finalists, final["seconds"], strict=True))
     predicted = {tuple(one[:3]): one[3:] for choice in choices.values() for one in choice["predicted"]}
     payload = {
-        "ranks": RANKS, "samples": SAMPLES, "steps": STEPS, "settings": BASE, "margin": MARGIN,
+        "ranks": RANKS, "samples": SAMPLES, "settings": BASE, "reference": REFERENCE,
         "calibration": json.loads((work / "cache" / "shardkit" / "calibration.json").read_text()),
         "grid": [
-            {"settings": cell, "peak": run["peak"], "tokens_per_s": run["tokens_per_s"],
-             "predicted_peak": predicted.get(cell, [None, None])[0],
+            {"settings": cell, **run, "predicted_peak": predicted.get(cell, [None, None])[0],
              "predicted_tokens_per_s": predicted.get(cell, [None, None])[1]}
             for cell, run in grid.items()
         ],
         "caps": [],
+        "final": [{"settings": cell, "seconds": found} for cell, found in seconds.items()],
     }  # fmt: skip
     for mib, choice in choices.items():
         chosen: Cell = tuple(choice["chosen"])
-        best = max(rivals[mib], key=lambda cell: median(speeds[cell]))
-        ratios = [mine / other for mine, other in zip(speeds[chosen], speeds[best], strict=True)]
-        capped = kept.get(f"capped {mib} {chosen}", partial(train, chosen, work, f"{mib}MiB"))
+        best = min(rivals[mib], key=lambda cell: median(seconds[cell]))
         payload["caps"].append({
             "cap_mib": mib, "chosen": chosen, "best": best, "rivals": rivals[mib],
+            "uncertainty": choice["uncertainty"],
             "feasible": sum(fits(run, mib) for run in grid.values()), "of": len(GRID),
-            "ratio": median_ci(ratios) if len(ratios) >= 6 else [median(ratios)] * 3,
-            "chosen_peak": grid[chosen]["peak"], "under_cap": capped["outcome"],
+            "ratio": ratio(seconds[best], seconds[chosen]),
+            "chosen_peak": grid[chosen]["peak"],
+            "under_cap": kept.get(f"capped {mib} {chosen}", partial(run_capped, chosen, mib, work)),
         })  # fmt: skip
-    payload["turns"] = [{"settings": cell, "tokens_per_s": found} for cell, found in speeds.items()]
     print(write_result("auto", payload))
 
 
+def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any]]:
+    """Every setting's peak, and its speed as a share of the reference's, which took turns with it."""
+    grid: dict[Cell, dict[str, Any]] = {}
+    for start in range(0, len(GRID), AT_ONCE):
+        cells = GRID[start : start + AT_ONCE]
+        found = kept.get(f"turns of {cells}", partial(take_turns, [REFERENCE, *cells], work, steps))
+        reference, *others = found["seconds"]
+        for cell, taken, n_bytes in zip(cells, others, found["peaks"][1:], strict=True):
+            speed = median(a / b for a, b in zip(reference, taken, strict=True))
+            grid[cell] = {"peak": n_bytes, "speed": speed, "seconds": taken, "reference_seconds": reference}
+    return grid
+
+
+def ratio(best: Sequence[float], chosen: Sequence[float]) -> Sequence[float]:
+    """Of the speeds of choice and best, beside each other: (median, low, high)."""
+    return median_ci([theirs / mine for mine, theirs in zip(chosen, best, strict=True)])
+
+
 def fits(run: dict[str, Any], mib: int) -> bool:
-    return run["peak"] is not None and run["peak"] <= mib * 2**20
+    return bool(run["peak"] <= mib * 2**20)
 
 
-def contenders(mib: int, chosen: Cell, grid: dict[Cell, Any]) -> list[Cell]:
-    """The choice and the fastest of the grid that fit: one run each does not tell which is the best of them."""
+def contenders(mib: int, chosen: Cell, grid: dict[Cell, dict[str, Any]]) -> list[Cell]:
+    """The choice and the fastest of the grid that fit: a few steps do not tell which is the best of them."""
     able = [cell for cell, run in grid.items() if fits(run, mib)]
-    fastest = sorted(able, key=lambda cell: -grid[cell]["tokens_per_s"])[:RIVALS]
+    fastest = sorted(able, key=lambda cell: -grid[cell]["speed"])[:RIVALS]
     return sorted({chosen, *fastest})
 
 

@@ -152,7 +152,7 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     from shardkit.dist import World
 
     warmup = 3
-    ours = Ours(ENGINE, tokens, f"{folder}/watched", steps + warmup)
+    ours = Ours(overrides(ENGINE, tokens, f"{folder}/watched", steps + warmup))
     clocks = {name: Timed() for name in ("watchdog", "preemption flag", "reduction", "wait")}
     trainer: Any = ours.trainer
     trainer.watchdog.beat = clocks["watchdog"].around(trainer.watchdog.beat)

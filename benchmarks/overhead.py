@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,12 +40,12 @@ def overrides(engine: str, tokens: str, run_dir: str, max_steps: int) -> list[st
 class Ours:
     """The trainer, one step at a time, writing what a run writes."""
 
-    def __init__(self, engine: str, tokens: str, run_dir: str, max_steps: int) -> None:
+    def __init__(self, settings: Sequence[str]) -> None:
         from shardkit.config_io import load_config
         from shardkit.job import start
         from shardkit.trainer import Trainer
 
-        self._started = start(load_config(None, overrides(engine, tokens, run_dir, max_steps)))
+        self._started = start(load_config(None, settings))
         self.trainer = Trainer(self._started.__enter__())
         self._records: Any = self.trainer.recorded_steps()
 
@@ -77,7 +78,7 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
 
     rank, world = dist.get_rank(), dist.get_world_size()
     warmup = 3
-    ours = Ours(engine, tokens, f"{folder}/run", pairs + warmup)
+    ours = Ours(overrides(engine, tokens, f"{folder}/run", pairs + warmup))
     theirs, data = bare.ENGINES[engine](), bare.batches(tokens, rank, world)
     times: dict[str, list[float]] = {"shardkit": [], "bare": []}
     losses: dict[str, list[float]] = {"shardkit": [], "bare": []}
@@ -109,7 +110,7 @@ def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> dict[str, A
 
     with TensorTracker() as tracker:
         if arm == "shardkit":
-            ours = Ours(engine, tokens, f"{folder}/run", 4)
+            ours = Ours(overrides(engine, tokens, f"{folder}/run", 4))
             for _ in range(4):
                 ours.step()
             ours.close()

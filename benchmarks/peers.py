@@ -23,7 +23,8 @@ from . import bare, peers_env
 from .common import RESULTS, environment, median_ci, write_result
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
-from .peers_ranks import RANKS, Ranks, worker
+from .peers_ranks import Ranks, worker
+from .turns import RANKS, rotated
 
 TOLERANCE = 1e-5  # of a loss, to that of the loop written by hand
 WARMUP = 2  # steps after the first that no time is taken of
@@ -66,12 +67,6 @@ def turns(
                 if index >= WARMUP:
                     seconds[arm].append(took)
     return seconds, losses
-
-
-def rotated(arms: Sequence[str], index: int) -> list[str]:
-    """Who goes first changes."""
-    first = index % len(arms)
-    return [*arms[first:], *arms[:first]]
 
 
 def loss_differences(losses: Samples) -> dict[str, float]:

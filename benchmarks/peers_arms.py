@@ -168,9 +168,9 @@ OURS = "shardkit"
 def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Generator[float]:
     """Up to `count` optimizer steps of an arm on this rank, each of them a loss: a mean over ranks, or this rank's."""
     if arm == OURS:
-        from .overhead import Ours
+        from .overhead import Ours, overrides
 
-        ours = Ours(engine, tokens, f"{folder}/run", count)
+        ours = Ours(overrides(engine, tokens, f"{folder}/run", count))
         try:
             for _ in range(count):
                 yield ours.step()

@@ -15,22 +15,24 @@ def auto(result: dict[str, Any]) -> str:
         for row in result["caps"]
     ]
     both = [
-        (cell["tokens_per_s"], cell["predicted_tokens_per_s"])
-        for cell in result["grid"]
-        if cell["tokens_per_s"] and cell["predicted_tokens_per_s"]
+        (cell["speed"], cell["predicted_tokens_per_s"]) for cell in result["grid"] if cell["predicted_tokens_per_s"]
     ]
+    steps = len(result["final"][0]["seconds"])
+    uncertainty = max(row["uncertainty"] for row in result["caps"])
     return "\n".join([
         "## The automatic plan",
         "",
         paragraph(
             f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
-            f"samples of a step fixed) of a small transformer on {result['ranks']} CPU ranks are all trained. "
-            "`shardkit plan --auto` chooses under several caps on memory, from this machine's calibration and without "
-            "having run any; the best is the fastest whose measured peak is under the cap. Choice and best ran again "
-            "in turns (ratio of tokens/s, 1 = the best was chosen), and the choice once more with `memory.cap`. "
-            f"{result['margin']:.0%} of the cap is left free by the search; * marks a best that needs some of that and "
-            "so could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
-            f"Rank correlation of predicted and measured tokens/s over the {len(both)} settings that the search "
+            f"samples of a step fixed) of a small transformer on {result['ranks']} CPU ranks are all trained, several "
+            f"at once that take turns of one step with {_cell(result['reference'])}, by whose steps beside them their "
+            "speed is counted. `shardkit plan --auto` chooses under caps on memory, evenly spaced between the least "
+            "and the most that a setting needs, from this machine's calibration and without having run any; the best "
+            "is the fastest whose measured peak is under the cap. Choices and the fastest took turns once more "
+            f"({steps} steps each; ratio of tokens/s, 1 = the best was chosen), and each choice ran alone with "
+            f"`memory.cap`. The search leaves free what its estimate may be off ({uncertainty:.0%}); * marks a best "
+            "that needs some of that and so could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
+            f"Rank correlation of predicted and measured speed over the {len(both)} settings that the search "
             f"reported: {_rank_correlation(both):.2f}."
         ),
         "",
@@ -50,7 +52,7 @@ def _cell(cell: list[Any]) -> str:
 
 def _in_margin(result: dict[str, Any], row: dict[str, Any]) -> str:
     peak = next(cell["peak"] for cell in result["grid"] if cell["settings"] == row["best"])
-    return " *" if peak > (1 - result["margin"]) * row["cap_mib"] * 2**20 else ""
+    return " *" if peak * (1 + row["uncertainty"]) > row["cap_mib"] * 2**20 else ""
 
 
 def _rank_correlation(pairs: list[tuple[float, float]]) -> float:

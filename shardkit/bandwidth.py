@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import calibration
 from .config import RunConfig
-from .device_speed import copy_speed, matmul_flops, matmul_types, memory_speed, operator_seconds, timed
+from .device_speed import copy_speed, matmul_flops, matmul_types, memory_speed, new_page_speed, operator_seconds, timed
 from .dist import World, choose_device, process_groups, rank_env
 from .launch.doctor import Check
 from .memory.probe import DeviceProbe
@@ -111,6 +111,7 @@ def _speeds(world: World) -> dict[str, Any]:
         "host_bytes_per_s": (
             memory if world.device.type == "cpu" else statistics.median(_each(world, lambda: memory_speed(on_cpu)))
         ),
+        "new_page_bytes_per_s": statistics.median(_each(world, new_page_speed)),
         "copy_bytes_per_s": _each(world, lambda: copy_speed(world.device)),
         "operator_s": statistics.median(_each(world, lambda: operator_seconds(world.device))),
     }

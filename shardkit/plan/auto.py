@@ -56,7 +56,7 @@ def plan_automatically(
     path: str | None,
     given: Sequence[str],
     target: Target,
-    margin: float,
+    margin: float | None,
     most: int,
     memory_cap: str | None,
     folder: Path,
@@ -67,6 +67,7 @@ def plan_automatically(
     Args:
         path: a YAML file; `None` = defaults.
         given: overrides of the command line; their keys stay as they are.
+        margin: share of the memory to leave free; `None` = as much as the estimate may be off.
 
     Raises:
         ConfigError: nothing fits; or none of those that were run, ran; or there are no GPUs to run them on.

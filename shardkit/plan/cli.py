@@ -39,7 +39,12 @@ def plan(
     json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     advice: Annotated[bool, typer.Option(help="When it does not fit, plan what would.")] = True,
     auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False,
-    margin: Annotated[float, typer.Option(min=0, max=0.9, help="--auto: share of the memory to leave free.")] = 0.05,
+    margin: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            min=0, max=0.9, help="--auto: share of the memory to leave free; default: what the estimate may be off."
+        ),
+    ] = None,
     verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="--auto: for the chosen config.yaml, auto.json and the plot.")
@@ -61,7 +66,7 @@ def plan(
     from .show import show, show_changes
     from .target import choose_target
 
-    if not auto and (verify or margin != 0.05 or out != Path("auto")):
+    if not auto and (verify or margin is not None or out != Path("auto")):
         raise ConfigError("--verify, --margin and --out belong to --auto, which is not there", "add --auto")
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config

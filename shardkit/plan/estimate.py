@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import ConfigError
 from ..memory.rows import Category, PhaseName
 from .cost import StepTime
+from .gpus import TYPICAL
 from .past import digest
 
 if TYPE_CHECKING:
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 Verdict = Literal["fits", "tight", "does not fit"]
 Method = Literal["cuda", "cpu"]
+
+
+class DoesNotFit(ConfigError):
+    """Not one of the settings that were looked at fits."""
+
+    exit_code = 4
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class MemoryEstimate:
     host_peak: int
     categories: Mapping[Category, CategoryEstimate]
     overhead: int = 0
-    overhead_from: str = "typical"
+    overhead_from: str = TYPICAL
     device_memory: int | None = None
     host_memory: int | None = None
     uncertainty: float = 0.03

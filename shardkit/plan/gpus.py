@@ -6,6 +6,7 @@ allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doct
 
 from __future__ import annotations
 
+import re
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 
@@ -13,6 +14,7 @@ from .. import sizes
 from ..errors import ConfigError
 
 GIB = 2**30
+TYPICAL = "typical"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Gpu:
     _: KW_ONLY
     context: int = 520 * 2**20
     per_communicator: int = 400 * 2**20
-    overhead_from: str = "typical"
+    overhead_from: str = TYPICAL
 
 
 def _gpu(
@@ -78,20 +80,27 @@ DEFAULT = "h100"
 
 
 def find_gpu(name: str) -> Gpu:
-    """A card of the table, by its short name.
+    """A card of the table, by its short name or words of what the driver calls it: rtx4090, RTX 4090, A100-SXM4-40GB.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or more than one.
     """
-    gpu = GPUS.get(name.lower())
-    if gpu is None:
-        close = get_close_matches(name.lower(), GPUS, n=1)
+    words = _words(name)
+    found = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
+    if len(found) > 1:  # every A100 is called so, a100 is one of them
+        found = [gpu for gpu in found if _words(gpu.name) <= words] or found
+    if len(found) != 1:
+        close = [gpu.name for gpu in found] or get_close_matches(name.lower(), GPUS, n=1)
         raise ConfigError(
-            f"--gpu {name} is not in the table of GPUs",
-            (f"did you mean {close[0]}? " if close else "")
+            f"--gpu {name!r} is {'more than one card' if found else 'not'} in the table of GPUs",
+            (f"did you mean {' or '.join(close)}? " if close else "")
             + f"it has: {', '.join(GPUS)}; or give --gpu-memory, for example 80GB",
         )
-    return gpu
+    return found[0]
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def parse_bytes(text: str, what: str) -> int:

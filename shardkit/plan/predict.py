@@ -12,6 +12,7 @@ import torch
 from .. import capability
 from ..config import RunConfig
 from ..config_io import resolve_batch
+from ..errors import ConfigError
 from ..memory.events import EventLog
 from ..memory.rows import CATEGORIES, PHASES, PhaseName
 from ..memory.trace import TensorTracker
@@ -23,6 +24,7 @@ from .allocator import ROUND, Arena, replay, whole_pages
 from .cost import Segment, StepTime, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
+from .gpus import TYPICAL
 from .speeds import Speeds, speeds_of
 from .target import Target
 from .trace import on_fake, run_steps, sample_batch
@@ -62,7 +64,7 @@ def predict(
             out inexact.
 
     Raises:
-        ConfigError: the config cannot work on that world, or its task cannot be made.
+        ConfigError: the config cannot work on that world or card, or its task cannot be made.
     """
     kind = "cpu" if target.gpu is None else "cuda"
     capability.check(
@@ -71,6 +73,8 @@ def predict(
         world_size=target.world_size,
         local_world_size=min(target.ranks_per_node, target.world_size),
     )
+    if config.precision.mode == "fp8" and target.gpu is not None and target.gpu.capability < (8, 9):
+        raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {capability.CUDA_ONLY['fp8']}", "use a newer card")
     micro_batches = resolve_batch(config, target.world_size)
     config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES))
     speeds = speeds_of(target) if timed else None
@@ -246,8 +250,15 @@ def _estimate(
         },
         overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
         overhead_from="" if gpu is None else gpu.overhead_from,
-        uncertainty=0.03 if gpu is None or method == "cuda" else 0.15,
+        uncertainty=_uncertainty(target, method),
         extrapolated_from=extrapolated_from,
         notes=notes,
         time=time,
     )  # fmt: skip
+
+
+def _uncertainty(target: Target, method: Method) -> float:
+    """What comparing with real runs has shown; a card whose overheads are only typical adds how drivers differ."""
+    if target.gpu is not None and method == "cpu":
+        return 0.15
+    return 0.03 if target.gpu is None or target.gpu.overhead_from != TYPICAL else 0.05

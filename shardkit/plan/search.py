@@ -94,7 +94,8 @@ class Search:
     Args:
         load: the config with more overrides.
         given: dotted keys that must not change.
-        margin: share of the memory to leave free.
+        margin: share of the memory to leave free; `None` = as much as the estimate may be off, so that the choice fits
+            by its own verdict.
         told: called with what is being done, every time something is done.
 
     Raises:
@@ -102,13 +103,11 @@ class Search:
     """
 
     def __init__(
-        self, load: Load, target: Target, given: Collection[str], margin: float, told: Callable[[str], None]
+        self, load: Load, target: Target, given: Collection[str], margin: float | None, told: Callable[[str], None]
     ) -> None:
         if target.device_memory is None:
             raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")
-        self._load, self._target, self._given, self._told = load, target, given, told
-        self._room = target.device_memory * (1 - margin)
-        self._host_room = None if target.host_memory is None else target.host_memory * (1 - margin)
+        self._load, self._target, self._given, self._margin, self._told = load, target, given, margin, told
         self.samples, self._sizes = micro_batches(load(()), target, given)
         self._stack = ExitStack()
         self._idle: queue.Queue[Planner] = queue.Queue()
@@ -181,7 +180,7 @@ class Search:
         finally:
             self._idle.put(planner)
         assert estimate.time is not None
-        filled = self._filled(estimate.needed, estimate.host_peak)
+        filled = self._filled(estimate, estimate.needed, estimate.host_peak)
         waits = {name: seconds / estimate.time.targets for name, seconds in estimate.time.parts.items()}
         return Setting(combination, size, settings, estimate.needed, filled, waits, estimate)
 
@@ -190,8 +189,10 @@ class Search:
             return combination.settings
         return (*combination.settings, *batch_settings(self.samples, size, self._target))
 
-    def _filled(self, needed: float, on_host: float) -> float:
-        return max(needed / self._room, 0.0 if self._host_room is None else on_host / self._host_room)
+    def _filled(self, estimate: MemoryEstimate, needed: float, on_host: float) -> float:
+        usable = 1 / (1 + estimate.uncertainty) if self._margin is None else 1 - self._margin
+        limits = ((needed, self._target.device_memory), (on_host, self._target.host_memory))
+        return max(need / (limit * usable) for need, limit in limits if limit is not None)
 
     def _between(self, ends: Sequence[Setting]) -> Iterator[Setting]:
         """A combination at every micro-batch: the peaks of phases on straight lines, time on one in 1 / micro-batch.
@@ -209,7 +210,8 @@ class Search:
             in_time = (1 / size - 1 / first.micro_batch) / (1 / last.micro_batch - 1 / first.micro_batch)
             waits = {name: max(0.0, _line(first.waits[name], last.waits[name], in_time)) for name in first.waits}
             needed = _needed_between(first.estimate, last.estimate, up)
-            filled = self._filled(needed, _line(first.estimate.host_peak, last.estimate.host_peak, up))
+            on_host = _line(first.estimate.host_peak, last.estimate.host_peak, up)
+            filled = self._filled(last.estimate, needed, on_host)
             yield Setting(first.combination, size, settings, round(needed), filled, waits)
 
     def _sorted_out(

@@ -20,6 +20,7 @@ _HOST_BYTES_PER_S = 200e9  # a server's memory, shared by the ranks of a machine
 _CPU_CORE_FLOPS = 4e10
 _CPU_SPECIAL = 0.2  # gelu, softmax, exp: 3 to 10 of 20 to 30 GB/s on one core with AVX-512 (torch 2.13)
 _CPU_ATTENTION = 0.4
+_NEW_PAGES = 2.5e9  # pages of 4 KiB
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -41,6 +42,7 @@ class Speeds:
         hop: seconds that a ring takes for each further rank.
         tables: collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured.
         tables_nodes: machines that took part in measuring them.
+        new_pages: bytes/s that the system gives to new large tensors; a GPU's allocator keeps what it has.
         overlap: collectives and copies run beside kernels, and operators are issued ahead, as on a GPU.
         measured: on this machine.
     """
@@ -57,6 +59,7 @@ class Speeds:
     collective: float
     hop: float
     overlap: bool
+    new_pages: float = math.inf
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     tables_nodes: int = 1
     measured: bool = False
@@ -83,7 +86,7 @@ def speeds_of(target: Target) -> Speeds:
     return (
         typical
         if constants is None or "operator_s" not in constants
-        else _measured(typical, constants, target.ranks_per_node)
+        else _measured(typical, constants, target)
     )
 
 
@@ -94,7 +97,7 @@ def _typical(target: Target) -> Speeds:
         by_type = {"fp32": flops, "tf32": flops, "bf16": flops, "fp16": flops, "fp8": flops}
         return Speeds(
             matmul=by_type, memory=5e9, special=5e9 * _CPU_SPECIAL, attention=_CPU_ATTENTION, host=5e9, copies=5e9,
-            link=1e9, network=1e9, operator=5e-6, collective=2e-4, hop=1e-5, overlap=False,
+            link=1e9, network=1e9, operator=5e-6, collective=2e-4, hop=1e-5, overlap=False, new_pages=_NEW_PAGES,
         )  # fmt: skip
     peaks = {mode: gpu_peak_flops(gpu.device_name, mode) for mode in ("fp32", "tf32", "bf16", "fp16")}
     slowest = peaks["fp32"] or gpu.hbm_gb_s * 2e10
@@ -115,7 +118,7 @@ def _typical(target: Target) -> Speeds:
     )
 
 
-def _measured(typical: Speeds, constants: Mapping[str, Any], ranks_per_node: int) -> Speeds:
+def _measured(typical: Speeds, constants: Mapping[str, Any], target: Target) -> Speeds:
     by_type = {mode: speed for mode, speed in constants["matmul_flops_by_dtype"].items() if speed}
     speeds = replace(
         typical,
@@ -125,12 +128,13 @@ def _measured(typical: Speeds, constants: Mapping[str, Any], ranks_per_node: int
         host=constants["host_bytes_per_s"],
         copies=min(constants["copy_bytes_per_s"]),
         operator=constants["operator_s"],
+        new_pages=constants.get("new_page_bytes_per_s", _NEW_PAGES) if target.gpu is None else math.inf,
         measured=True,
     )
     if constants["world_size"] == 1:
         return speeds
     tables = {kind: constants[kind] for kind in KINDS if constants.get(kind)}
-    nodes = -(-constants["world_size"] // ranks_per_node)
+    nodes = -(-constants["world_size"] // target.ranks_per_node)
     return replace(speeds, tables=tables, tables_nodes=nodes, collective=constants["collective_s"], hop=0.0)
 
 

@@ -36,6 +36,8 @@ _SPECIAL = tuple(
 _WATCHING = 1.1e-5
 """Seconds that each operator of forward waits for `selective_op`, which looks at all of them in Python (torch 2.13, one
 core of a shared x86-64 machine: 400 small operators with and without it)."""
+_LARGE = 2**24
+"""Bytes from which a new tensor on the CPU is made of new pages: the C library gives blocks of this size back."""
 # Of these inputs only as much is read as comes out.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
 
@@ -61,14 +63,19 @@ class WorkCounter:
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operator ran; called with the tensors that it really works on."""
         phase, name = self._log.phase, func._schema.name
-        if phase not in _PHASES or name.startswith(_NO_WORK) or _is_view(func):
+        if phase not in _PHASES or _is_view(func):
             return
         if not self.segments or self.segments[-1].phase != phase:
             if phase == "forward" and self.segments and self.segments[-1].phase == "step":
                 self.segments = []
             self.segments.append(Segment(phase))
         segment = self.segments[-1]
-        if name.startswith(("c10d::", "_c10d_functional::")):
+        collective = name.startswith(("c10d::", "_c10d_functional::"))
+        if not collective:
+            segment.compute += self._new_pages(func, out)
+        if name.startswith(_NO_WORK):
+            return
+        if collective:
             self._collective(segment, name, args, out)
             return
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -91,6 +98,14 @@ class WorkCounter:
             segment.compute += busy
         segment.flops += flops
         segment.dispatch += self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
+
+    def _new_pages(self, func: Any, out: Any) -> float:
+        """Seconds until the system has given what a large result needs."""
+        returns = func._schema.returns
+        if self._device.type != "cpu" or not returns or returns[0].alias_info is not None:
+            return 0.0
+        sizes = [_n_bytes(leaf) for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        return sum(size for size in sizes if size >= _LARGE) / self._speeds.new_pages
 
     def _flop_speed(self, name: str, tensors: list[torch.Tensor]) -> float:
         share = self._speeds.attention if "attention" in name else 1.0

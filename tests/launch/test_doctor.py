@@ -54,7 +54,8 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2
     assert all(speed > 0 for _, speed in measured["all_reduce"] + measured["all_gather"] + measured["reduce_scatter"])
     assert set(measured["matmul_flops_by_dtype"]) == {"fp32", "bf16"}
-    figures = [measured[key] for key in ("memory_bytes_per_s", "host_bytes_per_s", "operator_s", "collective_s")]
+    names = ("memory_bytes_per_s", "host_bytes_per_s", "new_page_bytes_per_s", "operator_s", "collective_s")
+    figures = [measured[key] for key in names]
     assert min(figures + list(measured["matmul_flops_by_dtype"].values())) > 0
     assert measured["operator_s"] < measured["collective_s"] < 1, "a collective is more than an operator"
     assert measured["context_bytes"] is None and measured["communicator_bytes"] is None, "the CPU has none"

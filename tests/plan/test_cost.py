@@ -113,3 +113,19 @@ def test_cpu_ranks_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert speeds_of(Target(1, None, 1)).matmul["fp32"] >= speeds_of(Target(64, None, 64)).matmul["fp32"]
     assert not speeds_of(Target(2, None, 2)).overlap
+
+
+@pytest.mark.deepspeed
+def test_new_large_tensors_wait_for_pages_on_a_cpu_only(planner: Planner) -> None:
+    """ZeRO-2 joins its gradients in a new tensor of each bucket; DDP has views of buckets that are kept."""
+    sizes = ["model.preset=debug", "model.n_layers=2", "model.d_model=512", "train.seq_len=32", "precision.mode=fp32"]
+    times = {}
+    with Planner(Target(2, None, 2)) as on_cpus:
+        for strategy in ("ddp", "zero2"):
+            config = load_config(None, [*sizes, f"parallel.strategy={strategy}", "run.device=cpu"]).config
+            estimate = on_cpus.predict(config, timed=True)
+            assert estimate.time is not None
+            times[strategy] = estimate.time.parts["compute"]
+    bytes_of_gradients = 4 * estimate.n_params
+    assert times["zero2"] - times["ddp"] > 3 * bytes_of_gradients / 2.5e9
+    assert speeds_of(H100).new_pages == float("inf")
