@@ -53,6 +53,7 @@ def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | No
             "clock_skew_s": _clock_skew(world),
             "latency_s": _latency(world),
             "collective_s": _collective(world, "all_reduce", 4) if world.size > 1 else None,
+            "late_s": _late(world) if world.size > 1 and device.type == "cpu" else None,
             **{name: [[size, _bus_speed(world, name, size)] for size in sizes] for name in _COLLECTIVES},
             **_outside(world, context),
             **_speeds(world),
@@ -175,6 +176,24 @@ def _collective(world: World, name: str, n_bytes: int) -> float:
         "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole),
     }
     return _together(world, works[name], 1 if n_bytes >= _SMALL else 20)
+
+
+def _late(world: World) -> float:
+    """Seconds that a collective takes longer after some work than back to back: CPUs do not finish at the same time."""
+    square, whole = torch.ones(1024, 1024), torch.zeros(2**14)
+
+    def both() -> None:
+        square @ square
+        dist.all_reduce(whole)
+
+    def mean(work: Callable[[], object]) -> float:
+        dist.barrier(world.books)
+        return statistics.mean(_all(world, timed(world.device, work, 10)))
+
+    rounds = [
+        mean(both) - mean(lambda: square @ square) - mean(lambda: dist.all_reduce(whole)) for _ in range(_ROUNDS + 2)
+    ]
+    return max(0.0, statistics.median(rounds))
 
 
 # Named so since torch 2.13, which warns about the older names.

@@ -21,6 +21,7 @@ _CPU_CORE_FLOPS = 4e10
 _CPU_SPECIAL = 0.2  # gelu, softmax, exp: 3 to 10 of 20 to 30 GB/s on one core with AVX-512 (torch 2.13)
 _CPU_ATTENTION = 0.4
 _NEW_PAGES = 2.5e9  # pages of 4 KiB
+_LATE = 2e-3  # ranks that share a machine with others
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -39,6 +40,7 @@ class Speeds:
         network: bytes/s of each rank to other machines.
         operator: seconds to issue one operator.
         collective: seconds that the smallest collective takes.
+        late: seconds that ranks wait for the latest at a collective, where nothing hides it.
         hop: seconds that a ring takes for each further rank.
         tables: collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured.
         tables_nodes: machines that took part in measuring them.
@@ -60,6 +62,7 @@ class Speeds:
     hop: float
     overlap: bool
     new_pages: float = math.inf
+    late: float = 0.0
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     tables_nodes: int = 1
     measured: bool = False
@@ -73,9 +76,9 @@ class Speeds:
         passing = n_bytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         table = self.tables.get(kind) if nodes <= self.tables_nodes else None
         if table:
-            return passing / _between(table, n_bytes) + self.hop * (ranks - 1)
+            return self.late + passing / _between(table, n_bytes) + self.hop * (ranks - 1)
         bus = self.link if nodes == 1 else min(self.link, self.network * ranks / nodes)
-        return self.collective + self.hop * (ranks - 1) + passing / bus
+        return self.late + self.collective + self.hop * (ranks - 1) + passing / bus
 
 
 def speeds_of(target: Target) -> Speeds:
@@ -83,11 +86,7 @@ def speeds_of(target: Target) -> Speeds:
     typical = _typical(target)
     device = target.gpu.device_name if target.gpu else calibration.cpu_name()
     constants = calibration.find(device, target.world_size)
-    return (
-        typical
-        if constants is None or "operator_s" not in constants
-        else _measured(typical, constants, target)
-    )
+    return typical if constants is None or "operator_s" not in constants else _measured(typical, constants, target)
 
 
 def _typical(target: Target) -> Speeds:
@@ -98,6 +97,7 @@ def _typical(target: Target) -> Speeds:
         return Speeds(
             matmul=by_type, memory=5e9, special=5e9 * _CPU_SPECIAL, attention=_CPU_ATTENTION, host=5e9, copies=5e9,
             link=1e9, network=1e9, operator=5e-6, collective=2e-4, hop=1e-5, overlap=False, new_pages=_NEW_PAGES,
+            late=_LATE,
         )  # fmt: skip
     peaks = {mode: gpu_peak_flops(gpu.device_name, mode) for mode in ("fp32", "tf32", "bf16", "fp16")}
     slowest = peaks["fp32"] or gpu.hbm_gb_s * 2e10
@@ -135,7 +135,8 @@ def _measured(typical: Speeds, constants: Mapping[str, Any], target: Target) -> 
         return speeds
     tables = {kind: constants[kind] for kind in KINDS if constants.get(kind)}
     nodes = -(-constants["world_size"] // target.ranks_per_node)
-    return replace(speeds, tables=tables, tables_nodes=nodes, collective=constants["collective_s"], hop=0.0)
+    late = typical.late if constants.get("late_s") is None else constants["late_s"]
+    return replace(speeds, tables=tables, tables_nodes=nodes, collective=constants["collective_s"], hop=0.0, late=late)
 
 
 def _between(table: Sequence[Sequence[float]], n_bytes: int) -> float:

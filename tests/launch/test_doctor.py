@@ -59,6 +59,7 @@ def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> No
     assert min(figures + list(measured["matmul_flops_by_dtype"].values())) > 0
     assert measured["operator_s"] < measured["collective_s"] < 1, "a collective is more than an operator"
     assert measured["context_bytes"] is None and measured["communicator_bytes"] is None, "the CPU has none"
+    assert 0 <= measured["late_s"] < 1
     assert measured["latency_s"][0] == 0 and measured["latency_s"][1] > 0
     assert {"torch", "torch GPUs", "DeepSpeed ops"} <= {check["name"] for check in found["checks"]}
     (kept,) = json.loads((tmp_path / "cache/shardkit/calibration.json").read_text()).values()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.calibration import cpu_name
 from shardkit.config_io import load_config
 from shardkit.plan.client import Planner
 from shardkit.plan.cost import Segment, StepTime, repeated, step_time, waits
@@ -129,3 +130,17 @@ def test_new_large_tensors_wait_for_pages_on_a_cpu_only(planner: Planner) -> Non
     bytes_of_gradients = 4 * estimate.n_params
     assert times["zero2"] - times["ddp"] > 3 * bytes_of_gradients / 2.5e9
     assert speeds_of(H100).new_pages == float("inf")
+
+
+def test_cpu_ranks_wait_for_the_latest_at_each_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert speeds_of(Target(2, None, 2)).late > 0 and speeds_of(H100).late == 0
+    constants = {
+        "device": cpu_name(), "world_size": 2, "operator_s": 5e-6, "collective_s": 3e-4, "late_s": 0.25,
+        "matmul_flops_by_dtype": {"fp32": 4e10}, "memory_bytes_per_s": 1e10, "host_bytes_per_s": 1e10,
+        "copy_bytes_per_s": [5e9, 5e9], "all_reduce": [[1024, 1e6]],
+    }  # fmt: skip
+    path = tmp_path / "shardkit" / "calibration.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"x": constants}))
+    assert speeds_of(Target(2, None, 2)).collective_seconds("all_reduce", 1024, 2, 1) == pytest.approx(0.25 + 1.024e-3)
