@@ -72,7 +72,7 @@ def _cpu_adam(cuda: bool) -> Check:
         return Check("DeepSpeed ops", "warn", f"cannot be looked at: {last}", "pip install --force-reinstall deepspeed")
     if json.loads(said[-1][4:]):
         return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
-    fix = "install a C++ compiler, and with a CUDA torch the toolkit (nvcc, CUDA_HOME) of the same version"
+    fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"
     return Check("DeepSpeed ops", "warn", "CPUAdam cannot be built: offload_optimizer=cpu will not work", fix)
 
 

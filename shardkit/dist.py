@@ -153,8 +153,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
     timeout = timedelta(seconds=config.run.init_timeout_s)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
+    backend, device_id = _backend(config, env, device)
     try:
         dist.init_process_group(
             backend,
@@ -183,6 +182,17 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
             f"not all {env.world_size} ranks joined within run.init_timeout_s={config.run.init_timeout_s:g} s",
             "look at the other ranks' logs for the first error, or raise run.init_timeout_s",
         ) from error
+
+
+def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str, torch.device | None]:
+    """The default group's backend, and the device it is bound to: connected at once, later groups split off it."""
+    if device.type != "cuda":
+        return "gloo", None
+    if config.parallel.strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu":
+        # The norm of gradients on the CPU is summed there. Not bound: NCCL would split off groups without gloo.
+        return "cpu:gloo,cuda:nccl", None
+    # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and nobody is there to connect to.
+    return "nccl", device if env.world_size > 1 else None
 
 
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
@@ -236,7 +246,7 @@ def _leave(failed: bool) -> None:
         return
     # Wrapped models are reference cycles that hold gloo's threads: outliving the group they abort the process.
     gc.collect()
-    if failed and dist.get_backend() == "nccl":
+    if failed and "nccl" in dist.get_backend():
         # A peer may be stuck in a collective: destroying would wait for it, aborting does not.
         dist.distributed_c10d._abort_process_group()
     else:

@@ -35,8 +35,9 @@ def reduce_dtype(config: PrecisionConfig) -> torch.dtype:
 
 
 def set_matmul_precision(config: PrecisionConfig) -> None:
-    """Allow or forbid TF32 tensor cores for fp32 products, process-wide."""
+    """Allow or forbid TF32 tensor cores for fp32 products and convolutions, process-wide."""
     torch.set_float32_matmul_precision("high" if config.mode == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = config.mode == "tf32"  # torch allows it, if not told otherwise
 
 
 def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:

@@ -30,7 +30,7 @@ DRY_SIZES = {"d_model": 64, "n_heads": 4, "vocab_size": 256, "max_seq_len": 64}
 DRY_LIMIT = 3_800_000
 """Bytes of device and of host memory that a dry run plans for."""
 _MOST_TRIED, _DRY_MOST_TRIED = 4, 2
-_MOST_PLANNED = 6
+_MOST_PLANNED = 8
 _SPLITS = 20
 _OFFLOAD = ("parallel.strategy=zero2", "parallel.offload_optimizer=cpu")
 _OFFLOAD_ALL = ("parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_param=cpu")
@@ -152,17 +152,23 @@ def _settled(
 ) -> Found:
     shares = [0.5] if arm.split and where.dry else [n / _SPLITS for n in range(1, _SPLITS + 1)] if arm.split else [1.0]
     share, start = best_share(lines, shares)
-    stride = max(1, start // 50)
-    tried: Found = {}
     fitting: dict[int, MemoryEstimate] = {}
-    while len(tried) < _MOST_PLANNED and (layers := next_size(tried, start, stride)) is not None and layers > 0:
+    tried: Found = {}
+    layers, too_deep = start, 0  # not a straight line to the end: pinned memory grows in powers of two
+    while len(tried) < _MOST_PLANNED:
         estimate = plan(layers, share)
         fits = estimate.verdict != "does not fit"
         tried[str(layers)] = {"outcome": "ok" if fits else "does not fit", "needed": estimate.needed}
         if fits:
             fitting[layers] = estimate
+        else:
+            too_deep = layers
+        deepest = max(fitting, default=0)
+        layers = (deepest + too_deep) // 2 if too_deep else layers + max(1, layers // 20)
+        if layers == deepest:
+            break
     if not fitting:
-        return {"outcome": "no boundary", "message": f"no depth around {start} fits", "tried": tried}
+        return {"outcome": "no boundary", "message": f"no depth up to {start} fits", "tried": tried}
     layers = max(fitting)
     return {
         "outcome": "ok", "layers": layers, "n_params": n_params(where, layers), "offload_ratio": share,

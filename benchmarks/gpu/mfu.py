@@ -7,6 +7,7 @@ too: the best of a sweep of bf16 products of random matrices.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,11 +106,13 @@ def overrides(model: Model) -> list[str]:
 
 
 def measure(model: Model, where: Where) -> Found:
-    import torch
+    from shardkit.errors import OutOfMemoryError
+    from shardkit.launch.gpus import grow_segments
 
+    grow_segments(os.environ)  # as `shardkit.train` does, before torch is imported
     from .mfu_arms import in_turns
 
     try:
         return {"outcome": "ok", **in_turns(model, where)}
-    except torch.OutOfMemoryError as error:
-        return {"outcome": "out of memory", "message": str(error).splitlines()[0]}
+    except OutOfMemoryError as error:  # torch's, explained by the job that both arms run in
+        return {"outcome": "out of memory", "message": error.cause}

@@ -113,12 +113,14 @@ def _batches(seq: int, device: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def main() -> None:
-    import torch
+    from shardkit.memory import shortage
 
     asked = json.loads(sys.argv[1])
     try:
         found = train(**asked)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if shortage.of(error) is None:
+            raise
         found = {"outcome": "out of memory", "losses": [], "message": str(error).splitlines()[0]}
     print(json.dumps(found), flush=True)
     os._exit(0)  # DeepSpeed's engine outlives its process group and can abort the process at its end

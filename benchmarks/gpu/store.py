@@ -26,6 +26,11 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+def _cards(environment: dict[str, Any]) -> list[str]:
+    """Name and memory of each card: another patch of the driver does not make it another one."""
+    return [described.rpartition(",")[0] for described in environment["gpus"]]
+
+
 class Store:
     """The results of one part.
 
@@ -63,7 +68,7 @@ class Store:
             return None
         if what == "measured":
             here, there = self._stamp["environment"], held["environment"]
-            if any(here[key] != there[key] for key in ("gpus", "torch", "deepspeed")):
+            if any(here[key] != there[key] for key in ("torch", "deepspeed")) or _cards(here) != _cards(there):
                 return None
         return held
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..memory.state import page_locked
+
 if TYPE_CHECKING:
     from .planner import Ranges
 
@@ -31,7 +33,8 @@ class Staging:
     @property
     def n_bytes(self) -> int:
         """Host memory that the buffers take on this rank."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        sizes = [buffer.nbytes for buffer in self._buffers.values()]
+        return sum(map(page_locked, sizes) if self._pin else sizes)
 
     def copy(self, ranges: Ranges) -> Ranges:
         """The ranges this rank writes, with `local` replaced by a host copy; complete when this returns."""

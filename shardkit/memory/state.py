@@ -62,12 +62,17 @@ def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from local_tensors(inner)
 
 
+def page_locked(n_bytes: int) -> int:
+    """What torch's allocator of pinned memory takes for so many bytes: a power of two (torch 2.9 to 2.13)."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
 def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch.device) -> dict[StateKind, StateBytes]:
     """Bytes per category, on the training device and on the host.
 
     A storage counts once, whole, however many views of it come: a flat buffer that parameters are views of counts with
-    its padding. One that is seen in several categories belongs to the first of params, master_params, grads, optimizer,
-    buffers. Meta tensors and freed storages have no bytes.
+    its padding, pinned memory as torch rounds it up. One that is seen in several categories belongs to the first of
+    params, master_params, grads, optimizer, buffers. Meta tensors and freed storages have no bytes.
 
     Args:
         device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,
@@ -87,7 +92,10 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
             key = ("fake", storage._cdata) if type(local) is FakeTensor else (where, storage.data_ptr())
             known = seen.get(key)
             if known is None or order < known[0]:
-                seen[key] = (order, n_bytes, elsewhere and where.type == "cpu")
+                on_host = elsewhere and where.type == "cpu"
+                if on_host and local.is_pinned():
+                    n_bytes = page_locked(n_bytes)
+                seen[key] = (order, n_bytes, on_host)
     sums = {kind: [0, 0] for kind in KINDS}
     for order, n_bytes, on_host in seen.values():
         sums[KINDS[order]][on_host] += n_bytes

@@ -33,10 +33,16 @@ class Phases(Protocol):
 
 
 class _Both:
-    """Tells both the ledger and the tracer."""
+    """Tells both the ledger and the tracer.
 
-    def __init__(self, one: Phases, other: Phases) -> None:
+    Attributes:
+        most: bytes of the allocator's largest peak in a phase; `None` on the CPU.
+    """
+
+    def __init__(self, one: Phases, other: Phases, device: torch.device) -> None:
         self._both = (one, other)
+        self._device = device
+        self.most: int | None = None
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:
@@ -44,6 +50,8 @@ class _Both:
             for phases in self._both:
                 stack.enter_context(phases.phase(name))
             yield
+        if self._device.type == "cuda":  # now: the ledger resets it as the next phase begins
+            self.most = max(self.most or 0, torch.cuda.max_memory_allocated(self._device))
 
     def sample_state(self, source: HasState) -> None:
         for phases in self._both:
@@ -63,10 +71,10 @@ def traced_step(strategy: Wrapped, ledger: Phases, device: torch.device, path: P
     with Tracing(tracker) as tracing:
         tracing.wrapped(strategy)
         outside = torch.cuda.memory_allocated(device) - tracker.current(device) if on_gpu else 0
-        yield _Both(ledger, tracing)
+        both = _Both(ledger, tracing, device)
+        yield both
         tracing.stepped(strategy)
-        most = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    found = summary(log, str(device), step, outside, most)
+    found = summary(log, str(device), step, outside, both.most)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(found) + "\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..memory.state import page_locked
+from .batchnorm import register_shapes
 from .unplannable import refuse_value
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -49,6 +52,7 @@ def install(capability: tuple[int, int], total_memory: int, name: str, n_devices
     """
     _install_guard()
     _install_cuda_api(capability, total_memory, name, n_devices)
+    register_shapes()
     _check()
 
 
@@ -103,6 +107,9 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 class Event:
@@ -175,6 +182,8 @@ def _install_cuda_api(capability: tuple[int, int], total_memory: int, name: str,
     }
     for key, value in replaced.items():
         setattr(torch.cuda, key, value)
+    for key in ("current_stream", "synchronize"):  # FSDP2 asks here when it gathered a frozen block for nothing
+        setattr(torch.accelerator, key, replaced[key])
     for key in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, key, lambda *_: 0)
     for key, dtype in (("FloatTensor", torch.float32), ("ByteTensor", torch.uint8), ("IntTensor", torch.int32)):
@@ -242,11 +251,15 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 class ConstantItems(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what fake tensors cannot: `.item()` is 1 (False for bool); pinned memory is plain memory.
+    """Answers what fake tensors cannot: `.item()` is 1 (False for bool); pinned memory is plain memory as large.
 
     Raises:
         ConfigError: code that is no library's asks for a value: its branches would be taken blindly.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", 0) is None:
@@ -254,12 +267,18 @@ class ConstantItems(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten._pin_memory.default:
-            return args[0].clone()
+            return self._pin(args[0].clone())
         if func is torch.ops.aten.is_pinned.default:
-            return True
+            return args[0].untyped_storage() in self._pinned
         if kwargs and kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **(kwargs or {}))
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storage.resize_(page_locked(storage.nbytes()))
+        self._pinned.add(storage)
+        return tensor
 
 
 def _check() -> None:
@@ -268,7 +287,7 @@ def _check() -> None:
 
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
         raise RuntimeError("torch does not take cuda for its accelerator")
-    items = ConstantItems()  # type: ignore[no-untyped-call]
+    items = ConstantItems()
     with FakeTensorMode(), items, torch.device("cuda"):
         layer = torch.nn.Linear(4, 4)
         with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -79,15 +79,21 @@ def sample_batch(task: Task, config: RunConfig) -> Batch:
     """A micro-batch on the CPU: what the task says planning may use, or the first samples of its training data.
 
     Raises:
-        ConfigError: the task has neither.
+        ConfigError: the task has neither, or its data have no length.
     """
     make = getattr(task, "plan_batch", None)
     if make is not None:
         return make(config.train.micro_batch_size)
     data = task.dataset("train")
+    name = config.task.factory or config.task.name
+    if data is not None and not hasattr(data, "__len__"):
+        raise ConfigError(
+            f"dataset('train') of task {name} is a {type(data).__name__} without len()",
+            "return one of map style, with len() and integer indices",
+        )
     if not data:
         raise ConfigError(
-            f"task {config.task.factory or config.task.name} has no training data to plan with",
+            f"task {name} has no training data to plan with",
             "return samples from dataset('train'), or give the task plan_batch(n)",
         )
     samples = [data[index % len(data)] for index in range(config.train.micro_batch_size)]

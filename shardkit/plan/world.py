@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,10 +46,11 @@ def fake_world(
     assert group is not None
     with ExitStack() as stack:
         stack.enter_context(_Fakes(allow_non_fake_inputs=True))
-        stack.enter_context(ConstantItems())  # type: ignore[no-untyped-call]
+        stack.enter_context(ConstantItems())
         stack.enter_context(patch("shardkit.strategies.ddp.DistributedDataParallel", StandInDDP))
         stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
         stack.enter_context(patch.object(nn.Module, "_apply", _apply_to_fakes))
+        stack.enter_context(patch.object(GradScaler, "_maybe_opt_step", _step_all_the_same))
         if zero:
             stack.enter_context(_deepspeed_alone())
         for name, module in list(sys.modules.items()):
@@ -55,7 +58,9 @@ def fake_world(
                 for key, value in _AS_IN_TRAINING.items():
                     if key in vars(module):
                         stack.enter_context(patch.object(module, key, value))
-        stack.enter_context(patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks))
+        stack.enter_context(patch(f"{_FSDP}._fsdp_param._chunk_with_empty", _Chunks))
+        for caller in ("_fsdp_init", "_fully_shard"):  # it differs from one version of torch to another
+            stack.enter_context(patch(f"{_FSDP}.{caller}._move_states_to_device", _move_fakes, create=True))
         yield World(env, device, group, group)
 
 
@@ -79,6 +84,7 @@ _AS_IN_TRAINING: dict[str, Callable[..., Any]] = {
 }
 
 _apply = nn.Module._apply
+_FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -97,6 +103,13 @@ def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = T
     return self
 
 
+def _move_fakes(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+    """FSDP2's way to the device for a model that was not built on meta: setting `data` leaves a fake where it says."""
+    for tensor in (*params, *buffers):
+        if tensor.device != device and not tensor.is_meta:
+            _set_data(tensor, tensor.to(device))
+
+
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if value is not tensor:
         with torch.no_grad():
@@ -105,15 +118,35 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
             tensor.fake_device = value.fake_device
 
 
+def _step_all_the_same(self: GradScaler, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """A step that loss scaling does not skip: a fake count of infinities says 1."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _never(looks: str) -> Any:
+    """Let a function that looks for infinities find none."""
+    function = resolve_name(looks)
+
+    def looked(*args: Any, **kwargs: Any) -> bool:
+        function(*args, **kwargs)  # it takes memory
+        return False
+
+    return patch(looks, looked)
+
+
 @contextmanager
 def _deepspeed_alone() -> Iterator[None]:
-    """DeepSpeed compares what its ranks did; here there is nobody to compare with."""
+    """DeepSpeed compares what its ranks did; here there is nobody to compare with, and no gradient that overflows."""
     coordinator = "deepspeed.runtime.zero.partitioned_param_coordinator"
     with (
         patch(f"{coordinator}.assert_ints_same_as_other_ranks", lambda ints: None),
+        _never("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow"),
+        _never("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow"),
         patch("shardkit.strategies.zero.build_cpu_adam", lambda world: None),
         patch("deepspeed.ops.adam.DeepSpeedCPUAdam", _CPUAdam),
-        patch("deepspeed.runtime.zero.stage3.DeepSpeedCPUAdam", _CPUAdam),  # offload_ratio asks for exactly this type
+        # offload_ratio and pure_bf16 ask for exactly this type
+        patch("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedCPUAdam", _CPUAdam),
+        patch("deepspeed.runtime.zero.stage3.DeepSpeedCPUAdam", _CPUAdam),
     ):
         yield
 
@@ -123,7 +156,7 @@ class _CPUAdam(torch.optim.Optimizer):
 
     def __init__(self, groups: Any, adamw_mode: bool, fp32_optimizer_states: bool, **settings: Any) -> None:
         super().__init__(groups, {**settings, "amsgrad": False})
-        self._in_fp32 = fp32_optimizer_states
+        self.fp32_optimizer_states = fp32_optimizer_states
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -133,7 +166,7 @@ class _CPUAdam(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    dtype = torch.float32 if self._in_fp32 else param.dtype
+                    dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
                     state["step"] = 1
                     state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
                     state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)

@@ -34,8 +34,8 @@ def build_cpu_adam(world: World) -> None:
         if problems:
             raise BuildError(
                 f"DeepSpeedCPUAdam does not compile: {problems[0]}",
-                "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or set "
-                "parallel.offload_optimizer=none",
+                "install a C++ compiler and Python's headers (apt-get install g++ python3-dev; for DeepSpeed up to "
+                "0.19.6 also CUDA's toolkit, named by CUDA_HOME), or set parallel.offload_optimizer=none",
             )
 
 

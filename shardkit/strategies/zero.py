@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from .cpu_adam import build_cpu_adam
 from .states import buffer_shards
 from .zero_config import STAGES, build_ds_config
 from .zero_load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars
-from .zero_state import zero3_shards, zero3_state, zero12_shards, zero12_state
+from .zero_state import share_rates, zero3_shards, zero3_state, zero12_shards, zero12_state
 
 
 class ZeRO:
@@ -107,8 +108,11 @@ class ZeRO:
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
+        share_rates(self._zero)
         self._engine.step()
-        return torch.as_tensor(self._engine.get_global_grad_norm())
+        # Of a step that loss scaling skipped, DeepSpeed up to 0.19.6 says the norm of an earlier one.
+        skipped = self._config.precision.mode == "fp16" and self._zero.overflow
+        return torch.as_tensor(math.inf if skipped else self._engine.get_global_grad_norm())
 
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)
@@ -159,8 +163,8 @@ def _deepspeed(world: World) -> Any:
     """deepspeed, imported for this device and told to use the process group that exists."""
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # deepspeed looks for these when it sets up its own communication layer.
-    os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank))
+    # deepspeed looks for these when it sets up its own communication layer, and takes the first for the GPU's number.
+    os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank if world.device.index is None else world.device.index))
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
     try:

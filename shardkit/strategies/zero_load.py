@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .base import Shard
 from .local import even_range
 from .states import create_states, flat, scalars_of, set_scalars
+from .zero_state import optimizer_of
 
 
 def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Parameter], dict[str, Any]]]:
@@ -21,20 +22,20 @@ def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Param
         yield from groups
         return
     for index, (master, params) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
-        yield master, params, zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
+        yield master, params, optimizer_of(zero, master).param_groups[zero.sub_group_to_group_id[index]]
 
 
 def create_zero_states(zero: Any, stage: int) -> None:
     """Optimizer states of every flat master."""
     for master, _, group in masters(zero, stage):
-        create_states(zero.optimizer, group, master)
+        create_states(optimizer_of(zero, master), group, master)
 
 
 def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:
     """A flat master has one step counter: it counts for each parameter in it. Loss scaler: `engine.loss_scaler.*`."""
     found: dict[str, float] = {}
     for master, params, _ in masters(zero, stage):
-        state = zero.optimizer.state.get(master, {})
+        state = optimizer_of(zero, master).state.get(master, {})
         for param in params:
             found |= scalars_of(fqns[id(param)], master, state)
     return found | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
@@ -47,7 +48,7 @@ def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mappi
         CheckpointError: they do not (a parameter that had no gradient in some steps, under another strategy).
     """
     for master, params, _ in masters(zero, stage):
-        state = zero.optimizer.state.get(master, {})
+        state = optimizer_of(zero, master).state.get(master, {})
         names = [fqns[id(param)] for param in params]
         for key in state:
             values = {name: scalars[f"optim.{name}.{key}"] for name in names if f"optim.{name}.{key}" in scalars}

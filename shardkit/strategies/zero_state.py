@@ -12,6 +12,19 @@ from ..memory.rows import StateKind
 from .base import Shard
 
 
+def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
+    """What updates a master partition: with offload_ratio DeepSpeed has a second optimizer, for those on the GPU."""
+    on_gpu = getattr(zero, "backup_optimizer", None)
+    return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
+
+
+def share_rates(zero: Any) -> None:
+    """Let that second optimizer follow the schedule: DeepSpeed (0.19) gives its first group the first rate for good."""
+    on_gpu = getattr(zero, "backup_optimizer", None)
+    for group, shown in zip(on_gpu.param_groups if on_gpu else (), zero.optimizer.param_groups, strict=False):
+        group["lr"] = shown["lr"]
+
+
 def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
     """Flat model parameters (whole), this rank's fp32 master partition, its gradients and its optimizer state."""
     for flat in zero.bit16_groups_flat:
@@ -47,7 +60,7 @@ def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tupl
         yield "master_params", master
         if master.grad is not None:
             yield "grads", master.grad
-        for value in zero.optimizer.state.get(master, {}).values():
+        for value in optimizer_of(zero, master).state.get(master, {}).values():
             if isinstance(value, torch.Tensor):
                 yield "optimizer", value
 
@@ -87,6 +100,6 @@ def _fragment(
     zero: Any, fqn: str, shape: tuple[int, ...], start: int, master: torch.Tensor, at: int, length: int
 ) -> Iterator[Shard]:
     yield Shard(f"model.{fqn}", shape, start, master.detach().narrow(0, at, length))
-    for key, value in zero.optimizer.state.get(master, {}).items():
+    for key, value in optimizer_of(zero, master).state.get(master, {}).items():
         if isinstance(value, torch.Tensor) and value.shape == master.shape:
             yield Shard(f"optim.{fqn}.{key}", shape, start, value.narrow(0, at, length))

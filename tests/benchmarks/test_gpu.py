@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.common import REPO, RESULTS, environment
-from benchmarks.gpu import PARTS, command, part_cases, store, tables
+from benchmarks.gpu import PARTS, command, largest, part_cases, plain, store, tables
 from benchmarks.gpu.cases import Case, Cases, Found, Where
 from benchmarks.gpu.child import run_case
 from benchmarks.gpu.command import Asked, Part
-from benchmarks.gpu.largest import falls
+from benchmarks.gpu.largest import Line, falls
 from benchmarks.gpu.target import next_size
 from benchmarks.gpu.wheels import needed, read_have
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, OutOfMemoryError
 
 Ran = list[tuple[str, str]]
 
@@ -89,6 +90,70 @@ def test_other_versions_measure_again_but_predictions_are_good(
     monkeypatch.setattr(store, "environment", lambda: dict(elsewhere))
     assert Part("mfu", asked).run()
     assert ran == [("a", "predicted"), ("a", "measured"), ("b", "measured"), ("c", "measured")]
+
+
+def test_the_same_card_under_another_patch_of_the_driver_is_the_same(
+    ran: Ran, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: dict[str, Any] = environment()
+    monkeypatch.setattr(store, "environment", lambda: dict(there))
+    for gpu, runs in (
+        ("NVIDIA H200, 143771 MiB, 580.159.03", 1),
+        ("NVIDIA H200, 143771 MiB, 580.159.04", 1),
+        ("NVIDIA H100, 81559 MiB, 580.159.04", 2),
+    ):
+        there["gpus"] = [gpu]
+        assert Part("mfu", asked).run()
+        assert ran.count(("c", "measured")) == runs
+
+
+def test_a_model_that_does_not_fit_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turns(model: Any, where: Where) -> Found:
+        raise OutOfMemoryError("rank 0 ran out of memory in forward of step 1", "use more ranks")
+
+    monkeypatch.setattr("benchmarks.gpu.mfu_arms.in_turns", in_turns)
+    where = Where(True, "h200", 1 << 34, Path("unused"))
+    found = part_cases("mfu", dry=True)["1.3b"].measure(where)
+    assert found == {"outcome": "out of memory", "message": "rank 0 ran out of memory in forward of step 1"}
+
+
+@pytest.mark.parametrize(("message", "outcome"), [("CUDA error: out of memory", "out of memory"), ("odd", None)])
+def test_plain_deepspeed_may_run_out_of_pinned_memory(
+    message: str, outcome: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver refuses to lock more pages with another error than the GPU's allocator raises."""
+
+    def train(**asked: Any) -> Found:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(plain, "train", train)
+    monkeypatch.setattr(sys, "argv", ["plain", "{}"])
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    if outcome is None:
+        with pytest.raises(RuntimeError, match="odd"):
+            plain.main()
+    else:
+        plain.main()
+        assert json.loads(capsys.readouterr().out)["outcome"] == outcome
+
+
+@pytest.mark.parametrize(("fits_up_to", "start"), [(20, 41), (45, 41), (1, 3)])
+def test_the_deepest_model_is_found_where_needs_are_no_straight_line(fits_up_to: int, start: int) -> None:
+    """Pinned memory grows in powers of two."""
+
+    def plan(layers: int, share: float) -> Any:
+        verdict = "fits" if layers <= fits_up_to else "does not fit"
+        return SimpleNamespace(verdict=verdict, needed=layers, host_peak=layers)
+
+    where = Where(False, "h200", 1 << 37, Path("unused"))
+    found = largest._settled(largest.ARMS["DeepSpeed, ZeRO-Offload"], where, plan, [(Line(0, 1, 0), start)])
+    assert (found["outcome"], found["layers"]) == ("ok", fits_up_to)
+    assert (
+        largest._settled(largest.ARMS["DeepSpeed, ZeRO-Offload"], where, lambda *_: plan(999, 1), [(Line(0, 1, 0), 3)])[
+            "outcome"
+        ]
+        == "no boundary"
+    )
 
 
 def test_what_was_planned_for_more_host_memory_than_there_is_is_planned_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -73,3 +74,11 @@ def test_parameters_that_only_the_optimizer_knows_are_masters() -> None:
     master.grad = torch.zeros_like(master)
     state = count_state(module_state(model, torch.optim.SGD([master], lr=0.1)), CPU)
     assert (state["params"].device, state["master_params"].device, state["grads"].device) == (32, 64, 64)
+
+
+def test_pinned_memory_counts_as_torch_rounds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, plain = torch.zeros(10), torch.zeros(10)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
+    assert count_state([("optimizer", pinned), ("grads", plain)], CUDA)["optimizer"] == StateBytes(0, 64)
+    assert count_state([("optimizer", pinned), ("grads", plain)], CUDA)["grads"] == StateBytes(0, 40)
+    assert count_state([("optimizer", pinned)], CPU)["optimizer"] == StateBytes(40, 0)

@@ -119,6 +119,8 @@ def matrix(
     names: list[str], modes: list[str], policies: list[str], steps: int = 4, device: str = "cpu"
 ) -> dict[tuple[str, str, str, int], list[float]]:
     """Losses by (strategy, precision, activation policy, accumulation); the same samples in every step."""
+    if not dist.is_initialized():  # one group for all: DeepSpeed keeps those that it made of it
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
     for name in names:

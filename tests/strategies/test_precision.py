@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from shardkit.config import PrecisionConfig
+from shardkit.config import ParallelConfig, PrecisionConfig, RunConfig
 from shardkit.dtypes import check_masters, describe
 from shardkit.errors import ConfigError
 from shardkit.job import start
-from shardkit.precision import cast_parameters, convert_to_fp8
+from shardkit.precision import cast_parameters, convert_to_fp8, set_matmul_precision
+from shardkit.strategies.fsdp import FSDP
 from tests.ranks import run_ranks
 
 ALL = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
@@ -146,3 +148,25 @@ def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="needs torchao") as error:
         convert_to_fp8(Net(32), PrecisionConfig(mode="fp8"))
     assert "pip install" in error.value.fix
+
+
+def test_fp32_is_fp32_for_products_and_convolutions_unless_tf32_is_asked_for() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for mode, precision in (("tf32", "high"), ("fp32", "highest")):
+            set_matmul_precision(PrecisionConfig(mode=mode))  # type: ignore[arg-type]
+            assert torch.get_float32_matmul_precision() == precision
+            assert torch.backends.cudnn.allow_tf32 is (mode == "tf32")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_fp16_gradients_on_the_cpu_are_refused() -> None:
+    """torch copies the loss scale to where they are without waiting for it."""
+    config = RunConfig(
+        parallel=ParallelConfig(strategy="fsdp", offload_param="cpu"), precision=PrecisionConfig(mode="fp16")
+    )
+    with pytest.raises(ConfigError, match=r"precision\.mode=fp16 with parallel\.offload_param=cpu under fsdp") as error:
+        FSDP(config, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    assert "bf16" in error.value.fix

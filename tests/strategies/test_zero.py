@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.config_io import load_config
 from shardkit.errors import ConfigError
 from shardkit.strategies.cpu_adam import first_compiler_error, sole_builder
 from shardkit.strategies.zero_config import build_ds_config
+from shardkit.strategies.zero_load import masters, zero_scalars
+from shardkit.strategies.zero_state import share_rates, zero3_shards
 from tests.test_train import REPO, environment, user_error
 
 
@@ -111,3 +115,24 @@ def test_fp32_accumulation_under_zero1_and_bf16_is_refused() -> None:
         built(parallel__strategy="zero1", parallel__ds_config=raw, precision__mode="bf16")
     assert "zero2" in error.value.fix
     built(parallel__strategy="zero2", parallel__ds_config=raw, precision__mode="bf16")
+
+
+def test_states_on_the_gpu_beside_offloaded_ones_are_seen_and_follow_the_schedule() -> None:
+    """With `offload_ratio` DeepSpeed keeps a second optimizer, for the masters that stay (here on meta)."""
+    on_host, on_gpu = torch.zeros(4), torch.zeros(4, device="meta")
+    host, gpu = (
+        SimpleNamespace(state={master: {"exp_avg": torch.zeros_like(master), "step": 7}}, param_groups=[{"lr": lr}])
+        for master, lr in ((on_host, 0.5), (on_gpu, 1.0))
+    )
+    params: list[Any] = [SimpleNamespace(partition_numel=lambda: 4, ds_numel=4, ds_shape=(4,)) for _ in range(2)]
+    zero = SimpleNamespace(
+        optimizer=host, backup_optimizer=gpu, fp16_groups=[[params[0]], [params[1]]],
+        fp32_partitioned_groups_flat=[on_host, on_gpu], sub_group_to_group_id={0: 0, 1: 0},
+    )  # fmt: skip
+    fqns = {id(params[0]): "a", id(params[1]): "b"}
+    found = {shard.name: shard.local.device.type for shard in zero3_shards(zero, fqns, 0)}
+    assert found == {"model.a": "cpu", "optim.a.exp_avg": "cpu", "model.b": "meta", "optim.b.exp_avg": "meta"}
+    assert zero_scalars(zero, 3, fqns) == {"optim.a.step": 7, "optim.b.step": 7}
+    assert [group["lr"] for _, _, group in masters(zero, 3)] == [0.5, 1.0]
+    share_rates(zero)
+    assert gpu.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,64 @@
+"""Planning on fake tensors: what the pretended world answers where there are no values and no pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardkit.config import RunConfig
+from shardkit.config_io import load_config
+from shardkit.plan.client import Planner
+from shardkit.plan.target import choose_target
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(None, ["model.preset=debug", *overrides]).config
+
+
+@pytest.fixture(scope="module")
+def h100() -> Iterator[Planner]:
+    with Planner(choose_target(config(), 1, gpu="h100")) as planner:
+        yield planner
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["parallel.strategy=single", "optim.implementation=foreach"],
+        pytest.param(["parallel.strategy=zero2"], marks=pytest.mark.deepspeed),
+        pytest.param(["parallel.strategy=zero3"], marks=pytest.mark.deepspeed),
+    ],
+)
+def test_a_planned_fp16_step_is_not_skipped(settings: list[str], h100: Planner) -> None:
+    """Loss scaling skips steps whose gradients are not finite; then there would be no optimizer states."""
+    half, brain = (h100.predict(config(f"precision.mode={mode}", *settings)) for mode in ("fp16", "bf16"))
+    assert half.categories["optimizer"] == brain.categories["optimizer"]
+
+
+@pytest.mark.deepspeed
+def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planner) -> None:
+    offload = config("parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "precision.mode=bf16")
+    pageable = config(
+        "parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "precision.mode=bf16",
+        "parallel.ds_config={zero_optimization: {offload_optimizer: {pin_memory: false}}}",
+    )  # fmt: skip
+    pinned, plain = h100.predict(offload), h100.predict(pageable)
+    # A flat master of each group of parameters, with weight decay (more than 2 MiB) and without (more than 256 KiB).
+    assert pinned.categories["master_params"].host == (4 << 20) + (512 << 10)
+    assert plain.categories["master_params"].host == 4 * plain.n_params
+    assert pinned.categories["optimizer"] == plain.categories["optimizer"]  # the kernel's moments are not pinned
+    assert pinned.host_peak > plain.host_peak
+
+
+@pytest.mark.deepspeed
+def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) -> None:
+    shared = h100.predict(
+        config(
+            "parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_ratio=0.5",
+            "precision.mode=bf16", "parallel.ds_config={zero_optimization: {sub_group_size: 100000}}",
+        )
+    )  # fmt: skip
+    moments = shared.categories["optimizer"]
+    assert moments.device + moments.host == pytest.approx(8 * shared.n_params, rel=0.01)
+    assert 0.3 < moments.host / (8 * shared.n_params) < 0.7
