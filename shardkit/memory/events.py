@@ -119,6 +119,12 @@ class EventLog:
         self.changed(index, n_bytes)
         self.changed(index, -n_bytes)
 
+    def kept(self, device: str, op: str, n_bytes: int) -> None:
+        """Memory that a library takes once and keeps."""
+        index = self.made(device, op)
+        self.allocations[index].label = "workspace"
+        self.changed(index, n_bytes)
+
     def mark(self, phase: str | None = None, module: str | None = None) -> None:
         """From the next event on, this phase and this module run."""
         phase = self.phase if phase is None else phase

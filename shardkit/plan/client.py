@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,9 @@ class Planner:
         if "error" in said:
             name, cause, fix = said["error"]
             kind = getattr(errors, name, ShardkitError)
-            raise kind(cause, fix)
+            if said["over"]:
+                self._end()
+            raise kind(cause, fix) from RuntimeError(said["trace"])
         estimate = MemoryEstimate.from_json(said["estimate"])
         return estimate.limited(self.target.device_memory, self.target.host_memory)
 
@@ -122,15 +125,17 @@ class Planner:
         if answer:
             said: dict[str, Any] = json.loads(answer)
             return said
-        if may_die:
+        code = self._process.wait() if self._process else 0
+        if may_die and code != -signal.SIGKILL:  # which is nothing that the fake device does
             return {}
-        code = self._process.wait() if self._process else None
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()
         self._end()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         raise ShardkitError(
-            f"this step cannot be traced: {words[-1] if words else f'the planning process ended with {code}'}",
-            "change the setting that it names; SHARDKIT_DEBUG=1 shows where it happened",
+            f"this step cannot be traced: the planning process {how}",
+            ("see whether memory ran out here (dmesg)" if code == -signal.SIGKILL else "change what crashes it")
+            + "; SHARDKIT_DEBUG=1 shows its last words",
         ) from RuntimeError("\n".join(words[-40:]))
 
     def _end(self) -> None:

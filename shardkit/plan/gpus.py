@@ -47,6 +47,11 @@ class Gpu:
     per_communicator: int = 400 * 2**20
     overhead_from: str = TYPICAL
 
+    @property
+    def blas_workspace(self) -> int:
+        """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp)."""
+        return 32 * 2**20 if self.capability[0] >= 9 else 8320 * 2**10
+
 
 def _gpu(
     name: str, device_name: str, gib: float, capability: tuple[int, int],

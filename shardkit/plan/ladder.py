@@ -13,12 +13,14 @@ from ..memory.units import gib
 from .client import Planner
 from .estimate import MemoryEstimate
 from .target import Target
-from .trial import Trial, run_trial
+from .trial import Trial, run_trial, writing
 
 Load = Callable[[Sequence[str]], RunConfig]
 """The config with more overrides."""
 Try = Callable[[Sequence[str], int], Trial]
 """Runs the config with these overrides, as the n-th attempt."""
+_VOCABULARIES = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
+"""Built-in tasks whose loss is a cross-entropy over a vocabulary."""
 _SAME_LOSS = 2e-2  # bf16 rounds: a wrong gradient scale or a lost technique is further off
 
 
@@ -49,21 +51,40 @@ class Step:
     same_loss: bool | None = None
 
 
-def default_rungs(world_size: int) -> list[Rung]:
-    """The classic experiment: fp32 without anything, then each technique on top of the others."""
+def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
+    """The classic experiment: fp32 without anything, then each technique on top of the others.
+
+    Args:
+        config: what else it sets of these techniques is put back to the defaults; the cross-entropy of a task that has
+            no logits of a vocabulary is not chunked.
+    """
     plain = "single" if world_size == 1 else "ddp"
-    base = (f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none", "model.loss_chunk_size=0")
+    base = [f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none"]
+    chunks = []
+    if config is None or (config.task.factory is None and config.task.name in _VOCABULARIES):
+        base.append("model.loss_chunk_size=0")
+        chunks.append(Rung("+ chunked cross-entropy", ("model.loss_chunk_size=1024",)))
     return [
-        Rung("fp32", base),
+        Rung("fp32", (*([] if config is None else _without_techniques(config)), *base)),
         Rung("+ checkpointing", ("activation.policy=full",)),
         Rung("+ bf16", ("precision.mode=bf16",)),
-        Rung("+ chunked cross-entropy", ("model.loss_chunk_size=1024",)),
+        *chunks,
         Rung("+ ZeRO-2", ("parallel.strategy=zero2",)),
         Rung(
             "+ ZeRO-3, CPU offload",
             ("parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_param=cpu"),
         ),
     ]
+
+
+def _without_techniques(config: RunConfig) -> Iterator[str]:
+    """What puts the sections that the rungs change back to their defaults."""
+    for name in ("parallel", "precision", "activation"):
+        own = getattr(config, name)
+        defaults = type(own)()
+        for key in type(own).model_fields:
+            if getattr(own, key) != getattr(defaults, key):
+                yield f"{name}.{key}={json.dumps(getattr(defaults, key))}"
 
 
 def parse_rung(text: str) -> Rung:
@@ -82,17 +103,20 @@ def parse_rung(text: str) -> Rung:
 def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
     """Each rung on top of those below it.
 
+    A rung that cannot be planned is tried all the same: what planning cannot follow may train.
+
     Args:
         try_it: runs a rung, given its overrides and its place; `None` only predicts.
+
+    Raises:
+        ConfigError: a rung sets what cannot be, or has the name of another; before anything runs.
     """
-    settings: dict[str, str] = {}
+    stacked = list(_stacked(rungs, load))
     reference: tuple[float, ...] = ()
     with Planner(target) as planner:
-        for place, rung in enumerate(rungs):
-            settings |= dict(item.split("=", 1) for item in rung.settings)
-            overrides = tuple(f"{key}={value}" for key, value in settings.items())
+        for place, (rung, overrides) in enumerate(stacked):
             estimate, refused = _predicted(planner, load, overrides)
-            trial = None if try_it is None or (refused and estimate is None) else try_it(overrides, place)
+            trial = None if try_it is None else try_it(overrides, place)
             same = None
             if trial is not None and trial.losses:
                 reference = reference or trial.losses
@@ -104,6 +128,23 @@ def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None)
             )  # fmt: skip
 
 
+def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[str, ...]]]:
+    """Each rung with all that is set up to it."""
+    settings: dict[str, str] = {}
+    names: set[str] = set()
+    for rung in rungs:
+        if rung.name in names:
+            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung a name of its own")
+        names.add(rung.name)
+        settings |= dict(item.split("=", 1) for item in rung.settings)
+        overrides = tuple(f"{key}={value}" for key, value in settings.items())
+        try:
+            load(overrides)
+        except ConfigError as error:
+            raise ConfigError(f"rung {rung.name!r}: {error.cause}", error.fix) from error
+        yield rung, overrides
+
+
 def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[MemoryEstimate | None, str]:
     try:
         return planner.predict(load(overrides)), ""
@@ -112,7 +153,13 @@ def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[
 
 
 def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int, cap: str | None) -> Try:
-    """Tries in fresh processes, in `folder/NUMBER`."""
+    """Tries in fresh processes, in `folder/NUMBER`.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    with writing(folder):
+        pass
     return lambda settings, place: run_trial(
         config, [*overrides, *settings], ranks, folder / str(place + 1), steps, cap
     )
@@ -141,6 +188,7 @@ def cells(step: Step) -> list[str]:
 def table(steps: Sequence[Step]) -> str:
     """The ladder as a Markdown table."""
     rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
@@ -149,10 +197,13 @@ def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
 
     Args:
         limit: bytes that a rank may use; `None` = no limit was given.
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     found = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
-    (folder / "ladder.json").write_text(json.dumps(found, indent=1))
     path = folder / "ladder.md"
-    path.write_text(table(steps) + "\n")
+    with writing(folder):
+        (folder / "ladder.json").write_text(json.dumps(found, indent=1))
+        path.write_text(table(steps) + "\n")
     return path

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config import ModelConfig
 from ..errors import ConfigError, ShardkitError
 from .client import Planner
-from .estimate import MemoryEstimate
+from .estimate import DoesNotFit, MemoryEstimate
+from .gate import misfit
 from .ladder import Load, Try
 from .target import Target
 from .trial import Trial
 
 FINEST = 1.02
-"""Neighbouring sizes differ by no more, where layers and widths allow."""
+"""Neighbouring sizes differ by no more, where layers, widths and heads allow."""
 _STEP = 0.004  # of widths and depths, where they are large: with the square of the width well below `FINEST`
 _LARGEST_BATCH = 65536
 
@@ -54,31 +55,18 @@ class Boundary:
     attempts: int = 0
 
 
-def model_sizes(model: ModelConfig, most: float) -> list[Size]:
-    """Reference transformers around the given one, by layers and width, each at most 2 % larger than the one before.
+def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
+    """Reference transformers around the given one, by layers, width and heads, each at most 2 % larger than the last.
 
-    Widths are multiples of the number of heads. Of the models in reach the next is the one whose depth to width is
-    nearest to the config's, so that what they need grows with their size, as far as whole layers and heads allow.
+    Of the models in reach the next is the one whose depth to width, and whose heads, are nearest to the config's, so
+    that what they need grows with their size, as far as whole layers and heads allow. Where a large vocabulary is most
+    of a small model, a step of the width by one is more than 2 %.
 
     Args:
         most: parameters beyond which no size is made.
+        multiple: what widths have to be a multiple of; fp8 takes 16.
     """
-    found: list[tuple[int, float, Size]] = []
-    heads = model.n_heads
-    width = heads
-    while True:
-        fixed = (2 * model.vocab_size + model.max_seq_len) * width
-        if fixed > most:
-            break
-        usual = width * model.n_layers / model.d_model
-        spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
-        for layers in range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP)):
-            n_params = 12 * layers * width**2 + 13 * layers * width + fixed
-            size = Size((f"model.d_model={width}", f"model.n_layers={layers}"), n_params)
-            if n_params <= most:
-                found.append((n_params, abs(math.log(layers / usual)), size))
-        width += heads * (1 + int(width * _STEP / heads))
-    found.sort(key=lambda one: one[:2])
+    found = sorted(_around(model, most, multiple), key=lambda one: one[:2])
     kept: list[Size] = []
     at = 0
     while at < len(found):
@@ -91,8 +79,40 @@ def model_sizes(model: ModelConfig, most: float) -> list[Size]:
     return kept
 
 
-def batch_sizes() -> list[Size]:
-    return [Size((f"train.micro_batch_size={n}",), n) for n in range(1, _LARGEST_BATCH + 1)]
+def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, float, Size]]:
+    """(parameters, how far its shape is from the config's, the model).
+
+    Widths are multiples of the heads; half to twice as many heads make up for the widths of small models in between.
+    """
+    rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
+    known: set[int] = set()
+    all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
+    for heads in sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads))):
+        own = heads == model.n_heads
+        width = unit = math.lcm(heads, multiple)
+        while rows * width <= most and (own or width <= model.n_heads / _STEP):
+            usual = width * model.n_layers / model.d_model
+            spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
+            depths = range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP))
+            for layers in depths if width not in known else ():
+                n_params = 12 * layers * width**2 + 13 * layers * width + (rows + 2) * width
+                if n_params > most:
+                    break
+                other = () if own else (f"model.n_heads={heads}",)
+                size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *other), n_params)
+                yield n_params, abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads)), size
+            known.add(width)
+            width += unit * (1 + int(width * _STEP / unit))
+
+
+def batch_sizes(accumulated: int | None = None) -> list[Size]:
+    """Micro-batches of every size.
+
+    Args:
+        accumulated: micro-batches of a step, whatever their size, in the place of a global batch that only some divide.
+    """
+    step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
+    return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
 
 
 def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:
@@ -107,8 +127,8 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
         look_ahead: sizes beyond the first that does not fit that are looked at too, where need does not always grow.
 
     Raises:
-        ConfigError: there is no limit, not even the smallest fits, or even the largest does; or a run fails for another
-            reason than memory.
+        DoesNotFit: not even the smallest fits.
+        ConfigError: there is no limit, or even the largest fits; or a run fails for another reason than memory.
     """
     limit = target.device_memory
     if limit is None:
@@ -119,6 +139,11 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
         def fits(index: int) -> bool:
             return needs.estimate(sizes[index]).verdict != "does not fit"
 
+        if not fits(0):
+            raise DoesNotFit(
+                f"not even {' '.join(sizes[0].settings)} fits: {misfit(needs.estimate(sizes[0]))}",
+                "use a larger or another card, or a setting that needs less",
+            )
         low = _bisected(fits, len(sizes), sizes)
         # A size that does not fit can be a deep one: a larger one may.
         while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
@@ -147,10 +172,6 @@ class _Needs:
 
 def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
     """The last index that fits, found by doubling and then halving: large sizes are costly to ask for."""
-    if count < 2 or not fits(0):
-        raise ConfigError(
-            f"not even {' '.join(sizes[0].settings)} fits", "use a larger or another card, or a setting that needs less"
-        )
     low, step = 0, 1
     while low + step < count and fits(low + step):
         low += step

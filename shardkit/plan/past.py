@@ -44,9 +44,9 @@ def note(entry: Mapping[str, Any]) -> None:
     """
     path().parent.mkdir(parents=True, exist_ok=True)
     with _locked(path().with_suffix(".lock")):
-        lines = [*path().read_text().splitlines(), json.dumps(entry)] if path().exists() else [json.dumps(entry)]
+        lines = path().read_text(errors="replace").splitlines() if path().exists() else []
         draft = path().with_suffix(f".{os.getpid()}")
-        draft.write_text("".join(f"{line}\n" for line in lines[-KEPT:]))
+        draft.write_text("".join(f"{line}\n" for line in [*lines, json.dumps(entry)][-KEPT:]))
         draft.replace(path())
 
 
@@ -68,7 +68,7 @@ def _locked(lock: Path) -> Iterator[None]:
 def runs(device: str) -> list[dict[str, Any]]:
     """The runs on a device, oldest first; lines that are no records of this schema are left out."""
     try:
-        lines = path().read_text().splitlines()
+        lines = path().read_text(errors="replace").splitlines()
     except OSError:  # nothing has run here yet, or what has is not for this user to read
         return []
     found = []
@@ -77,9 +77,15 @@ def runs(device: str) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and entry.get("schema") == SCHEMA and entry.get("device") == device:
+        if _is_run(entry) and entry["device"] == device:
             found.append(entry)
     return found
+
+
+def _is_run(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.get("schema") != SCHEMA or not isinstance(entry.get("world_size"), int):
+        return False
+    return "device" in entry and all(isinstance(entry.get(key), dict) for key in ("measured", "predicted"))
 
 
 def outside(device: str, world_size: int) -> tuple[int, int] | None:
@@ -90,7 +96,7 @@ def outside(device: str, world_size: int) -> tuple[int, int] | None:
     known = [
         int(entry["measured"]["outside"])
         for entry in runs(device)
-        if entry["measured"]["outside"] is not None and (entry["world_size"] > 1) == (world_size > 1)
+        if entry["measured"].get("outside") is not None and (entry["world_size"] > 1) == (world_size > 1)
     ]
     return (round(median(known)), len(known)) if known else None
 
@@ -100,7 +106,7 @@ def agreement(device: str) -> str | None:
     ratios = [
         entry["measured"]["peak"] / entry["predicted"]["peak"] - 1
         for entry in runs(device)
-        if entry["measured"]["peak"] and entry["predicted"]["peak"]
+        if entry["measured"].get("peak") and entry["predicted"].get("peak")
     ]
     if not ratios:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..webpage import LINES, Cell, Figure, Page, esc, label, table, unit_of, words
 from .ladder import HEAD, Step, cells
+from .trial import writing
 
 _BAD = "#b3261e"
 
@@ -91,7 +92,7 @@ def write_page(
     """One plot, the table behind it, and what is to be said of them, as one file that needs no network; its path.
 
     Raises:
-        ConfigError: Plotly is not installed.
+        ConfigError: Plotly is not installed, or the file cannot be written.
     """
     page = Page(title)
     page.section("plot", "Plot", page.figure("plot", figure))
@@ -100,6 +101,7 @@ def write_page(
         page.section("notes", "Notes", *(f"<p>{esc(note)}</p>" for note in notes))
     text = page.render()
     draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    with writing(path.parent):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     return path

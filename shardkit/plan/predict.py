@@ -196,6 +196,9 @@ def trace(
         every allocation; what `run_steps` counts; the last step's work; targets of a micro-batch.
     """
     log = EventLog(stream=shim.current_stream)
+    if target.gpu is not None:
+        for thread in ("forward", "backward"):
+            log.kept(str(device), f"cuBLAS in {thread}", target.gpu.blas_workspace)
     work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
     task = load_task(config)
     batch = sample_batch(task, config)

@@ -35,17 +35,18 @@ def _peak(estimate: MemoryEstimate) -> Iterable[str]:
     peak = estimate.peak
     place = peak.phase + (f", {peak.module}" if peak.module else "")
     yield f"peak       {gib(peak.allocated)} allocated, in {place}"
-    if estimate.device == "cpu":
-        return
-    yield f"reserved   {gib(peak.reserved)} by torch's allocator, of which it needs {gib(peak.required)}"
-    yield f"outside    {gib(estimate.overhead)} for the CUDA context and communicators ({estimate.overhead_from})"
+    on_cpu = estimate.device == "cpu"
+    if not on_cpu:
+        yield f"reserved   {gib(peak.reserved)} by torch's allocator, of which it needs {gib(peak.required)}"
+        yield f"outside    {gib(estimate.overhead)} for the CUDA context and communicators ({estimate.overhead_from})"
     if estimate.host_peak:
         yield f"host       {gib(estimate.host_peak)} of tensors, beside the process itself"
     if estimate.verdict is None:
         return
     limits = []
     if estimate.device_memory is not None:
-        limits.append(f"{gib(estimate.needed)} of {gib(estimate.device_memory)} on the GPU")
+        where = "for tensors" if on_cpu else "on the GPU"
+        limits.append(f"{gib(estimate.needed)} of {gib(estimate.device_memory)} {where}")
     if estimate.host_memory is not None:
         limits.append(f"{gib(estimate.host_peak)} of {gib(estimate.host_memory)} on the host")
     yield f"verdict    {estimate.verdict}: {' and '.join(limits)} (± {100 * estimate.uncertainty:.0f} %)"

@@ -61,7 +61,7 @@ def choose_target(
     Args:
         gpu: a card of the table; default: the smallest with `gpu_memory`, else h100. Nothing and run.device=cpu: CPUs.
         gpu_memory: of each card; wins over the table's.
-        host_memory: of each machine.
+        host_memory: of each machine; on CPUs the ranks' shares of it are their caps.
         memory_cap: of each rank, for a card made smaller or for what tensors may take on CPUs; wins over the others.
 
     Raises:
@@ -80,7 +80,8 @@ def choose_target(
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     card = _card(gpu, None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"))
     if card is None and config.run.device == "cpu":
-        return Target(gpus, None, per_node, host_memory=on_host, cap=cap)
+        caps = [n_bytes for n_bytes in (cap, on_host) if n_bytes is not None]  # the host is the device
+        return Target(gpus, None, per_node, cap=min(caps, default=None))
     if card is None:
         card = GPUS[DEFAULT] if cap is None else _card(None, cap)
     elif cap is not None:

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from ..errors import ConfigError
 from ..memory import read_jsonl
 
 TRACED = 2  # step 1 makes the optimizer's states: the second is like all later ones
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make the folder that results go to, and see whether it takes them: before what takes long, and while it does.
+
+    Raises:
+        ConfigError: it cannot be written, or is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"?")
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder} cannot be written: {error.strerror or error}",
+            "pass a directory you can write, with room in it",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,7 @@ def run_trial(
     else:
         launch = ["-m", "shardkit.cli", "launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launch]
+    shutil.rmtree(folder / "oom", ignore_errors=True)  # of a run before: this one may fail sooner than it clears up
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return read_trial(folder, done.returncode, done.stderr)
 

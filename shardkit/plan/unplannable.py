@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType, TracebackType
 
 from torch._subclasses.fake_tensor import (
@@ -61,7 +62,7 @@ def explained() -> Iterator[None]:
         if custom := _NO_FAKE.match(said):
             raise _no_fake_kernel(custom[1], where) from error
         raise Untraceable(
-            f"this step cannot be traced: {type(error).__name__}: {said}{where}",
+            f"this step cannot be traced: {type(error).__name__}: {shorten(said, 200)}{where}",
             ("if it trains, give the task a plan_loss(model, batch) that goes round it" if where else _CHANGE)
             + "; SHARDKIT_DEBUG=1 shows the traceback",
         ) from error

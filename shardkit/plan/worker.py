@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 from ..config import RunConfig
@@ -21,7 +22,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
 
         from .predict import predict, prepare
         from .target import Target
-        from .unplannable import explained
+        from .unplannable import Untraceable, explained
 
         target = Target.from_json(json.loads(requests.readline()))
         method = prepare(target, fakes)
@@ -33,7 +34,10 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
                 with explained():
                     answer({"estimate": predict(config, target, method, **asked["how"]).to_json()})
             except ShardkitError as error:
-                answer({"error": [type(error).__name__, error.cause, error.fix]})
+                said = [type(error).__name__, error.cause, error.fix]
+                answer({"error": said, "trace": traceback.format_exc(), "over": isinstance(error, Untraceable)})
+                if isinstance(error, Untraceable):
+                    return  # what it left behind could make later answers wrong
 
 
 if __name__ == "__main__":

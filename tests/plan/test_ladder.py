@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardkit import capability
 from shardkit.config import ModelConfig
-from shardkit.plan.ladder import default_rungs, parse_rung
-from shardkit.plan.max_model import FINEST, model_sizes
+from shardkit.config_io import load_config, resolve_batch
+from shardkit.errors import ConfigError
+from shardkit.models.transformer import Transformer
+from shardkit.plan.client import Planner
+from shardkit.plan.estimate import MemoryEstimate, PeakEstimate
+from shardkit.plan.ladder import _stacked, climb, default_rungs, parse_rung, save, table, tried
+from shardkit.plan.max_model import FINEST, batch_sizes, largest, model_sizes
+from shardkit.plan.target import Target
+from shardkit.plan.trial import Trial, run_trial
 
 REPO = Path(__file__).resolve().parents[2]
+CPU = Target(1, None, 1)
 SMALL = ["model.preset=debug", "run.device=cpu", "train.micro_batch_size=8", "optim.implementation=foreach"]
 
 
@@ -29,6 +41,67 @@ def test_rungs_build_on_each_other_and_own_ones_are_read() -> None:
     )  # fmt: skip
     refused = run("ladder", "-", "--rung", "nonsense", "--dry-run")
     assert refused.returncode == 2 and "--rung 'nonsense'" in refused.stderr
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_every_config_has_a_ladder_whose_rungs_can_be(path: Path, world_size: int) -> None:
+    rungs = default_rungs(world_size, load_config(path).config)
+    texts = load_config(path).config.task.name not in ("image_classification", "super_resolution")
+    assert len(rungs) == 5 + texts
+    for _, overrides in _stacked(rungs, lambda more: load_config(path, more).config):
+        config = load_config(path, overrides).config
+        capability.check(config, device="cuda", world_size=world_size, local_world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "cause"),
+    [
+        (["a: parallel.strategy=ddp", "b: parallel.strategy=dpp"], "rung 'b': parallel.strategy='dpp'"),
+        (["a: parallel.strategy=ddp", "b: model.n_layer=3"], "rung 'b': .*n_layer"),
+        (["a: parallel.strategy=ddp", "a: precision.mode=bf16"], "two rungs are called 'a'"),
+    ],
+)
+def test_a_rung_that_cannot_be_is_refused_before_anything_runs(rungs: list[str], cause: str) -> None:
+    steps = climb(lambda more: load_config(None, more).config, list(map(parse_rung, rungs)), CPU, never)
+    with pytest.raises(ConfigError, match=cause):
+        next(steps)
+
+
+def never(settings: Sequence[str], place: int) -> Trial:
+    raise AssertionError("it ran")
+
+
+def test_what_cannot_be_planned_is_tried_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predict(self: Planner, config: object) -> MemoryEstimate:
+        raise ConfigError("needs the value of a tensor | at my.py:3", "give it plan_loss")
+
+    monkeypatch.setattr(Planner, "predict", predict)
+    rungs = [parse_rung("plain: parallel.strategy=single"), parse_rung("bf16: precision.mode=bf16")]
+    ran = Trial("ok", peak=2**30, tokens_per_s=1e3, losses=(2.0, 1.0))
+    steps = list(climb(lambda more: load_config(None, more).config, rungs, CPU, lambda settings, place: ran))
+    assert [(step.predicted, step.trial, step.same_loss) for step in steps] == [(None, ran, True)] * 2
+    (row,) = table(list(climb(lambda more: load_config(None, more).config, rungs[:1], CPU, None))).splitlines()[2:]
+    assert row.endswith(r"| needs the value of a tensor \| at my.py:3 |")
+
+
+def test_a_folder_that_takes_nothing_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file/below", Path("/proc/ladder")):
+        with pytest.raises(ConfigError, match=f"--out {folder} cannot be written"):
+            tried(None, [], 1, folder, 3, None)
+        with pytest.raises(ConfigError, match=f"--out {folder} cannot be written"):
+            save([], folder, None)
+
+
+def test_memory_that_ran_out_in_an_earlier_run_is_not_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "oom").mkdir()
+    (tmp_path / "oom/rank0.json").write_text("{}")
+    failed = subprocess.CompletedProcess([], 2, "", "error: no such data\n  fix: name another\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **how: failed)
+    assert run_trial(None, [], 1, tmp_path) == Trial("failed", message="error: no such data")
 
 
 @pytest.mark.slow
@@ -55,10 +128,59 @@ def test_rungs_run_out_of_memory_or_fit_as_predicted(tmp_path: Path) -> None:
     assert "out of memory" in (tmp_path / "ladder.md").read_text()
 
 
-def test_sizes_grow_by_no_more_than_2_percent_where_they_matter() -> None:
-    sizes = model_sizes(ModelConfig(d_model=128, n_layers=4, n_heads=4), 5e6)
-    large = [size.amount for size in sizes if size.amount > 1e6]
-    assert all(1 < after / before <= FINEST + 0.01 for before, after in pairwise(large))
+@pytest.mark.parametrize(
+    ("model", "least"),
+    [
+        (ModelConfig(), 1e6),
+        (ModelConfig(n_heads=16), 1e6),
+        (ModelConfig(d_model=1024, n_heads=64), 1e6),
+        (ModelConfig(preset="124m"), 1e7),  # its vocabulary alone is 100 thousand for each unit of width
+        (ModelConfig(preset="1.3b"), 1e7),
+    ],
+)
+def test_sizes_grow_by_no_more_than_2_percent_where_they_matter(model: ModelConfig, least: float) -> None:
+    sizes = [size.amount for size in model_sizes(model, 1e10)]
+    assert sizes[0] < least and sizes[-1] > 0.98e10
+    assert all(1 < after / before <= FINEST for before, after in pairwise(sizes) if before > least)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_size_has_the_parameters_that_its_settings_make(tied: str) -> None:
+    start = load_config(None, ["model.n_heads=6", "model.d_model=96", f"model.tie_weights={tied}"]).config.model
+    for size in model_sizes(start, 1e6)[::40]:
+        changed = load_config(None, [f"model.tie_weights={tied}", "model.n_heads=6", *size.settings]).config.model
+        with torch.device("meta"):
+            assert sum(p.numel() for p in Transformer(changed).parameters()) == size.amount, size
+        assert 3 <= changed.n_heads <= 12
+
+
+def test_fp8_has_widths_that_its_products_take() -> None:
+    sizes = model_sizes(ModelConfig(preset="355m"), 1e10, multiple=16)
+    settings = [dict(item.split("=") for item in size.settings) for size in sizes]
+    assert all(int(one["model.d_model"]) % 16 == 0 for one in settings)
+    assert all(b.amount / a.amount <= FINEST for a, b in pairwise(sizes) if a.amount > 1e9)
+
+
+def test_a_global_batch_does_not_limit_the_micro_batches_that_are_looked_at() -> None:
+    fixed = ["train.global_batch_size=64", "train.micro_batch_size=8"]
+    accumulated = resolve_batch(load_config(None, fixed).config, 2)
+    for size in batch_sizes(accumulated)[:50]:
+        changed = load_config(None, [*fixed, *size.settings]).config
+        assert (changed.train.micro_batch_size, resolve_batch(changed, 2)) == (size.amount, 4)
+
+
+def test_the_smallest_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = PeakEstimate(2**30, 2**30, 2**30, "forward", "")
+    needs = MemoryEstimate("cpu", 1, 0, 1, 1, "cpu", {}, peak, 1, 0, {}, device_memory=2**29)
+    monkeypatch.setattr(Planner, "predict", lambda self, config: needs)
+    limited = replace(CPU, cap=2**29)
+    with pytest.raises(
+        ConfigError, match=r"not even train\.micro_batch_size=1 fits: .* 1\.00 GiB .* of 0\.50 GiB"
+    ) as found:
+        largest(lambda more: load_config(None, more).config, batch_sizes(), limited, None)
+    assert found.value.exit_code == 4
+    with pytest.raises(ConfigError, match="there is no limit"):
+        largest(lambda more: load_config(None, more).config, batch_sizes(), CPU, None)
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 512}

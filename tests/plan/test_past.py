@@ -112,11 +112,14 @@ def test_jobs_that_end_together_are_all_noted_and_old_runs_are_dropped(cache: Pa
         job.join()
     held = [run["measured"]["outside"] for run in past.runs(H100)]
     assert sorted(held) == [who * 100 + number for who in range(4) for number in range(20)]
-    past.path().write_text("".join(json.dumps(ran(n, 8)) + "\n" for n in range(past.KEPT + 7)) + "{torn")
+    whole = "".join(json.dumps(ran(n, 8)) + "\n" for n in range(past.KEPT + 7))
+    no_run = json.dumps({"schema": 1, "device": H100})
+    past.path().write_bytes(f"{whole}{no_run}\n".encode() + b"{torn\xff")
     past.note(ran(-1, 8))
+    assert known(8)[2] == f"measured here in {past.KEPT - 2} runs"
     kept = past.path().read_text().splitlines()
     assert len(kept) == past.KEPT and json.loads(kept[-1])["measured"]["outside"] == -1
-    assert len(past.runs(H100)) == past.KEPT - 1, "a damaged line is passed over"
+    assert len(past.runs(H100)) == past.KEPT - 2, "a damaged line is passed over, and one that tells of no run"
     assert sorted(p.name for p in cache.iterdir()) == ["past.jsonl", "past.lock"], "no drafts are left"
 
 

@@ -6,18 +6,22 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from shardkit.config import RunConfig
 from shardkit.config_io import load_config
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan.client import Planner, plan
 from shardkit.plan.estimate import MemoryEstimate
+from shardkit.plan.gpus import GPUS, find_gpu
+from shardkit.plan.show import show
 from shardkit.plan.target import choose_target
+from shardkit.plan.trace import sample_batch
 
 REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -104,7 +108,7 @@ def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None
 @pytest.mark.parametrize(
     ("options", "cause", "fix"),
     [
-        (["--gpu", "h1000"], "--gpu h1000", "did you mean h100"),
+        (["--gpu", "h1000"], "--gpu 'h1000'", "did you mean h100"),
         (["--gpu-memory", "eighty"], "--gpu-memory 'eighty'", "80GB"),
         (["--gpu-memory", "-3GB"], "--gpu-memory '-3GB'", "80GB"),
         (["--gpus", "0"], "--gpus 0", "1 or more"),
@@ -136,12 +140,39 @@ def test_the_option_that_is_wrong_is_named(options: dict[str, Any], cause: str) 
         choose_target(config(), **options)
 
 
+def test_a_card_may_be_called_what_its_driver_calls_it() -> None:
+    for name, card in GPUS.items():
+        assert find_gpu(name) is find_gpu(name.upper()) is find_gpu(card.device_name) is card
+    names = {
+        "RTX 4090": "rtx4090",
+        " H100 ": "h100",
+        "NVIDIA A100": "a100",
+        "A100-80GB": "a100",
+        "h100_pcie": "h100-pcie",
+    }
+    assert {said: find_gpu(said).name for said in names} == names
+    with pytest.raises(ConfigError, match="--gpu 'rtx' is more than one card") as found:
+        find_gpu("rtx")
+    assert "did you mean rtx4090 or rtx3090 or a6000?" in found.value.fix
+    for odd in ("", "-", "h100 nvl"):
+        with pytest.raises(ConfigError, match=f"--gpu '{odd}' is not in the table"):
+            find_gpu(odd)
+
+
 def test_a_cap_stands_for_a_smaller_card_and_for_what_tensors_may_take_on_cpus() -> None:
     card = choose_target(config(), 2, gpu="h100", memory_cap="24GiB")
     assert card.gpu is not None and (card.gpu.name, card.device_memory) == ("h100", 24 * GIB)
     assert choose_target(config(), 2, memory_cap="24GiB").device_memory == 24 * GIB
     cpu = choose_target(config("run.device=cpu"), 2, memory_cap="1GiB")
     assert cpu.gpu is None and cpu.device_memory == GIB
+    shared = choose_target(config("run.device=cpu"), 4, 2, host_memory="3GiB", memory_cap="2GiB")
+    assert (shared.device_memory, shared.host_memory) == (3 * GIB // 2, None), "the host is the device"
+
+
+def test_a_card_that_cannot_multiply_fp8_is_refused() -> None:
+    fp8 = config("precision.mode=fp8", "parallel.strategy=single")
+    with pytest.raises(ConfigError, match=r"precision.mode=fp8 on a100: .* 8\.9 or newer"):
+        plan(fp8, choose_target(fp8, gpu="a100"))
 
 
 def test_a_world_that_the_mesh_does_not_fill_is_refused() -> None:
@@ -157,16 +188,27 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self, branch):
         super().__init__()
-        self.inner, self.branch = nn.Linear(4, 4), branch
+        self.inner, self.branch = nn.Linear(32, 32), branch
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        if branch == "frozen":
+            self.layers[:2].requires_grad_(False)
+        if branch == "norm":
+            self.layers.append(nn.BatchNorm1d(32))
 
     def forward(self, x):
         y = self.inner(x)
+        for layer in self.layers:
+            y = layer(y)
         if self.branch == "value" and y.sum() > 0:
             y = -y
         if self.branch == "shape":
             y = y[y > 0]
         if self.branch == "op":
             y = torch.ops.users.twice(y)
+        if self.branch == "custom":
+            y = torch.ops.users.thrice(y)
+        if self.branch == "array":
+            y = y + y.detach().cpu().numpy().sum()
         return y
 
 torch.library.define("users::twice", "(Tensor x) -> Tensor")
@@ -175,7 +217,13 @@ torch.library.define("users::twice", "(Tensor x) -> Tensor")
 def twice(x):
     return x * 2
 
+@torch.library.custom_op("users::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
 class Task:
+    block_classes = (nn.Linear,)
+
     def __init__(self, config, branch="", plan_loss=False):
         self.branch = branch
         if plan_loss:
@@ -185,7 +233,7 @@ class Task:
         return Model(self.branch)
 
     def dataset(self, split):
-        return [] if self.branch == "no data" else [torch.ones(4)] * 8
+        return [] if self.branch == "no data" else [torch.ones(32)] * 8
 
     def n_targets(self, batch):
         return len(batch)
@@ -195,26 +243,71 @@ class Task:
 """
 
 
+@pytest.fixture(scope="module")
+def for_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., MemoryEstimate]]:
+    """Plans the user's task on 2 H100, given its branch and overrides."""
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "users_task.py").write_text(USERS_TASK)
+
+    def ask(branch: str, *overrides: str) -> MemoryEstimate:
+        task = ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            return planner.predict(load_config(None, [*task, *overrides]).config)
+
+    with Planner(choose_target(config(), 2, gpu="h100")) as planner:
+        yield ask
+
+
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:12 \(if self.branch", "plan_loss"),
-        ("shape", r"needs the values of a tensor at .*users_task.py:15 ", "plan_loss"),
-        ("op", r"users.twice.* at .*users_task.py:17 .*no fake kernel", "register_fake"),
+        ("value", r"needs the value of a tensor at .*users_task.py:19 \(if self.branch", "plan_loss"),
+        ("shape", r"needs the values of a tensor at .*users_task.py:22 ", "plan_loss"),
+        ("op", r"users.twice.* at .*users_task.py:24 .*no fake kernel", "register_fake"),
+        ("custom", r"users::thrice at .*users_task.py:26 .*no fake kernel", "register_fake"),
+        ("array", r"numpy\(\) is not supported .* at .*users_task.py:28 ", "plan_loss"),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
 )
 def test_what_cannot_be_traced_is_named_with_the_users_line(
-    branch: str, cause: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    branch: str, cause: str, fix: str, for_users: Callable[..., MemoryEstimate]
 ) -> None:
-    (tmp_path / "users_task.py").write_text(USERS_TASK)
-    monkeypatch.chdir(tmp_path)
-    mine = load_config(
-        None, ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}", "parallel.strategy=single"]
-    ).config
-    with pytest.raises(ConfigError, match=cause) as found:
-        plan(mine, choose_target(mine, 1))
+    with pytest.raises(ShardkitError, match=cause) as found:
+        for_users(branch)
     assert fix in found.value.fix
+
+
+@pytest.mark.parametrize("branch", ["plain", "frozen"])
+def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(
+    branch: str, for_users: Callable[..., MemoryEstimate]
+) -> None:
+    whole, sharded = (for_users(branch, f"parallel.strategy={one}").categories["params"] for one in ("ddp", "fsdp"))
+    assert (whole.host, sharded.host) == (0, 0)
+    assert whole.device == 4 * (32 * 32 * 4 + 512)
+    assert sharded.device == 4 * (32 * 32 * 2 + 512), "half of a bias still takes a block of the allocator"
+    for strategy in ("fsdp", "hsdp"):
+        offloaded = for_users(branch, f"parallel.strategy={strategy}", "parallel.offload_param=cpu")
+        assert offloaded.host_peak > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_statistics_of_all_ranks_are_planned(strategy: str, for_users: Callable[..., MemoryEstimate]) -> None:
+    apart, together = (
+        for_users("norm", f"parallel.strategy={strategy}", f"model.sync_batchnorm={sync}") for sync in ("false", "true")
+    )
+    assert apart.categories["buffers"] == together.categories["buffers"]
+    assert together.peak.phase == apart.peak.phase
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_states_in_bf16_on_the_cpu_are_half_as_large(strategy: str, two_h100: Planner) -> None:
+    offloaded = [f"parallel.strategy={strategy}", "parallel.offload_optimizer=cpu"]
+    fp32, bf16 = (
+        two_h100.predict(config(*offloaded, f"precision.mode={mode}")).categories["optimizer"].host
+        for mode in ("bf16", "pure_bf16")
+    )
+    assert bf16 == pytest.approx(fp32 / 2, rel=0.01)
 
 
 def test_plan_loss_goes_round_what_cannot_be_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +319,7 @@ def test_plan_loss_goes_round_what_cannot_be_traced(tmp_path: Path, monkeypatch:
         "parallel.strategy=single",
     ]
     mine = load_config(None, settings).config
-    assert plan(mine, choose_target(mine, 1)).n_params == 20
+    assert plan(mine, choose_target(mine, 1)).n_params == 4 * 32 * 33
 
 
 def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(
@@ -243,7 +336,30 @@ def test_a_shim_that_crashes_its_process_leaves_cpu_fakes_and_says_so(
     assert estimate.peak.allocated > 0
 
 
+def test_a_planning_process_that_is_killed_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'shardkit.plan.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
+    with pytest.raises(ShardkitError, match="the planning process was ended by SIGKILL") as found:
+        plan(config("parallel.strategy=single"), choose_target(config(), 1, gpu="h100"))
+    assert "memory" in found.value.fix
+
+
+def test_data_without_a_length_are_refused() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            yield 1
+
+    task = SimpleNamespace(dataset=lambda split: Endless())
+    with pytest.raises(ConfigError, match=r"dataset\('train'\) of task causal_lm is a Endless without len\(\)"):
+        sample_batch(cast(Any, task), config())
+
+
 def test_planning_a_run_on_cpus_needs_no_card() -> None:
     cpu = config("run.device=cpu", "parallel.strategy=single")
-    estimate = plan(cpu, choose_target(cpu, 1))
+    target = choose_target(cpu, 1)
+    estimate = plan(cpu, target)
     assert estimate.device == "cpu" and estimate.verdict is None and estimate.overhead == 0
+    assert "verdict" not in show("mine", estimate, target)
+    assert "verdict    does not fit: " in show("mine", estimate.limited(2**20, None), target)
