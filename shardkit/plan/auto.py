@@ -15,6 +15,7 @@ from .ladder import Try, tried
 from .search import Found, Search, Setting
 from .show_auto import Verified, named, show_found, show_verified
 from .target import Target, cap_setting
+from .trial import writing
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
@@ -82,7 +83,9 @@ def plan_automatically(
             f"--verify {most} trains on {target.world_size} GPUs, this machine has {here}",
             "leave --verify out here and pass it on a machine that has them",
         )
-    keys = {item.partition("=")[0] for item in given}
+    keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # one inside a key keeps the key
+    with writing(folder):  # the search takes minutes: see now whether its result can be kept
+        pass
     with Search(lambda more: load(more).config, target, keys, margin, _progress) as search:
         found = search.run()
     verified = []
@@ -94,9 +97,9 @@ def plan_automatically(
                 f"no setting ran: {verified[0].trial.message}", f"see what they left in {folder / 'runs'}"
             )
     chosen = verified[0].setting if verified else found.best
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "auto.json").write_text(json.dumps(to_json(found, verified), indent=1) + "\n")
-    (folder / "config.yaml").write_text(load(chosen.settings).render())
+    with writing(folder):
+        (folder / "auto.json").write_text(json.dumps(to_json(found, verified), indent=1) + "\n")
+        (folder / "config.yaml").write_text(load(chosen.settings).render())
     _save_plot(found, folder)
     if as_json:
         print(json.dumps(to_json(found, verified), indent=1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..config import ParallelConfig, RunConfig
+from ..errors import ConfigError
 from .target import Target
 
 POLICIES = ("none", "selective_op", "selective", "full")
@@ -77,13 +78,23 @@ def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
 
 
 def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> tuple[int, list[int]]:
-    """(samples per step of each rank, the micro-batches that divide them): the step stays the same step."""
+    """(samples per step of each rank, the micro-batches that divide them): the step stays the same step.
+
+    Raises:
+        ConfigError: the global batch cannot be cut into whole samples per rank.
+    """
     train = config.train
     if train.global_batch_size is not None:
-        samples = max(1, train.global_batch_size // target.world_size)
+        samples, left = divmod(train.global_batch_size, target.world_size)
+        if left or not samples:
+            raise ConfigError(
+                f"train.global_batch_size={train.global_batch_size} is no whole number of samples for each of "
+                f"{target.world_size} ranks",
+                f"set a multiple of {target.world_size}",
+            )
     else:
         samples = train.micro_batch_size * (train.grad_accum_steps or 1)
-    if "train.micro_batch_size" in given:
+    if {"train.micro_batch_size", "train.grad_accum_steps"} & set(given):
         return samples, [train.micro_batch_size]
     sizes = [n for n in range(1, samples + 1) if samples % n == 0]
     return samples, sizes

@@ -122,11 +122,12 @@ def ladder(
     def load(more: Sequence[str]) -> RunConfig:
         return load_config(path, [*given, *more]).config
 
-    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus)
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, load([]))
     first = load(rungs[0].settings)
     if dry_run:
         target, try_it = choose_target(first, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap), None
     else:
+        _refuse_gpu_memory(gpu_memory)
         target = target_here(first, gpus, gpu, memory_cap)
         try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
     found = []
@@ -141,6 +142,16 @@ def ladder(
         typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
 
 
+def _refuse_gpu_memory(gpu_memory: str | None) -> None:
+    from ..errors import ConfigError
+
+    if gpu_memory is not None:
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
+            "pass --memory-cap for a smaller one, or predict only",
+        )
+
+
 def max_model(
     config: Config,
     overrides: Overrides = None,
@@ -148,12 +159,13 @@ def max_model(
     gpus: Gpus = 1,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
     memory_cap: MemoryCap = None,
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs of --confirm.")] = Path("max-model"),
 ) -> None:
     """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, and by real steps."""
-    from ..config_io import load_config
+    from ..config_io import load_config, resolve_batch
     from ..errors import ConfigError
     from ..memory.units import gib
     from .ladder import tried
@@ -175,17 +187,22 @@ def max_model(
         )
     try_it = None
     if confirm:
+        _refuse_gpu_memory(gpu_memory)
         target = target_here(start, gpus, gpu, memory_cap)
         try_it = tried(path, given, gpus, out, 3, cap_setting(memory_cap))
     else:
-        target = choose_target(start, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap)
-    limit = (target.device_memory or 0) * gpus + (1 << 40)
-    sizes = batch_sizes() if find == "batch" else model_sizes(start.model, limit / 2)
+        target = choose_target(start, gpus, gpus, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
+    if find == "batch":
+        sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
+    else:
+        limit = (target.device_memory or 0) * gpus + (1 << 40)
+        sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
     found = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
     what = "samples" if find == "batch" else "parameters"
     how = f"confirmed by {found.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
     typer.echo(f"largest   {found.largest.amount:,} {what}: {' '.join(found.largest.settings)}")
-    typer.echo(f"needs     {gib(found.predicted)} of {gib(target.device_memory or 0)} (predicted)")
+    short = "; the next one is short of host memory" if found.limited_by == "host" else ""
+    typer.echo(f"needs     {gib(found.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")
     typer.echo(
         f"next      {found.next_up.amount:,} {what} ({found.next_up.amount / found.largest.amount - 1:+.1%}): {how}"
     )

@@ -15,7 +15,7 @@ from ..errors import ConfigError, ShardkitError
 from ..memory.units import gib
 from .axes import Combination, batch_settings, combinations, micro_batches
 from .client import Planner
-from .estimate import MemoryEstimate
+from .estimate import DoesNotFit, MemoryEstimate
 from .target import Target
 
 Load = Callable[[Sequence[str]], RunConfig]
@@ -126,6 +126,12 @@ class Search:
     def run(self) -> Found:
         """Trace, and sort what was found."""
         every = combinations(self._load(()), self._target, self._given)
+        if not every:
+            raise ConfigError(
+                f"of what is compared on {self._target.world_size} ranks nothing has all of "
+                f"{', '.join(sorted(self._given))}",
+                "leave keys of parallel out of the command line, or plan without --auto",
+            )
         ends = sorted({self._sizes[0], self._sizes[-1]})
         rough: dict[Combination, list[Setting]] = {}
         refused: dict[Combination, str] = {}
@@ -224,7 +230,7 @@ class Search:
             raise ConfigError("no setting can be traced exactly", "plan without --auto to see why")
         if not fitting:
             least = misfits[0]
-            raise ConfigError(
+            raise DoesNotFit(
                 f"no setting fits: the least, {least.combination.engine} with activation.policy="
                 f"{least.combination.policy} and micro_batch_size={least.micro_batch}, needs {gib(least.needed)} of "
                 f"{gib(self._target.device_memory or 0)}",

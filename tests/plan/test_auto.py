@@ -75,6 +75,10 @@ class TestAxes:
             (),
         ) == (6, [1, 2, 3, 6])
         assert micro_batches(load(), target(), {"train.micro_batch_size"}) == (8, [4])
+        assert micro_batches(load(), target(), {"train.grad_accum_steps"}) == (8, [4])
+        uneven = load(["train.global_batch_size=49", "train.grad_accum_steps=null", "train.micro_batch_size=7"])
+        with pytest.raises(ConfigError, match="no whole number of samples for each of 8 ranks"):
+            micro_batches(uneven, target(), ())
 
 
 def run(args: list[str]) -> int | str | None:
@@ -189,7 +193,12 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     assert (chosen.train.micro_batch_size, chosen.activation.policy, chosen.model.d_model) == (4, "none", 32)
     assert json.loads((tmp_path / "auto.json").read_text())["best"]["needed"] > 0
     assert "tokens/s" in (tmp_path / "auto.html").read_text()
-    assert run([*args, "--memory-cap", "100KiB"]) == 2
+    assert run(["plan", "-", "--auto", *fixed, "parallel.strategy=fsdp", "--memory-cap", "1GiB"]) == 2
+    assert "nothing has all of" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert run(["plan", "-", "--auto", *fixed, "--memory-cap", "1GiB", "--out", str(tmp_path / "file")]) == 2
+    assert "file cannot be written" in capsys.readouterr().err
+    assert run([*args, "--memory-cap", "100KiB"]) == 4
     assert "no setting fits: the least, single with activation.policy=" in capsys.readouterr().err
     assert run(["plan", "-", "--auto", *fixed]) == 2
     assert "pass --gpu or --gpu-memory; for CPUs --memory-cap" in capsys.readouterr().err
