@@ -110,12 +110,14 @@ class Search:
         self._load, self._target, self._given, self._margin, self._told = load, target, given, margin, told
         self.samples, self._sizes = micro_batches(load(()), target, given)
         self._stack = ExitStack()
+        self._planners: list[Planner] = []
         self._idle: queue.Queue[Planner] = queue.Queue()
         self._workers = max(1, min(_MOST_WORKERS, os.cpu_count() or 1))
 
     def __enter__(self) -> Search:
-        for _ in range(self._workers):
-            self._idle.put(self._stack.enter_context(Planner(self._target)))
+        self._planners = [self._stack.enter_context(Planner(self._target)) for _ in range(self._workers)]
+        for planner in self._planners:
+            self._idle.put(planner)
         return self
 
     def __exit__(
@@ -172,9 +174,17 @@ class Search:
     def _traced(self, todo: Sequence[tuple[Combination, int]], rough: bool = False) -> Iterator[Setting | str]:
         """Predictions in order, each a setting or why it cannot work."""
         with ThreadPoolExecutor(self._workers) as pool:
-            for done, answer in enumerate(pool.map(lambda item: self._predict(item[0], item[1], rough), todo)):
-                self._told(f"{'traced' if rough else 'looked at'} {done + 1} of {len(todo)}")
-                yield answer
+            answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
+            try:
+                for done, answer in enumerate(answers, 1):
+                    found = answer.result()
+                    self._told(f"{'traced' if rough else 'looked at'} {done} of {len(todo)}")
+                    yield found
+            except BaseException:  # Ctrl-C: nobody waits for the rest
+                pool.shutdown(wait=False, cancel_futures=True)
+                for planner in self._planners:
+                    planner.stop()
+                raise
 
     def _predict(self, combination: Combination, size: int, rough: bool) -> Setting | str:
         settings = self._settings(combination, size)

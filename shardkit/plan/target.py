@@ -118,20 +118,25 @@ def _card(gpu: str | None, memory: int | None) -> Gpu | None:
 
 
 def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str | None) -> Target:
-    """What real runs on this machine have: its GPUs, or its CPUs with a cap on what tensors may take."""
-    from ..launch.gpus import visible_gpus
+    """What real runs on this machine have: its GPUs, or its CPUs with a cap on what tensors may take.
+
+    Raises:
+        ConfigError: this machine's card is not in the table, and nothing else says how much memory there is.
+    """
+    from ..launch.gpus import model_names, visible_gpus
 
     if config.run.device != "cpu" and visible_gpus():
-        return choose_target(config, ranks, ranks, gpu or _name_here(), memory_cap=memory_cap)
+        names = model_names()
+        here = next((known.name for known in GPUS.values() if known.device_name in names), None)
+        if gpu is None and here is None and memory_cap is None:
+            raise ConfigError(
+                f"this machine's card ({names[0] if names else 'whose name the driver does not say'}) is not one that "
+                "planning knows",
+                "pass the most like it as --gpu, or how much of its memory to use as --memory-cap",
+            )
+        return choose_target(config, ranks, ranks, gpu or here, memory_cap=memory_cap)
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     return Target(ranks, None, ranks, cap=cap)
-
-
-def _name_here() -> str | None:
-    """This machine's card by its short name; `None` if the table does not have it."""
-    from ..launch.gpus import model_names
-
-    return next((gpu.name for gpu in GPUS.values() if gpu.device_name in model_names()), None)
 
 
 def cap_setting(memory_cap: str | None) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from shardkit.cli import main
 from shardkit.config import RunConfig
 from shardkit.config_io import load_config
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan import search as searching
 from shardkit.plan.axes import combinations, micro_batches
 from shardkit.plan.cost import StepTime
@@ -117,6 +119,36 @@ class FakePlanner:
             "h100", self.target.world_size, 0, 1, 1, "cuda", phases, peak, needed, 0, {}, device_memory=80 * GIB,
             time=StepTime(time, {"compute": time, "links": 0.0}, 1.0, batch * 10.0, False),
         )  # fmt: skip
+
+
+class StuckPlanner(FakePlanner):
+    """Never answers the second question; `stop` ends the wait, as killing its process does."""
+
+    asked = itertools.count()
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.stopped = threading.Event()
+
+    def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+        if next(self.asked) > 0:
+            assert self.stopped.wait(60), "nobody stopped it"
+            raise ShardkitError("the planning process was ended", "")
+        return super().predict(config, timed=timed, rough=rough)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+def test_ctrl_c_ends_the_traces_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(said: str) -> None:
+        raise KeyboardInterrupt
+
+    StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
+    monkeypatch.setattr(searching, "Planner", StuckPlanner)
+    fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
+    with pytest.raises(KeyboardInterrupt), Search(load, target(), fixed, None, interrupted) as search:
+        search.run()
 
 
 KEYS = [

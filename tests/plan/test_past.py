@@ -11,6 +11,7 @@ import pytest
 
 from shardkit import calibration
 from shardkit.config_io import load_config
+from shardkit.errors import ConfigError
 from shardkit.launch.gpus import model_names
 from shardkit.memory.rows import DeviceMemory
 from shardkit.plan import past, target
@@ -97,6 +98,11 @@ def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeyp
     monkeypatch.setattr("shardkit.launch.gpus.visible_gpus", lambda: 1)
     here = target.target_here(load_config(None, []).config, 1, None, None)
     assert here.gpu is not None and here.gpu.name == "l4"
+    monkeypatch.setattr("shardkit.launch.gpus.model_names", lambda: ["NVIDIA Whatever"])
+    with pytest.raises(ConfigError, match=r"card \(NVIDIA Whatever\) is not one that planning knows"):
+        target.target_here(load_config(None, []).config, 1, None, None)
+    capped = target.target_here(load_config(None, []).config, 1, None, "10GiB")
+    assert capped.device_memory == 10 * 2**30
 
 
 def note_many(who: int) -> None:
