@@ -57,7 +57,7 @@ train: $(INSTALLED)
 
 # Files of tests side by side (tests/conftest.py); the long ones have the machine for themselves.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -3,17 +3,18 @@ and those of Slurm, of which this machine has one cluster."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist one test runs after the other
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        place = item.path.relative_to(TESTS)
-        group = "slurm" if place.parts[0] == "slurm" else str(place)
-        item.add_marker(pytest.mark.xdist_group(group))
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/slurm" if file.startswith("tests/slurm/") else file
+
+    return ByFile(config, log)
