@@ -23,7 +23,7 @@ def model() -> Transformer:
         return Transformer(cases.UNEVEN)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, int]]]:
     names = ["ddp", "fsdp", "zero1", "zero2", "zero3"] + (["hsdp"] if request.param == 4 else [])
     return run_ranks(request.param, "tests.strategies.cases:state_bytes", names=names)
