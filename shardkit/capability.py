@@ -158,6 +158,13 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "operator, and compiled code shows none",
             "remove memory.cap, or set compile.enabled=false",
         )
+    if strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu" and mode == "fp16":
+        # GradScaler and fused optimizers (torch 2.9 to 2.13) copy the scale without waiting for it.
+        raise ConfigError(
+            f"precision.mode=fp16 with parallel.offload_param=cpu under {strategy}: torch would scale gradients on the "
+            "CPU by a number that is still on its way from the GPU",
+            "set precision.mode=bf16, or parallel.strategy=zero3",
+        )
     mesh_shape(config, world_size, local_world_size)
     for rule in IGNORED:
         if rule.applies(config):

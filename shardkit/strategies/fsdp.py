@@ -17,7 +17,6 @@ from ..blocks import refuse_ties_across_blocks
 from ..capability import mesh_shape
 from ..config import RunConfig
 from ..dist import World
-from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..memory.state import module_state
 from ..precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
@@ -41,13 +40,6 @@ class FSDP:
         self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
-        if self._offload and config.precision.mode == "fp16":
-            # In GradScaler and in fused optimizers (torch 2.9 to 2.13), by non_blocking copies.
-            raise ConfigError(
-                f"precision.mode=fp16 with parallel.offload_param=cpu under {self.name}: torch would scale gradients "
-                "on the CPU by a number that is still on its way from the GPU",
-                "set precision.mode=bf16, or parallel.strategy=zero3",
-            )
 
     def construction(self) -> AbstractContextManager[object] | None:
         return None

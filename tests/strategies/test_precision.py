@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from shardkit import capability
 from shardkit.config import ParallelConfig, PrecisionConfig, RunConfig
 from shardkit.dtypes import check_masters, describe
 from shardkit.errors import ConfigError
 from shardkit.job import start
 from shardkit.precision import cast_parameters, convert_to_fp8, set_matmul_precision
-from shardkit.strategies.fsdp import FSDP
 from tests.ranks import run_ranks
 
 ALL = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
@@ -168,5 +167,5 @@ def test_fp16_gradients_on_the_cpu_are_refused() -> None:
         parallel=ParallelConfig(strategy="fsdp", offload_param="cpu"), precision=PrecisionConfig(mode="fp16")
     )
     with pytest.raises(ConfigError, match=r"precision\.mode=fp16 with parallel\.offload_param=cpu under fsdp") as error:
-        FSDP(config, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+        capability.check(config, device="cuda", world_size=2, local_world_size=2)
     assert "bf16" in error.value.fix
