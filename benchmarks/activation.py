@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardkit.activation import checkpoint_activations, offload_activations
-from shardkit.config import ActivationConfig, ModelConfig
+from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Head, Transformer, init_parameter
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from shardkit.config import RunConfig
-from shardkit.config_io import load_config
-from shardkit.plan import search as searching
+from shardkit.config.load import load_config
+from shardkit.config.schema import RunConfig
 from shardkit.plan.client import Planner
-from shardkit.plan.estimate import MemoryEstimate
-from shardkit.plan.search import Search, Setting
+from shardkit.plan.model.estimate import MemoryEstimate
+from shardkit.plan.search import search as searching
+from shardkit.plan.search.search import Search, Setting
+from shardkit.plan.search.trial import TRACED, run_trial
 from shardkit.plan.target import Target
-from shardkit.plan.trial import TRACED, run_trial
 
 from .common import median_ci, write_result
 from .turns import RANKS, Ranks, rotated, serve, timed

@@ -42,7 +42,7 @@ def make_model() -> Any:
     import torch
 
     from shardkit.models.transformer import Transformer, init_parameter
-    from shardkit.weights import Weights
+    from shardkit.parallel.weights import Weights
 
     config: Any = SimpleNamespace(**SIZES, dropout=0.0, tie_weights=False, loss_chunk_size=1024)
     weights = Weights(0, partial(init_parameter, config))

@@ -55,10 +55,10 @@ class Run:
     def __init__(self, strategy: str, layers: int, folder: Path) -> None:
         import torch
 
-        from shardkit.checkpoint.checkpointer import Checkpointer, SaveReport
-        from shardkit.config import CheckpointConfig, ModelConfig
-        from shardkit.job import start
+        from shardkit.checkpoint.save import Checkpointer, SaveReport
+        from shardkit.config.schema import CheckpointConfig, ModelConfig
         from shardkit.models.transformer import Block, Transformer, init_parameter
+        from shardkit.run.job import start
 
         self.folder = folder
         settings: dict[str, Any] = {
@@ -84,13 +84,13 @@ class Run:
 
     def state(self) -> list[memoryview]:
         """The bytes of this rank's share of a checkpoint, in memory."""
-        from shardkit.checkpoint.writer import byte_view
+        from shardkit.checkpoint.format.writer import byte_view
 
         shards = [s for s in self.job.strategy.shards() if s.replica == 0 and s.local.numel()]
         return [byte_view(shard.local) for shard in shards]
 
     def save(self, number: int) -> None:
-        from shardkit.checkpoint.manifest import RunState
+        from shardkit.checkpoint.format.manifest import RunState
 
         report = self.sync.save(RunState(step=number))
         assert report is not None and report.error is None, report
@@ -162,7 +162,7 @@ def deepspeed_save(run: Run, folder: Path) -> None:
 
 def in_background(run: Run, number: int, steps: int) -> dict[str, float]:
     """A background save: how long it blocked, and how much longer training took while it was written."""
-    from shardkit.checkpoint.manifest import RunState
+    from shardkit.checkpoint.format.manifest import RunState
 
     clock = Clock()
 

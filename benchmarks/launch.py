@@ -149,7 +149,7 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     """
     import torch.distributed as dist
 
-    from shardkit.dist import World
+    from shardkit.parallel.world import World
 
     warmup = 3
     ours = Ours(overrides(ENGINE, tokens, f"{folder}/watched", steps + warmup))

@@ -41,9 +41,9 @@ class Ours:
     """The trainer, one step at a time, writing what a run writes."""
 
     def __init__(self, settings: Sequence[str]) -> None:
-        from shardkit.config_io import load_config
-        from shardkit.job import start
-        from shardkit.trainer import Trainer
+        from shardkit.config.load import load_config
+        from shardkit.run.job import start
+        from shardkit.run.trainer import Trainer
 
         self._started = start(load_config(None, settings))
         self.trainer = Trainer(self._started.__enter__())
@@ -154,7 +154,7 @@ def write_tokens(folder: Path) -> str:
     """A token file both sides read: the standard library's source, as bytes."""
     import numpy as np
 
-    from shardkit.config import DataConfig
+    from shardkit.config.schema import DataConfig
     from shardkit.data.corpus import open_corpus
 
     path = folder / "tokens.bin"

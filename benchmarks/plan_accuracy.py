@@ -133,11 +133,11 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from shardkit.dist import World
-    from shardkit.launch.env import RankEnv
-    from shardkit.plan.trace import run_steps, sample_batch
+    from shardkit.launch.ranks.env import RankEnv
+    from shardkit.parallel.weights import Weights
+    from shardkit.parallel.world import World
+    from shardkit.plan.simulate.step import run_steps, sample_batch
     from shardkit.tasks.load import load_task
-    from shardkit.weights import Weights
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
@@ -253,7 +253,7 @@ def compare(
     Args:
         known: rows of an earlier result, whose measurements are taken over instead of running the cases again.
     """
-    from shardkit.config_io import load_config
+    from shardkit.config.load import load_config
     from shardkit.plan.client import Planner
     from shardkit.plan.target import Target
 
@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        from shardkit.config_io import load_config
+        from shardkit.config.load import load_config
 
         world_size, overrides = cases()[args.measure]
         print(*measured(load_config(None, overrides).config, world_size, args.rank, args.store), flush=True)

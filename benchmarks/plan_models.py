@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 
 
 class _Classes:

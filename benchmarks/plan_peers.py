@@ -30,7 +30,7 @@ def of_case(name: str, world_size: int, overrides: list[str]) -> dict[str, Any]:
     """What every tool that speaks of a case says of it, in bytes of one rank; or why it cannot."""
     import torch
 
-    from shardkit.config_io import load_config
+    from shardkit.config.load import load_config
     from shardkit.tasks.load import load_task
 
     config = load_config(None, overrides).config
@@ -76,8 +76,8 @@ def _accelerate(model: Any, precision: str) -> int:
 def _tracked(config: Any, world_size: int) -> int:
     import torch
 
-    from shardkit.plan.trace import on_fake, run_steps, sample_batch
-    from shardkit.plan.world import FakeWeights, fake_world
+    from shardkit.plan.simulate.step import on_fake, run_steps, sample_batch
+    from shardkit.plan.simulate.world import FakeWeights, fake_world
     from shardkit.tasks.load import load_task
 
     device = torch.device("cpu")
@@ -192,7 +192,7 @@ def _in_world(world_size: int) -> dict[str, Any]:
 def main() -> None:
     said: dict[str, Any] = {}
     if len(sys.argv) > 1:
-        from shardkit.plan.predict import prepare
+        from shardkit.plan.model.predict import prepare
         from shardkit.plan.target import Target
 
         world_size = int(sys.argv[1])

@@ -16,7 +16,9 @@ from typing import Any
 
 from .common import REPO, median_ci, write_result
 
-SHARDKIT_HELP = "import sys; from shardkit.cli import main; sys.argv = ['shardkit', '--help']; sys.exit(main())"
+SHARDKIT_HELP = (
+    "import sys; from shardkit.cli.__main__ import main as m; sys.argv = ['shardkit', '--help']; sys.exit(m())"
+)
 SUBMIT_HELP = SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")
 BARE_APP = """
 import sys

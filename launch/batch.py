@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
-from . import container, exit_codes, failure, fit, oom, record, requeue
-from .follow import Follower
-from .notice import Notice, say
-from .placement import integer
-from .slurm import output_pattern
-from .threads import default_omp_threads
+from .failures import exit_codes, failure, oom, record
+from .local.follow import Follower
+from .ranks.placement import integer
+from .ranks.threads import default_omp_threads
+from .slurm import container, fit, requeue
+from .slurm.preemption_warning import Notice, say
+from .slurm.script import output_pattern
 
 if TYPE_CHECKING:
-    from ..config_io import LoadedConfig
+    from ..config.load import LoadedConfig
 
 _POLL_S = 0.1
 _BEGAN = time.time()  # this process is one start of the job
@@ -111,7 +112,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
 
 
 def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
-    from ..config_io import load_config
+    from ..config.load import load_config
 
     return load_config(config, overrides)
 

@@ -9,12 +9,12 @@ __version__ = "0.1.0"
 
 # public name -> (module, name there)
 _PUBLIC = {
-    "RunConfig": ("shardkit.config", "RunConfig"),
-    "load_config": ("shardkit.config_io", "load_config"),
+    "RunConfig": ("shardkit.config.schema", "RunConfig"),
+    "load_config": ("shardkit.config.load", "load_config"),
     "ShardkitError": ("shardkit.errors", "ShardkitError"),
     "ConfigError": ("shardkit.errors", "ConfigError"),
-    "Job": ("shardkit.job", "Job"),
-    "start": ("shardkit.job", "start"),
+    "Job": ("shardkit.run.job", "Job"),
+    "start": ("shardkit.run.job", "start"),
     "memory_table": ("shardkit.memory.table", "render_table"),
 }
 

@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .config_io import LoadedConfig, load_config
+from .config.load import LoadedConfig, load_config
 from .errors import OutOfMemoryError, ShardkitError, report
-from .launch import affinity, failure, restart
-from .launch.env import detect
-from .launch.gpus import grow_segments
+from .launch.failures import failure
+from .launch.local import restart
+from .launch.ranks import affinity
+from .launch.ranks.env import detect
+from .launch.ranks.gpus import grow_segments
 from .output import outlive_full_disks
-from .preemption import note_early
+from .run.preemption import note_early
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(loaded: LoadedConfig) -> int:
     said = affinity.bind(detect())  # before torch has threads
     grow_segments(os.environ)
-    from .job import start
-    from .plan.in_run import RunPlan
-    from .trainer import Trainer
+    from .run.job import start
+    from .run.planning import RunPlan
+    from .run.trainer import Trainer
 
     with RunPlan() as plan:
         with start(loaded) as job:

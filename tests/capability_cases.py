@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit.errors import ConfigError
-from shardkit.job import start
+from shardkit.run.job import start
 from tests.strategies.cases import PARTITION_ALL
 
 FEATURES: dict[str, dict[str, Any]] = {

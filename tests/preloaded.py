@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import shardkit.config_io
-import shardkit.trainer  # noqa: F401
+import shardkit.config.load
+import shardkit.run.trainer  # noqa: F401
 
 torch.set_num_threads(1)

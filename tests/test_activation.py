@@ -18,12 +18,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.activation.checkpoint import segments
 from shardkit.activation.products import keep_products
-from shardkit.blocks import find_blocks
-from shardkit.config import ActivationConfig, ModelConfig
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
+from shardkit.config.schema import ActivationConfig, ModelConfig
 from shardkit.errors import ConfigError, TrainingError
 from shardkit.memory import TensorTracker
 from shardkit.models.transformer import Transformer, init_parameter
+from shardkit.parallel.blocks import find_blocks
 
 MODEL = ModelConfig(vocab_size=61, max_seq_len=32, d_model=32, n_layers=5, n_heads=4, dropout=0.1)
 POLICIES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ import torch._inductor.config as inductor
 
 from benchmarks.activation import packed_bytes
 from shardkit.activation import checkpoint_activations, offload_activations
-from shardkit.compilation import compile_blocks
-from shardkit.config import ActivationConfig, CompileConfig
+from shardkit.config.schema import ActivationConfig, CompileConfig
 from shardkit.errors import ConfigError
+from shardkit.parallel.compile import compile_blocks
 from tests.test_activation import CPU, MODEL, POLICIES, batch, gradients, reference
 
 pytestmark = pytest.mark.slow

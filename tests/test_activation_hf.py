@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardkit.activation import checkpoint_activations, offload_activations
-from shardkit.blocks import find_blocks
-from shardkit.config import ActivationConfig
+from shardkit.config.schema import ActivationConfig
+from shardkit.parallel.blocks import find_blocks
 
 transformers = pytest.importorskip("transformers")
 VOCAB, SEQ = 50, 12

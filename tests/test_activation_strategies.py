@@ -51,7 +51,7 @@ def curves(
 def _run(cases: Any, settings: dict[str, Any], rank: int, world: int, steps: int) -> Any:
     import gc
 
-    from shardkit.job import start
+    from shardkit.run.job import start
 
     with start(None, settings) as job:
         cases.wrap(job, cases.MODEL)

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit import capability
-from shardkit.capability import CAPABILITIES, DESCRIPTIONS, MARKERS, STRATEGIES, check, markdown_table, mesh_shape
-from shardkit.config import Offload, RunConfig, StrategyName
-from shardkit.config_io import load_config, resolve_batch
+from shardkit.config import capability
+from shardkit.config.capability import (
+    CAPABILITIES,
+    DESCRIPTIONS,
+    MARKERS,
+    STRATEGIES,
+    check,
+    markdown_table,
+    mesh_shape,
+)
+from shardkit.config.load import load_config, resolve_batch
+from shardkit.config.schema import Offload, RunConfig, StrategyName
 from shardkit.errors import ConfigError
 from tests import capability_cases
 from tests.ranks import run_ranks
@@ -298,13 +306,13 @@ def test_the_readme_has_the_current_table() -> None:
     begin, end = MARKERS
     text = (REPO / "README.md").read_text(encoding="utf-8")
     table = text.partition(begin)[2].partition(end)[0]
-    assert table.strip() == markdown_table(), "run: python -m shardkit.capability --write README.md"
+    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability --write README.md"
 
 
 def test_write_replaces_only_what_is_between_the_markers(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n", encoding="utf-8")
-    command = [sys.executable, "-m", "shardkit.capability"]
+    command = [sys.executable, "-m", "shardkit.config.capability"]
     subprocess.run([*command, "--write", str(path)], cwd=REPO, check=True)
     assert path.read_text(encoding="utf-8") == f"before\n{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}\nafter\n"
     assert subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout == markdown_table() + "\n"

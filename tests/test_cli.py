@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.startup import help_ratio
-from shardkit import __version__, cli
+from shardkit import __version__
+from shardkit.cli import __main__
 from shardkit.errors import ConfigError
 
 REPO = Path(__file__).resolve().parent.parent
@@ -18,7 +19,7 @@ REPO = Path(__file__).resolve().parent.parent
 def shardkit(*args: object) -> int:
     """Exit code of the command, run in this process."""
     with pytest.raises(SystemExit) as caught:
-        cli.main([str(arg) for arg in args])
+        __main__.main([str(arg) for arg in args])
     code = caught.value.code
     return code if isinstance(code, int) else int(code is not None)
 
@@ -30,7 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n", "slurm/.hidden": ""}.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    monkeypatch.setattr(cli, "PACKAGE", package)
+    monkeypatch.setattr(__main__, "PACKAGE", package)
     return package
 
 
@@ -109,7 +110,7 @@ def fail(*_: object) -> None:
 def test_user_error_is_two_lines_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "copy_templates", fail)
+    monkeypatch.setattr(__main__, "copy_templates", fail)
     monkeypatch.delenv("SHARDKIT_DEBUG", raising=False)
     assert shardkit("init", tmp_path) == 2
     captured = capsys.readouterr()
@@ -120,7 +121,7 @@ def test_user_error_is_two_lines_and_no_traceback(
 def test_debug_adds_the_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "copy_templates", fail)
+    monkeypatch.setattr(__main__, "copy_templates", fail)
     monkeypatch.setenv("SHARDKIT_DEBUG", "0")  # restored afterwards, whatever --debug sets
     assert shardkit("--debug", "init", tmp_path) == 2
     error = capsys.readouterr().err
@@ -131,7 +132,7 @@ def test_debug_adds_the_traceback(
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    code = "from shardkit import cli; cli.copy_templates = lambda *_: 1 / 0; cli.main(['init', 'x'])"
+    code = "from shardkit.cli import __main__ as cli; cli.copy_templates = lambda *_: 1 / 0; cli.main(['init', 'x'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardkit.config import RunConfig
-from shardkit.config_io import LoadedConfig, json_schema, load_config, resolve_batch
+from shardkit.config.load import LoadedConfig, json_schema, load_config, resolve_batch
+from shardkit.config.presets import MODEL_PRESETS
+from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError
-from shardkit.presets import MODEL_PRESETS
 
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
@@ -510,11 +510,11 @@ def test_every_section_and_field_has_a_description() -> None:
 
 def test_the_checked_in_schema_is_current() -> None:
     current = json.loads((REPO / "configs" / "schema.json").read_text())
-    assert current == json_schema(), "run: python -m shardkit.config_io configs/schema.json"
+    assert current == json_schema(), "run: python -m shardkit.config.load configs/schema.json"
 
 
 def test_the_schema_is_written_by_the_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardkit.config_io"]
+    command = [sys.executable, "-m", "shardkit.config.load"]
     subprocess.run([*command, str(tmp_path / "s.json")], cwd=REPO, check=True)
     assert json.loads((tmp_path / "s.json").read_text()) == json_schema()
     assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 2
@@ -548,6 +548,7 @@ def test_every_strategy_and_mode_ships_a_config() -> None:
 
 def test_loading_imports_no_torch() -> None:
     code = (
-        "import sys, shardkit.config_io, shardkit.capability as c; c.markdown_table(); sys.exit('torch' in sys.modules)"
+        "import sys, shardkit.config.load, shardkit.config.capability as c; "
+        "c.markdown_table(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

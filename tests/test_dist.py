@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardkit.config import ParallelConfig, RunConfig, RunSection
-from shardkit.dist import choose_device, process_groups
+from shardkit.config.schema import ParallelConfig, RunConfig, RunSection
 from shardkit.errors import ConfigError, LaunchError
-from shardkit.launch.env import SINGLE, RankEnv
+from shardkit.launch.ranks.env import SINGLE, RankEnv
+from shardkit.parallel.world import choose_device, process_groups
 
 
 def config(device: str) -> RunConfig:
@@ -94,8 +94,8 @@ def test_groups_on_gpus_have_the_backends_that_the_strategy_needs(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", join)
-    monkeypatch.setattr("shardkit.dist._store", lambda *_: dist.HashStore())
-    monkeypatch.setattr("shardkit.dist.flight_recorder", lambda *_: {})
+    monkeypatch.setattr("shardkit.parallel.world._store", lambda *_: dist.HashStore())
+    monkeypatch.setattr("shardkit.parallel.world.flight_recorder", lambda *_: {})
     chosen = RunConfig(run=RunSection(device="cuda"), parallel=ParallelConfig(**parallel))
     with pytest.raises(LaunchError), process_groups(chosen, RankEnv(0, world_size, 0, world_size, 0, 1, "group")):
         pass

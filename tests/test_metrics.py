@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardkit import capability
-from shardkit.config_io import load_config
+from shardkit.config import capability
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.metrics import MetricsWriter
+from shardkit.telemetry.metrics import MetricsWriter
 from tests.memory.samples import gpu_row
 
 

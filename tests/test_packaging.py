@@ -95,7 +95,7 @@ def run(code: str, path: Path, cwd: Path) -> str:
 
 def test_wheel_holds_exactly_the_sources(built: Built) -> None:
     expected = expected_in_wheel(built.tree)
-    assert "shardkit/launch/env.py" in expected
+    assert "shardkit/launch/ranks/env.py" in expected
     assert any(name.startswith("shardkit/configs/") for name in expected)
     for path in (built.wheel, built.wheel_from_tree):
         with zipfile.ZipFile(path) as archive:
@@ -125,20 +125,20 @@ def test_metadata_states_python_dependencies_and_command(built: Built) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"torch", "deepspeed", "accelerate", "pydantic", "typer", "transformers", "pytest", "ruff"} <= required
     assert set(metadata.get_all("Provides-Extra", [])) == {"hf", "report", "test", "dev", "torchao", "vision", "wandb"}
-    assert "shardkit = shardkit.cli:main" in texts["entry_points.txt"]
+    assert "shardkit = shardkit.cli.__main__:main" in texts["entry_points.txt"]
 
 
 def test_wheel_works_away_from_the_checkout(unpacked: Path, tmp_path: Path) -> None:
-    code = "import shardkit, shardkit.launch.env as env; print(shardkit.__file__); print(env.__file__)"
+    code = "import shardkit, shardkit.launch.ranks.env as env; print(shardkit.__file__); print(env.__file__)"
     places = run(code, unpacked, tmp_path).splitlines()
     assert [Path(place).relative_to(unpacked) for place in places] == [
         Path("shardkit/__init__.py"),
-        Path("shardkit/launch/env.py"),
+        Path("shardkit/launch/ranks/env.py"),
     ]
 
 
 def test_wheel_copies_out_its_configs(built: Built, unpacked: Path, tmp_path: Path) -> None:
-    run("from shardkit.cli import main; main(['init', 'here'])", unpacked, tmp_path)
+    run("from shardkit.cli.__main__ import main; main(['init', 'here'])", unpacked, tmp_path)
     written = {
         f"shardkit/{path.relative_to(tmp_path / 'here')}" for path in (tmp_path / "here").rglob("*") if path.is_file()
     }
@@ -147,9 +147,11 @@ def test_wheel_copies_out_its_configs(built: Built, unpacked: Path, tmp_path: Pa
 
 
 def test_uninstalled_checkout_works(built: Built, tmp_path: Path) -> None:
-    code = "import shardkit.launch.env as env, shardkit.cli as cli; print(env.__file__); print(cli.PACKAGE)"
+    code = (
+        "import shardkit.launch.ranks.env as env, shardkit.cli.__main__ as cli; print(env.__file__); print(cli.PACKAGE)"
+    )
     places = [Path(place) for place in run(code, built.tree, tmp_path).splitlines()]
-    assert places == [built.tree / "shardkit/launch/env.py", built.tree / "shardkit"]
+    assert places == [built.tree / "shardkit/launch/ranks/env.py", built.tree / "shardkit"]
 
 
 def test_editable_install_works(built: Built, tmp_path: Path) -> None:
@@ -160,10 +162,10 @@ def test_editable_install_works(built: Built, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as archive:
         archive.extractall(site)
     # -S keeps out another editable install of this project; a site directory's .pth files are what pip leaves.
-    code = f"import site; site.addsitedir({str(site)!r}); import shardkit.launch.env as env; print(env.__file__)"
+    code = f"import site; site.addsitedir({str(site)!r}); import shardkit.launch.ranks.env as env; print(env.__file__)"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == built.tree / "shardkit/launch/env.py"
+    assert Path(done.stdout.strip()) == built.tree / "shardkit/launch/ranks/env.py"
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardkit.profile.account import CATEGORIES, Snapshot, account, summarise
-from shardkit.profile.timeline import render
-from shardkit.profile.trace import parse
+from shardkit.telemetry.profile.account import CATEGORIES, Snapshot, account, summarise
+from shardkit.telemetry.profile.chrome_trace import parse
+from shardkit.telemetry.profile.timeline import render
 from tests.ranks import LEAKS, run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def test_checkpointing_shows_as_fewer_activations(folder: Path, capsys: pytest.C
     repeated = [e for e in summary(folder / "checkpointed", 1)["allocations"] if e["op"] == "aten::gelu"]
     assert {e["phase"] for e in repeated} == {"forward", "backward"}
 
-    from shardkit.cli import app
+    from shardkit.cli.__main__ import app
 
     app(["profile", str(folder / "ddp"), str(folder / "checkpointed")], standalone_mode=False)
     out = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_checkpointing_shows_as_fewer_activations(folder: Path, capsys: pytest.C
 @pytest.mark.dist
 def test_the_command_answers_without_torch(folder: Path) -> None:
     code = (
-        "import sys; from shardkit.cli import main\n"
+        "import sys; from shardkit.cli.__main__ import main\n"
         "try: main(sys.argv[1:])\n"
         "finally: print('loaded', sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
     )
@@ -161,8 +161,8 @@ def test_the_biggest_allocator_is_what_dispatch_counts(tmp_path: Path) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from shardkit import start
-    from shardkit.config_io import load_config
-    from shardkit.trainer import Trainer
+    from shardkit.config.load import load_config
+    from shardkit.run.trainer import Trainer
 
     made: Counter[tuple[str, bool]] = Counter()
 
@@ -191,8 +191,8 @@ def test_the_biggest_allocator_is_what_dispatch_counts(tmp_path: Path) -> None:
 def test_only_profiled_steps_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from shardkit.profile import recorder
-    from shardkit.trainer import Trainer
+    from shardkit.run.trainer import Trainer
+    from shardkit.telemetry.profile import recorder
 
     ranges: list[tuple[int, str]] = []
     trainers: list[Trainer] = []
@@ -253,7 +253,7 @@ def test_bad_settings_are_refused_in_two_lines(case: str, tmp_path: Path, capfd:
 
 
 def test_a_run_without_a_profile_is_refused_in_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardkit.cli import main
+    from shardkit.cli.__main__ import main
 
     for path, said in ((tmp_path, "holds no profile"), (tmp_path / "none", "is not a directory")):
         with pytest.raises(SystemExit) as exit:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardkit import progress
-from shardkit.progress import Progress
+from shardkit.telemetry import progress
+from shardkit.telemetry.progress import Progress
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
 

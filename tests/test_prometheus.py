@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.prometheus import MetricsServer
+from shardkit.telemetry.prometheus import MetricsServer
 from tests.memory.samples import cpu_row, gpu_row
 from tests.ranks import run_ranks
 
@@ -125,9 +125,9 @@ def scraped_steps(overrides: list[str], run_dir: str) -> list[dict[str, float]]:
     """What the endpoint says after each step of a real run; rank 0's."""
     import torch.distributed as dist
 
-    from shardkit.config_io import load_config
-    from shardkit.job import start
-    from shardkit.trainer import Trainer
+    from shardkit.config.load import load_config
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
 
     found = []
     with start(load_config(None, overrides)) as job:

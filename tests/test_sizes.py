@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
+from shardkit.config.sizes import parse_bytes
 from shardkit.errors import ConfigError
-from shardkit.sizes import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardkit.launch import record
-from shardkit.watchdog import Watchdog, behind, dump_collectives
+from shardkit.launch.failures import record
+from shardkit.run.watchdog import Watchdog, behind, dump_collectives
 from tests.launch.jobs import REPO, command, environment, losses, run, settings
 
 
@@ -62,7 +62,7 @@ def test_what_an_earlier_attempt_left_is_not_taken_for_an_answer(tmp_path: Path)
 
 def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
     code = (
-        "import threading, pathlib; from shardkit.watchdog import Watchdog\n"
+        "import threading, pathlib; from shardkit.run.watchdog import Watchdog\n"
         f"dog = Watchdog(pathlib.Path({str(tmp_path)!r}), 0, 1, 0.5, settle_s=0.1)\n"
         "dog.start(); dog.beat(3, 'forward')\n"
         "def stuck():\n    threading.Event().wait()\n"

@@ -17,7 +17,7 @@ class Where:
 
     Attributes:
         dry: on the CPU with tiny sizes.
-        card: short name of the GPU (`shardkit.plan.gpus`).
+        card: short name of the GPU (`shardkit.hardware.cards`).
         host_memory: bytes of host memory that a case may count on.
         folder: for files that are of no use afterwards.
         predicted: what `Case.predict` found, here or elsewhere.

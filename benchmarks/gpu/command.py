@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 
 from shardkit.errors import ConfigError, ShardkitError, report
-from shardkit.plan.gpus import GPUS, find_gpu, parse_bytes
+from shardkit.hardware.cards import GPUS, find_gpu, parse_bytes
 
 from ..common import REPO, RESULTS, environment
 from . import PARTS, part_cases

@@ -33,7 +33,7 @@ _MOST_TRIED = 4
 
 def rungs(dry: bool) -> dict[str, tuple[str, ...]]:
     """Name → overrides with those of the rungs below; a dry run has the first two and the last."""
-    from shardkit.plan.ladder import default_rungs
+    from shardkit.plan.search.ladder import default_rungs
 
     settings: dict[str, str] = {}
     found = {}
@@ -69,7 +69,7 @@ def _measure(card: Card, rung: Sequence[str], where: Where) -> Found:
 
 def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
     from shardkit.errors import ConfigError
-    from shardkit.plan.max_model import batch_sizes, largest, model_sizes
+    from shardkit.plan.search.max_model import batch_sizes, largest, model_sizes
 
     base = load(where, card.base, rung, ["train.micro_batch_size=1"] if kind == "model" else [])
     to = target(where, card.cap)

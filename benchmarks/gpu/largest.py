@@ -20,7 +20,7 @@ from .cases import Case, Cases, Found, Where
 from .target import load, next_size, settings, target, train
 
 if TYPE_CHECKING:
-    from shardkit.plan.estimate import MemoryEstimate
+    from shardkit.plan.model.estimate import MemoryEstimate
 
 BYTES_PER_PARAMETER = 16
 """bf16 weights and gradients, fp32 masters and two moments: 2 + 2 + 4 + 8."""

@@ -77,7 +77,7 @@ def ceiling(where: Where) -> Found:
     """FLOP/s of [m, k] × [k, n] products in bf16 on normal random values; the median of ten for each size."""
     import torch
 
-    from shardkit.accumulate import Stopwatch
+    from shardkit.strategies.step import Stopwatch
 
     device = torch.device("cpu" if where.dry else "cuda")
     found: Found = {"sizes": []}
@@ -107,7 +107,7 @@ def overrides(model: Model) -> list[str]:
 
 def measure(model: Model, where: Where) -> Found:
     from shardkit.errors import OutOfMemoryError
-    from shardkit.launch.gpus import grow_segments
+    from shardkit.launch.ranks.gpus import grow_segments
 
     grow_segments(os.environ)  # as `shardkit.train` does, before torch is imported
     from .mfu_arms import in_turns

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.config import RunConfig
-from shardkit.config_io import load_config
-from shardkit.job import start
+from shardkit.config.load import load_config
+from shardkit.config.schema import RunConfig
 from shardkit.models.flops import gpu_peak_flops
+from shardkit.parallel.weights import Weights
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
 from shardkit.tasks.load import load_task
-from shardkit.trainer import Trainer
-from shardkit.weights import Weights
 
 from .. import bare
 from ..overhead import write_tokens

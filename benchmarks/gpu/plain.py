@@ -113,7 +113,7 @@ def _batches(seq: int, device: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def main() -> None:
-    from shardkit.memory import shortage
+    from shardkit.oom import shortage
 
     asked = json.loads(sys.argv[1])
     try:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from .cases import Found, Where
 
 if TYPE_CHECKING:
-    from shardkit.config import RunConfig
-    from shardkit.plan.estimate import MemoryEstimate
+    from shardkit.config.schema import RunConfig
+    from shardkit.plan.model.estimate import MemoryEstimate
+    from shardkit.plan.search.trial import Trial
     from shardkit.plan.target import Target
-    from shardkit.plan.trial import Trial
 
 
 def target(where: Where, cap: str | None = None) -> Target:
@@ -20,9 +20,9 @@ def target(where: Where, cap: str | None = None) -> Target:
 
     A dry run has CPUs, where the cap counts tensors.
     """
-    from shardkit.plan.gpus import GPUS
+    from shardkit.config.sizes import parse_bytes
+    from shardkit.hardware.cards import GPUS
     from shardkit.plan.target import Target
-    from shardkit.sizes import parse_bytes
 
     limit = None if cap is None else parse_bytes(cap)
     if where.dry:
@@ -42,14 +42,14 @@ def settings(where: Where, *more: Sequence[str]) -> list[str]:
 
 def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunConfig]:
     """The config with further overrides."""
-    from shardkit.config_io import load_config
+    from shardkit.config.load import load_config
 
     return lambda more: load_config(None, settings(where, *base, more)).config
 
 
 def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
     """A few steps in a process of its own, in `folder/NAME`."""
-    from shardkit.plan.trial import run_trial
+    from shardkit.plan.search.trial import run_trial
 
     return run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..config import ActivationConfig
+from ..config.schema import ActivationConfig
 from ..errors import ConfigError
 from .products import contexts, keep_products
 from .segments import recompute_together

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..config import ActivationConfig
+from ..config.schema import ActivationConfig
 from .targets import chosen_blocks, outside_compile
 
 IN_FLIGHT = 2

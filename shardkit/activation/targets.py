@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import outermost
-from ..config import ActivationConfig
+from ..config.schema import ActivationConfig
 from ..errors import ConfigError
+from ..parallel.blocks import outermost
 
 ATTENTION = ("attention", "attn")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..dist import World
 from ..errors import CheckpointError
-from .manifest import CorruptCheckpoint
+from ..parallel.world import World
+from .format.manifest import CorruptCheckpoint
 
 
 def first_failure(failure: CheckpointException) -> tuple[int, BaseException]:

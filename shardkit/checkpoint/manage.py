@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError
-from . import layout
-from .manifest import Manifest
+from .format import layout
+from .format.manifest import Manifest
 
 State = Literal["complete", "damaged", "unfinished", "set aside"]
 
@@ -109,7 +109,7 @@ def select(run: Path, names: Sequence[str]) -> list[Path]:
 
 def verify(path: Path) -> list[str]:
     """Read a checkpoint whole and compare every checksum; the problems found, none if it is intact."""
-    from .reader import CheckpointReader
+    from .format.reader import CheckpointReader
 
     try:
         with CheckpointReader(path) as checkpoint:

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..dist import World
 from ..errors import CheckpointError
+from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
-from . import layout, rng
+from . import rng
 from .agree import agreed, first_failure, main_only
-from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
-from .planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
-from .reader import CheckpointReader, RangeReader
+from .format import layout
+from .format.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
+from .format.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
+from .format.reader import CheckpointReader, RangeReader
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from ..memory.state import page_locked
 
 if TYPE_CHECKING:
-    from .planner import Ranges
+    from .format.planner import Ranges
 
 
 def give_way() -> None:

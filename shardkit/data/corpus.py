@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from ..errors import DataError
 from .sources import TextFile, find_text_files, unreadable
 from .token_cache import cached_entry

@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from .table import read_jsonl as read_jsonl
     from .table import render_table as render_table
     from .table import write_jsonl as write_jsonl
-    from .trace import TensorTracker as TensorTracker
 
 _PUBLIC = {
-    "MemoryLedger": "ledger",
-    "RankRow": "rows",
-    "TensorTracker": "trace",
-    "read_jsonl": "table",
-    "render_table": "table",
-    "summary": "summary",
-    "write_jsonl": "table",
+    "MemoryLedger": ".ledger",
+    "RankRow": ".rows",
+    "TensorTracker": "..tracing.tracker",
+    "read_jsonl": ".table",
+    "render_table": ".table",
+    "summary": ".summary",
+    "write_jsonl": ".table",
 }
 
 __all__ = [*_PUBLIC]
@@ -39,5 +38,5 @@ __all__ = [*_PUBLIC]
 def __getattr__(name: str) -> Any:
     """Loaded on first use: `memory.units` is imported by code that must not wait for torch."""
     if name in _PUBLIC:
-        return getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+        return getattr(import_module(_PUBLIC[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

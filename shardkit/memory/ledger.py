@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError
+from .arrival_report import RollCall
 from .host_risk import SHARE, HostRisk
 from .limits import tightest_limit
 from .phases import PhaseRecorder, note_phase
 from .probe import DeviceProbe, HostProbe
-from .roll import RollCall
 from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
 from .state import HasState, count_state, module_state
 

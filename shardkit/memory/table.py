@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import DataError
-from .jsonl import append_jsonl
+from ..files import append_jsonl
 from .rows import SCHEMA, RankRow, StateBytes, StateKind, record
 from .summary import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .jsonl import append_jsonl
+from ..files import append_jsonl
 from .ledger import MemoryLedger
 from .rows import record
 

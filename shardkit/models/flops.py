@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import ModelConfig
+from ..config.schema import ModelConfig
 
 _COLUMNS = {"fp32": 0, "tf32": 1, "bf16": 2, "pure_bf16": 2, "fp16": 3}  # fp8: the table has no peak for it
 

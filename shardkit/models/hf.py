@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import ModelConfig
+from ..config.schema import ModelConfig
 from ..errors import ConfigError
-from ..weights import parameters_on_meta
+from ..parallel.weights import parameters_on_meta
 from .hf_init import init_as_the_model_does
 
 MAPPINGS = {

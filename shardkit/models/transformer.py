@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..config import ModelConfig
+from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from .cross_entropy import chunked_cross_entropy
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import ShardkitError
-from ..memory.advice import Used, advise
 from ..memory.rows import KINDS, StateBytes
+from ..oom.advice import Used, advise
 from .client import Planner
-from .estimate import MemoryEstimate
+from .model.estimate import MemoryEstimate
 
 N_PLANNED = 6
 Changed = Callable[[Sequence[str]], RunConfig]

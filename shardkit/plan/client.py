@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from .. import errors
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import ShardkitError
-from .estimate import MemoryEstimate, Method
+from .model.estimate import MemoryEstimate, Method
 from .target import Target
 
 

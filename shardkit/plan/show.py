@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .. import calibration
+from ..hardware import calibration
 from ..memory.units import gib
-from . import past
+from . import history
 from .advise import Change
-from .estimate import MemoryEstimate
+from .model.estimate import MemoryEstimate
 from .target import Target
 
 
@@ -26,7 +26,7 @@ def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
         *_categories(estimate),
     ]
     lines += [f"note: {note}" for note in estimate.notes]
-    experience = past.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
+    experience = history.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
     lines += [experience] if experience else []
     return "\n".join(lines)
 

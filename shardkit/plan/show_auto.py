@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..memory.units import gib
-from .search import Found, Setting
+from .search.search import Found, Setting
+from .search.trial import Trial
 from .show import columns
 from .target import Target
-from .trial import Trial
 
 _WAITS = {
     "compute": "kernels take longer",

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .. import calibration
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import ConfigError
-from . import past
-from .gpus import DEFAULT, GPUS, Gpu, find_gpu, parse_bytes
+from ..hardware import calibration
+from ..hardware.cards import DEFAULT, GPUS, Gpu, find_gpu, parse_bytes
+from . import history
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def known_here(gpu: Gpu, world_size: int) -> Gpu:
     known: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
     if known:
         gpu = replace(gpu, **known, overhead_from="measured here by shardkit doctor")
-    runs = past.outside(gpu.device_name, world_size)
+    runs = history.outside(gpu.device_name, world_size)
     if runs is None:
         return gpu
     outside, n = runs
@@ -123,7 +123,7 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
     Raises:
         ConfigError: this machine's card is not in the table, and nothing else says how much memory there is.
     """
-    from ..launch.gpus import model_names, visible_gpus
+    from ..launch.ranks.gpus import model_names, visible_gpus
 
     if config.run.device != "cpu" and visible_gpus():
         names = model_names()

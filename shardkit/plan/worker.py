@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import Any
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..errors import ShardkitError
 
 
@@ -20,9 +20,9 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.write(json.dumps(said) + "\n")
             answers.flush()
 
-        from .predict import predict, prepare
+        from .model.predict import predict, prepare
+        from .simulate.unplannable import Untraceable, explained
         from .target import Target
-        from .unplannable import Untraceable, explained
 
         target = Target.from_json(json.loads(requests.readline()))
         method = prepare(target, fakes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..memory.summary import pressure
-from ..webpage import Cell, Page, esc, quantity, table, words
 from . import figures, measure
+from .html import Cell, Page, esc, quantity, table, words
 from .page import facts
 from .read import Run, mapping
 

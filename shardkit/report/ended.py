@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .. import calibration
 from ..errors import ShardkitError
+from ..hardware import calibration
 from ..memory.units import gib
-from ..plan import past
+from ..plan import history
 from ..plan.show import columns
 from .measure import shown
 from .planned import Compared, compared
@@ -39,7 +39,7 @@ def close(run_dir: Path) -> None:
             return
         print(beside(compared(run.plan, run.gathers, run.traces), run))
         if len(run.metrics) > 1:  # the first step is not like the others
-            past.note(entry(run, run.plan))
+            history.note(entry(run, run.plan))
     except (ShardkitError, OSError) as error:
         _LOG.warning("this run is not noted for later plans: %s", error)
 
@@ -70,7 +70,7 @@ def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     on_gpu = row.device_mem is not None
     packages = mapping(run.environment.get("packages"))
     return {
-        "schema": past.SCHEMA,
+        "schema": history.SCHEMA,
         "time": round(time.time()),
         "config": plan.get("config"),
         "settings": {name: run.setting(name) for name in _SETTINGS},

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..memory.rows import PHASES, RankRow
-from ..webpage import LINES, Figure, label, unit_of
 from . import measure
+from .html import LINES, Figure, label, unit_of
 from .measure import REST, Parts, StepTime
 from .read import Run
 

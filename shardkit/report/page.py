@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
-from ..webpage import Cell, Page, esc, n_bytes, percent, quantity, table, words
 from . import figures, measure, planned, postmortem, traced
+from .html import Cell, Page, esc, n_bytes, percent, quantity, table, words
 from .read import Run, mapping, sequence
 
 

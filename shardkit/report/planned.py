@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..memory.rows import KINDS, RankRow
-from ..webpage import LINES, Figure, unit_of
 from .figures import COLOURS
+from .html import LINES, Figure, unit_of
 from .measure import REST, phase_peaks
 from .read import Gather, mapping, number, sequence
 from .traced import categories_of, peak_of

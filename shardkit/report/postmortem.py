@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from ..webpage import Cell, esc, n_bytes, table, words
+from .html import Cell, esc, n_bytes, table, words
 
 _BYTES = re.compile(
     r"bytes|request|alloc|reserved|fragment|limit|free|missing|total|rss|peak|saving|capacity|memory|staging|in_use"

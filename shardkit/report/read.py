@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..launch import failure, record
+from ..launch.failures import failure, record
 from ..memory.rows import SCHEMA, RankRow
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")

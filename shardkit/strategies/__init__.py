@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..config import RunConfig
-from ..dist import World
-from .averaged import Averaged
+from ..config.schema import RunConfig
+from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
+from .ema import Averaged
 
 __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
@@ -30,6 +30,6 @@ def _engine(config: RunConfig, world: World) -> Strategy:
         from .fsdp import FSDP
 
         return FSDP(config, world)
-    from .zero import ZeRO
+    from .zero.engine import ZeRO
 
     return ZeRO(config, world)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..memory.rows import StateKind
-from ..weights import Weights
+from ..parallel.weights import Weights
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer from the (possibly sharded) model's parameters; called once by `Strategy.setup`."""

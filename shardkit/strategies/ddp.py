@@ -17,12 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import RunConfig
-from ..dist import World
+from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import autocast_forward, loss_scaler, reduce_dtype
-from ..weights import Weights
+from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
+from ..parallel.weights import Weights
+from ..parallel.world import World
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
 from .states import create_all_states

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..blocks import refuse_ties_across_blocks
-from ..capability import mesh_shape
-from ..config import RunConfig
-from ..dist import World
+from ..config.capability import mesh_shape
+from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
-from ..weights import Weights
+from ..parallel.blocks import refuse_ties_across_blocks
+from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
+from ..parallel.weights import Weights
+from ..parallel.world import World
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars
 from .states import buffer_shards, create_all_states

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from ..config import RunConfig
-from ..config_io import resolve_batch
-from ..dist import World
+from ..config.load import resolve_batch
+from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..memory.state import module_state
-from ..precision import autocast_forward, loss_scaler
-from ..weights import Weights
+from ..parallel.precision import autocast_forward, loss_scaler
+from ..parallel.weights import Weights
+from ..parallel.world import World
 from .base import OptimizerFactory, Shard
 from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
 from .states import create_all_states

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..data.corpus import Corpus
 from ..data.windows import IGNORE_INDEX, Windows
 from ..errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..data.crops import LabelledCrops
 from ..data.pictures import Picture, find_classes, shipped_pictures, split_pictures
 from ..errors import DataError

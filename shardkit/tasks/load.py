@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-from ..config import RunConfig, TaskName
+from ..config.schema import RunConfig, TaskName
 from ..errors import ConfigError, ShardkitError
 from .base import Task
 from .causal_lm import CausalLM

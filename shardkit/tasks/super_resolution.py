@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..config import RunConfig
+from ..config.schema import RunConfig
 from ..data.crops import ScaledCrops
 from ..data.pictures import find_pictures, shipped_pictures, split_pictures
 from ..errors import ConfigError

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..config import DataConfig
+from ..config.schema import DataConfig
 from ..data.corpus import Corpus, open_corpus
 from ..data.windows import Windows
 from ..errors import ConfigError

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.checkpointer import Checkpointer
-from shardkit.checkpoint.manifest import RunState
-from shardkit.job import Job, start
+from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer
+from shardkit.run.job import Job, start
 from tests.strategies import cases
 
 SAVED_AT, GO_ON = 3, 4
@@ -81,7 +81,7 @@ def _exchange(name: str, sources: list[str], saves: bool, folder: Path) -> Itera
 
 def differences(job: Job, path: Path) -> list[str]:
     """Names of this rank's shards that are not bit for bit what the checkpoint holds."""
-    from shardkit.checkpoint.reader import CheckpointReader
+    from shardkit.checkpoint.format.reader import CheckpointReader
 
     bad, seen = [], set()
     with CheckpointReader(path) as checkpoint:

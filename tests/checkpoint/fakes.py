@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.checkpointer import Checkpointer
-from shardkit.checkpoint.manifest import RunState
-from shardkit.config import CheckpointConfig
-from shardkit.dist import World
-from shardkit.launch.env import RankEnv
+from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer
+from shardkit.config.schema import CheckpointConfig
+from shardkit.launch.ranks.env import RankEnv
+from shardkit.parallel.world import World
 from shardkit.strategies.base import Shard
 from shardkit.strategies.local import even_range
 

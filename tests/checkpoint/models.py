@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.checkpoint.manifest import RunState
-from shardkit.job import Job, start
+from shardkit.checkpoint.format.manifest import RunState
+from shardkit.run.job import Job, start
 from tests.checkpoint import cases
 from tests.strategies.cases import PARTITION_ALL
 

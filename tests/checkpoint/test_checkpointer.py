@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint import layout
-from shardkit.checkpoint import writer as writer_module
-from shardkit.checkpoint.checkpointer import Checkpointer, SaveReport
-from shardkit.checkpoint.manifest import RunState
+from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.format import writer as writer_module
+from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer, SaveReport
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
 from tests.checkpoint import fakes
@@ -56,7 +56,7 @@ def test_a_step_is_saved_once(make: Any) -> None:
 
 
 def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardkit.checkpoint import checkpointer as module
+    from shardkit.checkpoint import save as module
 
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.checkpoint import layout, manage
-from shardkit.checkpoint import writer as writer_module
-from shardkit.checkpoint.checkpointer import Checkpointer
-from shardkit.checkpoint.manifest import RunState
+from shardkit.checkpoint import manage
+from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.format import writer as writer_module
+from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.save import Checkpointer
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes, killed
 from tests.ranks import RankError, run_ranks

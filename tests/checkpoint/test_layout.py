@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint import layout
+from shardkit.checkpoint.format import layout
 from tests.checkpoint import fakes
 
 

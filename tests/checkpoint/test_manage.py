@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardkit.checkpoint import layout
-from shardkit.checkpoint.cli import app
+from shardkit.checkpoint.format import layout
+from shardkit.cli.checkpoint import app
 from shardkit.errors import CheckpointError
 from tests.ranks import REPO
 

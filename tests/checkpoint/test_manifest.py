@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint.manifest import (
+from shardkit.checkpoint.format.manifest import (
     Chunk,
     CorruptCheckpoint,
     DataFile,

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint import reader as reader_module
-from shardkit.checkpoint.manifest import BLOCK_BYTES, CorruptCheckpoint
-from shardkit.checkpoint.reader import CheckpointReader
+from shardkit.checkpoint.format import reader as reader_module
+from shardkit.checkpoint.format.manifest import BLOCK_BYTES, CorruptCheckpoint
+from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 
@@ -44,9 +44,9 @@ def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> Non
 def test_a_part_of_a_chunk_costs_no_more_than_its_blocks(
     tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardkit.checkpoint.checkpointer import Checkpointer
-    from shardkit.checkpoint.manifest import RunState
-    from shardkit.config import CheckpointConfig
+    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.save import Checkpointer
+    from shardkit.config.schema import CheckpointConfig
 
     plain = fakes.Plain(n_elements=2**21)  # 8 MiB: one chunk, eight blocks
     checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)  # type: ignore[arg-type]

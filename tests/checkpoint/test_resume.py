@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint import layout
-from shardkit.config_io import load_config
+from shardkit.checkpoint.format import layout
+from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError, report
-from shardkit.job import start
-from shardkit.preemption import note_early
-from shardkit.trainer import Trainer
+from shardkit.run.job import start
+from shardkit.run.preemption import note_early
+from shardkit.run.trainer import Trainer
 from tests.checkpoint import runs
 from tests.ranks import run_ranks
 from tests.test_train import REPO, environment, lines, user_error

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardkit.checkpoint import manage, manifest
-from shardkit.checkpoint.manifest import RunState
+from shardkit.checkpoint import manage
+from shardkit.checkpoint.format import manifest
+from shardkit.checkpoint.format.manifest import RunState
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.config import DataConfig
+from shardkit.config.schema import DataConfig
 from shardkit.data.corpus import Corpus, open_corpus
 from shardkit.data.sources import find_text_files, split_files
 from shardkit.data.windows import IGNORE_INDEX, Windows

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 from shardkit.data.crops import LabelledCrops, ScaledCrops
 from shardkit.data.pictures import find_classes, find_pictures, read, shipped_pictures, split_pictures
 from shardkit.errors import ConfigError, DataError

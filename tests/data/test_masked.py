@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 from shardkit.data.masked import MaskedWindows, flatten_targets
 from shardkit.errors import ConfigError
 from shardkit.tasks.hf_masked_lm import HFMaskedLM

@@ -15,8 +15,8 @@ from typing import Any
 
 
 def rank() -> None:
-    from shardkit.config_io import load_config
-    from shardkit.dist import process_groups, rank_env
+    from shardkit.config.load import load_config
+    from shardkit.parallel.world import process_groups, rank_env
 
     config = load_config(None, ["run.device=cpu"]).config
     with process_groups(config, rank_env()) as world:
@@ -26,8 +26,8 @@ def rank() -> None:
 
 def drive(count: int, folder: Path) -> dict[str, Any]:
     """`count` cycles; what this process holds and what the machine shows before and after."""
-    from shardkit.launch import launcher
     from shardkit.launch.job import JobSpec
+    from shardkit.launch.local import launcher
 
     build = launcher.build_argv
     launcher.build_argv = lambda spec: [*build(spec)[:-2], "-m", "tests.launch.cycles"]  # type: ignore[assignment]
@@ -44,7 +44,7 @@ def drive(count: int, folder: Path) -> dict[str, Any]:
 
 
 def held(tmp: Path) -> dict[str, Any]:
-    from shardkit.launch.processes import descendants
+    from shardkit.launch.local.processes import descendants
 
     return {
         "processes": len(descendants()),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch import affinity
-from shardkit.launch.env import RankEnv
-from shardkit.launch.gpus import flight_recorder, pci_addresses
 from shardkit.launch.job import JobSpec
-from shardkit.launch.launcher import added_environment
+from shardkit.launch.local.launcher import added_environment
+from shardkit.launch.ranks import affinity
+from shardkit.launch.ranks.env import RankEnv
+from shardkit.launch.ranks.gpus import flight_recorder, pci_addresses
 from tests.launch.jobs import REPO, environment
 
 TWO_SOCKETS = {cpu: (cpu % 16 // 8, cpu % 16 // 8, cpu % 8) for cpu in range(32)}
@@ -142,7 +142,7 @@ def test_a_rank_moves_to_its_share(moves: list[list[int]]) -> None:
 def test_threads_inherit_the_share_and_a_cpu_that_is_not_there_is_an_error() -> None:
     cpu = min(os.sched_getaffinity(0))
     code = (
-        "import os, sys; from shardkit.launch import affinity; from shardkit.launch.env import detect\n"
+        "import os, sys; from shardkit.launch.ranks import affinity; from shardkit.launch.ranks.env import detect\n"
         "from shardkit.errors import ShardkitError, report\n"
         "try: affinity.bind(detect())\n"
         "except ShardkitError as error: sys.exit(report(error))\n"

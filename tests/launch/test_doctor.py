@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardkit import bandwidth, calibration
-from shardkit.cli import main
+from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
-from shardkit.launch import affinity, doctor, doctor_host
-from shardkit.launch.doctor import Check
-from shardkit.launch.gpus import grow_segments, ranks_per_node, visible_gpus
+from shardkit.hardware import calibration, collectives
+from shardkit.launch.doctor import examine, host
+from shardkit.launch.doctor.examine import Check
+from shardkit.launch.ranks import affinity
+from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
 from shardkit.memory.probe import DeviceCounters
 from tests.launch.jobs import REPO, environment
 from tests.launch.test_affinity import fake_machine
@@ -33,7 +34,7 @@ def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
 ) -> None:
     for name, value in {**dict.fromkeys(os.environ, ""), **environment(RANK="1")}.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    monkeypatch.setattr(doctor, "torch_checks", lambda: [Check("torch", "pass", "2.9")])  # the test below asks it
+    monkeypatch.setattr(examine, "torch_checks", lambda: [Check("torch", "pass", "2.9")])  # the test below asks it
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--run-dir", str(tmp_path / "runs")])
     said = capsys.readouterr().out
@@ -74,7 +75,7 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
         "reduce_scatter": [], "latency_s": [0, 1e-5, 1e-5, 9e-5], "clock_skew_s": 7.5,
         "matmul_flops_by_dtype": {"bf16": 1e13}, "memory_bytes_per_s": 2e12, "host_bytes_per_s": 1e11,
     }  # fmt: skip
-    found = {check.name: check for check in bandwidth.findings(constants, ["a", "a", "b", "b"])}
+    found = {check.name: check for check in collectives.findings(constants, ["a", "a", "b", "b"])}
     assert found["matmul per rank"].status == "warn" and "slow: rank 2@b" in found["matmul per rank"].found
     assert found["copies per rank"].status == "pass"
     assert "rank 3@b" in found["latency"].found
@@ -95,12 +96,12 @@ def test_the_card_beyond_the_allocator_is_told_apart_by_context_and_communicator
         def read(self) -> DeviceCounters:
             return DeviceCounters(0, 0, 100 * 2**20, 0, 0, 0)
 
-    monkeypatch.setattr(bandwidth, "DeviceProbe", Probe)
+    monkeypatch.setattr(collectives, "DeviceProbe", Probe)
     world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=lambda value: [value, value])
-    found = bandwidth._outside(world, 450 * 2**20)  # type: ignore[arg-type]
+    found = collectives._outside(world, 450 * 2**20)  # type: ignore[arg-type]
     assert found == {"context_bytes": 450 * 2**20, "communicator_bytes": 150 * 2**20}
     alone = SimpleNamespace(size=1, device=torch.device("cuda"), gather=lambda value: [value])
-    assert bandwidth._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
+    assert collectives._outside(alone, 450 * 2**20)["communicator_bytes"] is None  # type: ignore[arg-type]
 
 
 def test_constants_of_the_nearest_world_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +121,20 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.12: cannot open shared object file' >&2\nexit 1\n")
     broken.chmod(0o755)
-    (check,) = doctor.torch_checks(str(broken))
+    (check,) = examine.torch_checks(str(broken))
     assert check.status == "fail" and "libcudart.so.12" in check.found and check.fix
 
 
 def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor_host, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)}
-    )
-    status = {check.name: check.status for check in doctor_host.packages()}
+    monkeypatch.setattr(host, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)})
+    status = {check.name: check.status for check in host.packages()}
     assert status == {"torch version": "fail", "no-such-package-at-all": "fail", "pydantic version": "pass"}
 
 
 def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
-    (full,) = doctor_host.disk("run directory", tmp_path, n_bytes=2**60)
+    (full,) = host.disk("run directory", tmp_path, n_bytes=2**60)
     assert full.status == "fail" and full.fix
-    (gone,) = doctor_host.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
+    (gone,) = host.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
     assert gone.status == "fail" and "cannot be written" in gone.found
 
 
@@ -146,24 +145,24 @@ def test_the_cgroups_memory_limit(limit: str, found: int | None, tmp_path: Path)
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (group / "memory.max").write_text(limit + "\n")
-    assert doctor_host.cgroup_memory_limit(tmp_path) == found
+    assert host.cgroup_memory_limit(tmp_path) == found
 
 
 def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = fake_machine(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1, 2, 3])
-    (near,) = doctor_host.numa(root)
+    (near,) = host.numa(root)
     assert near.status == "pass" and near.found == "node 0: CPUs 0-1; node 1: CPUs 2-3; GPUs on nodes 1, 0, ?"
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1])
-    (far,) = doctor_host.numa(root)
+    (far,) = host.numa(root)
     assert far.status == "warn" and far.found.endswith("none of the CPUs beside GPU 0") and far.fix
 
 
 def test_the_worst_finding_decides() -> None:
     fine, bad = Check("a", "pass", "x"), Check("b", "fail", "y", "do z")
-    assert doctor.worst([fine, bad]) == "fail" and doctor.worst([fine]) == "pass"
-    assert doctor.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
+    assert examine.worst([fine, bad]) == "fail" and examine.worst([fine]) == "pass"
+    assert examine.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

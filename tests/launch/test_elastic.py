@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError
-from shardkit.launch import elastic, record, restart
+from shardkit.launch.failures import record
 from shardkit.launch.job import JobSpec
-from shardkit.launch.meeting import ReservedPort
+from shardkit.launch.local import elastic, restart
+from shardkit.launch.local.rendezvous import ReservedPort
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 
 TWO = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, nodes=(1, 3), max_restarts=1)

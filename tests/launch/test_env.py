@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import LaunchError
-from shardkit.launch.env import RankEnv, detect
+from shardkit.launch.ranks.env import RankEnv, detect
 
 MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 

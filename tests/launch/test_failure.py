@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConfigError, TrainingError
-from shardkit.launch import exit_codes
-from shardkit.launch.failure import Failure, exit_code_of, explain, in_torchrun_log, merged, read, record
+from shardkit.launch.failures import exit_codes
+from shardkit.launch.failures.failure import Failure, exit_code_of, explain, in_torchrun_log, merged, read, record
 
 # As torchrun 2.9 to 2.13 writes it.
 TORCHRUN = """

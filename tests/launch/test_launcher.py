@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.cli import main
-from shardkit.launch import record
+from shardkit.cli.__main__ import main
+from shardkit.launch.failures import record
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 
 pytestmark = pytest.mark.dist

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import OutOfMemoryError
-from shardkit.launch import exit_codes, oom
-from shardkit.launch.failure import Failure, exit_code_of, explain, read
+from shardkit.launch.failures import exit_codes, oom
+from shardkit.launch.failures.failure import Failure, exit_code_of, explain, read
 from tests.launch.test_failure import recorded
 
 GIB = 2**30

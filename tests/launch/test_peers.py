@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.launch.meeting import ReservedPort
+from shardkit.launch.local.rendezvous import ReservedPort
 from tests.launch.jobs import REPO, command, environment, losses, run, settings
 
 pytestmark = pytest.mark.dist

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch import lead, notice, record, requeue, restart
-from shardkit.launch.failure import Failure
+from shardkit.launch.failures import record
+from shardkit.launch.failures.failure import Failure
+from shardkit.launch.local import restart
+from shardkit.launch.slurm import lead, preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
 
 JOB = "JobId=7 Restarts=0 EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
@@ -161,9 +163,9 @@ class Clock:
         self.now, self.run_dir, self.outlook = 0.0, run_dir, outlook
         monkeypatch.setattr(time, "time", lambda: self.now)
         monkeypatch.setattr(requeue, "outlook", lambda job: self.outlook)
-        monkeypatch.setattr(notice, "_signal_steps", lambda name, job: self.sent.append((self.now, name)))
+        monkeypatch.setattr(preemption_warning, "_signal_steps", lambda name, job: self.sent.append((self.now, name)))
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay as they are
-        self.notice = notice.Notice()
+        self.notice = preemption_warning.Notice()
 
     def run(self, until: float) -> None:
         while self.now < until:
@@ -218,7 +220,7 @@ def test_a_restarted_job_does_not_take_up_what_another_left(tmp_path: Path) -> N
 
 CHILD = """
 import os, signal, subprocess, sys
-from shardkit.preemption import StopRequest, note_early
+from shardkit.run.preemption import StopRequest, note_early
 note_early()
 os.kill(os.getpid(), signal.SIGUSR2)  # while it starts
 alive = subprocess.run(["bash", "-c", "kill -USR2 $$; echo alive"], capture_output=True, text=True).stdout

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import DataError, LaunchError
-from shardkit.launch import failure, record
-from shardkit.launch.restart import Restarts
+from shardkit.launch.failures import failure, record
+from shardkit.launch.local.restart import Restarts
 
 LOG = (
     "E0213 12:07 871 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: -9) local_rank: 1 (pid: 8)"

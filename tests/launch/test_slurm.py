@@ -15,10 +15,11 @@ import pytest
 
 from benchmarks import startup
 from shardkit.errors import ConfigError, LaunchError
-from shardkit.launch import slurm, snapshot, submit
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.job import JobSpec, SlurmOptions
-from shardkit.launch.slurm import render_sbatch
+from shardkit.launch.slurm import script as slurm
+from shardkit.launch.slurm import snapshot, submit
+from shardkit.launch.slurm.script import render_sbatch
 from tests.launch.jobs import REPO, environment
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -137,7 +138,7 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
 PYTHON = """#!/bin/bash
 if [ "$1" = -c ]; then sleep 0.1; exit; fi
 exec {python} -c 'import time
-from shardkit.launch.notice import Notice
+from shardkit.launch.slurm.preemption_warning import Notice
 notice = Notice()
 time.sleep(0.4)
 print(*[number.name for number in notice.came])'

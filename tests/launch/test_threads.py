@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch import threads
-from shardkit.launch.threads import available_cores, cgroup_cpu_quota, default_omp_threads
+from shardkit.launch.ranks import threads
+from shardkit.launch.ranks.threads import available_cores, cgroup_cpu_quota, default_omp_threads
 
 SRUN = {
     "SLURM_STEP_ID": "0",

@@ -7,7 +7,7 @@ import pytest
 
 from shardkit.errors import LaunchError
 from shardkit.launch.job import JobSpec, Rendezvous, parse_nnodes, split_endpoint
-from shardkit.launch.torchrun import build_argv, command_line
+from shardkit.launch.local.torchrun import build_argv, command_line
 
 ONE = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, overrides=("optim.lr=1",), log_dir="runs/a/logs/1")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from shardkit import capability
-from shardkit.config_io import load_config, resolve_batch
+from shardkit.config import capability
+from shardkit.config.load import load_config, resolve_batch
 from shardkit.errors import ConfigError
-from shardkit.memory.advice import Advice, Used, advise
 from shardkit.memory.rows import KINDS, StateBytes
+from shardkit.oom.advice import Advice, Used, advise
 
 GIB = 2**30
 

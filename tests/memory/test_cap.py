@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardkit import capability
-from shardkit.config_io import load_config
+from shardkit.config import capability
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.memory import shortage
-from shardkit.memory.cap import MemoryCap, memory_cap
+from shardkit.oom import shortage
+from shardkit.oom.cap import MemoryCap, memory_cap
 from tests.ranks import REPO, run_ranks
 
 KIB = 1024
@@ -143,7 +143,7 @@ def test_a_cap_on_the_cpu_does_not_see_compiled_code_and_says_so() -> None:
 _ON_GPU = """
 import sys, torch
 from shardkit.memory import shortage
-from shardkit.memory.cap import memory_cap
+from shardkit.oom.cap import memory_cap
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
 shortage.observe(device)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardkit.memory.cap import Made
-from shardkit.memory.live import biggest, snapshot_blocks
 from shardkit.memory.state import module_state
+from shardkit.oom.cap import Made
+from shardkit.oom.live import biggest, snapshot_blocks
 
 CPU = torch.device("cpu")
 BIG = 3_000_000  # larger than anything that other tests leave behind

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import OutOfMemoryError
-from shardkit.memory import MemoryLedger, shortage
-from shardkit.memory.oom import PostMortem
-from shardkit.memory.shortage import Shortage
+from shardkit.memory import MemoryLedger
 from shardkit.memory.state import module_state
-from shardkit.trainer import Trainer
+from shardkit.oom import shortage
+from shardkit.oom.postmortem import PostMortem
+from shardkit.oom.shortage import Shortage
+from shardkit.run.trainer import Trainer
 from tests.memory.test_shortage import GIB, MESSAGE, MIB
 
 

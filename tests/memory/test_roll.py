@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardkit.errors import TrainingError
-from shardkit.launch.failure import Failure
-from shardkit.memory import MemoryLedger, roll
+from shardkit.launch.failures.failure import Failure
+from shardkit.memory import MemoryLedger, arrival_report
 from tests.ranks import run_ranks
 
 
@@ -16,7 +16,7 @@ def gather_until_one_leaves() -> tuple[str, str] | None:
 
     import torch.distributed as dist
 
-    roll.SETTLE_S = 0.5
+    arrival_report.SETTLE_S = 0.5
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     ledger = MemoryLedger("cpu", group, rank, dist.get_world_size(), host=f"node{rank}")
@@ -46,5 +46,5 @@ def test_a_rank_that_stops_reporting_is_named_with_its_last_step() -> None:
 
 
 def test_a_single_process_calls_no_roll(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll.RollCall, "note", lambda self, step: pytest.fail("nobody to tell"))
+    monkeypatch.setattr(arrival_report.RollCall, "note", lambda self, step: pytest.fail("nobody to tell"))
     assert MemoryLedger("cpu").gather(1) is not None

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.memory import shortage
-from shardkit.memory.shortage import Shortage
+from shardkit.oom import shortage
+from shardkit.oom.shortage import Shortage
 
 GIB, MIB = 2**30, 2**20
 # As torch 2.9 to 2.13 words it.

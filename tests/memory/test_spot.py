@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.memory.spot import innermost, module_of, plain_name, raised_at
+from shardkit.oom.source_location import innermost, module_of, plain_name, raised_at
 
 
 class Leaf(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardkit import files
 from shardkit.errors import ConfigError, DataError
-from shardkit.memory import jsonl
 from shardkit.memory.summary import summary
 from shardkit.memory.table import read_jsonl, render_table, write_jsonl
 from tests.memory.samples import MIB, cpu_row, gpu_row
@@ -101,7 +101,7 @@ def test_damaged_and_foreign_lines_are_named(tmp_path: Path) -> None:
 def test_a_full_disk_warns_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    jsonl._warned.discard("/dev/full")
+    files._warned.discard("/dev/full")
     with caplog.at_level(logging.WARNING):
         assert [write_jsonl("/dev/full", step, [cpu_row(0)]) for step in range(3)] == [False] * 3
     assert [entry.getMessage() for entry in caplog.records] == [

@@ -17,9 +17,9 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
     """Peak of the CPU allocator over a run of two steps, and that of the second one as it was traced."""
     from torch.profiler import ProfilerActivity, profile
 
-    from shardkit.config_io import load_config
-    from shardkit.job import start
-    from shardkit.trainer import Trainer
+    from shardkit.config.load import load_config
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
 
     common = ["train.max_steps=2", "train.eval_batches=0", "memory.trace_step=2", "checkpoint.at_end=false",
               "logging.tensorboard=false", "run.device=cpu", "parallel.strategy=single",

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardkit.config_io import load_config
-from shardkit.job import start
+from shardkit.config.load import load_config
 from shardkit.memory.rows import PHASES, PhaseName, StateKind
 from shardkit.memory.state import HasState, module_state
-from shardkit.memory.traced_step import traced_step
-from shardkit.trainer import Trainer
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
+from shardkit.tracing.traced_step import traced_step
 from tests.ranks import run_ranks
 
 SIZES = ["model.preset=debug", "train.micro_batch_size=2", "train.seq_len=64", "train.eval_batches=0",
@@ -138,7 +138,7 @@ def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[running])
-    monkeypatch.setattr("shardkit.memory.traced_step._cuda_stream", lambda: 0)
+    monkeypatch.setattr("shardkit.tracing.traced_step._cuda_stream", lambda: 0)
     file = tmp_path / "rank0.json"
     with traced_step(Strategy(), Ledger(), torch.device("cuda", 0), file, 2) as phases:
         for name in PHASES[-3:]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardkit.config import ModelConfig
+from shardkit.config.schema import ModelConfig
 from shardkit.models.flops import gpu_peak_flops, transformer_flops_per_token
 from shardkit.models.transformer import Transformer
 

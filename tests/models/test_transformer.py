@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardkit.config import ModelConfig
+from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
 from shardkit.models.transformer import Transformer, init_parameter
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardkit.plan.allocator import CachingAllocator
+from shardkit.plan.model.allocator import CachingAllocator
 
 MIB = 2**20
 

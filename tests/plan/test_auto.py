@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.cli import main
-from shardkit.config import RunConfig
-from shardkit.config_io import load_config
+from shardkit.cli.__main__ import main
+from shardkit.config.load import load_config
+from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, ShardkitError
-from shardkit.plan import search as searching
-from shardkit.plan.axes import combinations, micro_batches
-from shardkit.plan.cost import StepTime
-from shardkit.plan.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
-from shardkit.plan.search import Found, Search, pareto
+from shardkit.plan.model.cost import StepTime
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
+from shardkit.plan.search import search as searching
+from shardkit.plan.search.axes import combinations, micro_batches
+from shardkit.plan.search.search import Found, Search, pareto
 from shardkit.plan.show_auto import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 

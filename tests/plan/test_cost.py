@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.calibration import cpu_name
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
+from shardkit.hardware.calibration import cpu_name
 from shardkit.plan.client import Planner
-from shardkit.plan.cost import Segment, StepTime, repeated, step_time, waits
-from shardkit.plan.speeds import speeds_of
+from shardkit.plan.model.cost import Segment, StepTime, repeated, step_time, waits
+from shardkit.plan.model.speeds import speeds_of
 from shardkit.plan.target import Target, choose_target
 
 H100 = choose_target(load_config(None, []).config, 8, gpu="h100")

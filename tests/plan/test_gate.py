@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config_io import load_config
-from shardkit.plan import past
+from shardkit.config.load import load_config
+from shardkit.plan import history
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
@@ -51,4 +51,4 @@ def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> 
     assert said["verdict"] == "fits"
     assert said["ranks"][0]["world_size"] == 2
     queued = load_config(run_dir / "submit" / "config.yaml", []).config
-    assert said["config"] == past.digest(queued), "the job takes the plan for its own"
+    assert said["config"] == history.digest(queued), "the job takes the plan for its own"

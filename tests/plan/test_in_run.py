@@ -13,16 +13,17 @@ import psutil
 import pytest
 import torch
 
-from shardkit import calibration
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError
-from shardkit.launch.env import RankEnv
-from shardkit.plan import in_run, past
+from shardkit.hardware import calibration
+from shardkit.launch.ranks.env import RankEnv
+from shardkit.plan import history
 from shardkit.plan.client import Planner
-from shardkit.plan.estimate import MemoryEstimate, PeakEstimate
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import Target
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
+from shardkit.run import planning
 from tests.test_train import run, settings, text
 
 __all__ = ["text"]
@@ -57,7 +58,7 @@ def test_a_run_shows_its_plan_beside_what_was_measured(
     section = page[page.index('<section id="plan"') :].partition("</section>")[0]
     for what in ("peak allocated", "params on the device", "optimizer on the device", "activations on the device"):
         assert section.count(f">{what}<") == len(names), what
-    (kept,) = past.runs(calibration.cpu_name())
+    (kept,) = history.runs(calibration.cpu_name())
     assert kept["predicted"]["peak"] == estimate["peak"]["allocated"]
     assert kept["measured"]["peak"] == pytest.approx(estimate["peak"]["allocated"], rel=0.1)
 
@@ -85,7 +86,7 @@ def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
 
     monkeypatch.setattr(Planner, "predict", predict)
     job = a_job(tmp_path, (40, 40, 40, 24), "memory.plan=true", "memory.cap=1GiB")
-    with in_run.RunPlan() as plan:
+    with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         plan.wait(job.config)
     ranks = json.loads((tmp_path / "plan.json").read_text())["ranks"]
@@ -96,7 +97,7 @@ def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
 def test_the_end_of_a_run_ends_its_planning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = a_job(tmp_path, (1,), "memory.plan=true")
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    with in_run.RunPlan() as plan:
+    with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         while not (found := planners()):  # pytest's time limit ends it
             assert plan._thread is not None and plan._thread.is_alive()
@@ -111,19 +112,19 @@ def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = a_job(tmp_path, (1,), "memory.plan=true")
-    monkeypatch.setattr(in_run, "LIMIT_S", 0.01)
-    with in_run.RunPlan() as plan:
+    monkeypatch.setattr(planning, "LIMIT_S", 0.01)
+    with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         assert plan._thread is not None
         plan._thread.join(30)
     assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.01 s"]
-    monkeypatch.setattr(in_run, "LIMIT_S", 60.0)
+    monkeypatch.setattr(planning, "LIMIT_S", 60.0)
 
     def predict(self: Planner, config: Any, **how: Any) -> Any:
         raise ShardkitError("aten::odd has no fake kernel", "register one")
 
     monkeypatch.setattr(Planner, "predict", predict)
-    with in_run.RunPlan() as plan:
+    with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         plan.wait(job.config)
     assert caplog.records[1].message.startswith("this run is not planned: aten::odd has no fake kernel")
@@ -132,28 +133,28 @@ def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
 
 def test_automatic_planning_keeps_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*overrides: str, device: str = "cpu") -> bool:
-        with in_run.RunPlan() as plan:
+        with planning.RunPlan() as plan:
             plan.begin(a_job(tmp_path, (1,), *overrides, device=device), tmp_path)
             return plan._thread is not None
 
-    monkeypatch.setattr(in_run.RunPlan, "_plan", lambda self, *what: None)
-    monkeypatch.setattr(in_run, "_target", lambda job: Target(1, None, 1))
+    monkeypatch.setattr(planning.RunPlan, "_plan", lambda self, *what: None)
+    monkeypatch.setattr(planning, "_target", lambda job: Target(1, None, 1))
     assert not planned() and not planned("memory.plan=false", device="cuda")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert not planned(device="cuda"), "the only CPU is the rank's"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(in_run, "_HOST_BYTES", 0)
+    monkeypatch.setattr(planning, "_HOST_BYTES", 0)
     assert planned(device="cuda")
-    monkeypatch.setattr(in_run, "_HOST_BYTES", 2**62)
+    monkeypatch.setattr(planning, "_HOST_BYTES", 2**62)
     assert not planned(device="cuda"), "memory is short"
 
 
 def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:
     job = a_job(tmp_path, (1,), "memory.plan=true")
-    kept = {"config": past.digest(job.config), "ranks": [{"world_size": 1}]}
+    kept = {"config": history.digest(job.config), "ranks": [{"world_size": 1}]}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(kept))
-    with in_run.RunPlan() as plan:
+    with planning.RunPlan() as plan:
         plan.begin(job, tmp_path)
         assert plan._thread is None, "submit planned it"
         off = [f"memory.plan={value}" for value in ("auto", "false")]
@@ -171,7 +172,7 @@ def test_a_gpu_is_planned_as_it_is(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     job = a_job(tmp_path, (1,), device="cuda:0")
-    aim = in_run._target(job)
+    aim = planning._target(job)
     assert aim.gpu is not None
     assert aim.gpu.device_name == torch.cuda.get_device_name(0)
     assert aim.gpu.memory == torch.cuda.get_device_properties(0).total_memory

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit import capability
-from shardkit.config import ModelConfig
-from shardkit.config_io import load_config, resolve_batch
+from shardkit.config import capability
+from shardkit.config.load import load_config, resolve_batch
+from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
 from shardkit.models.transformer import Transformer
 from shardkit.plan.client import Planner
-from shardkit.plan.estimate import MemoryEstimate, PeakEstimate
-from shardkit.plan.ladder import _stacked, climb, default_rungs, parse_rung, save, table, tried
-from shardkit.plan.max_model import FINEST, batch_sizes, largest, model_sizes
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
+from shardkit.plan.search.ladder import _stacked, climb, default_rungs, parse_rung, save, table, tried
+from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
+from shardkit.plan.search.trial import Trial, run_trial
 from shardkit.plan.target import Target
-from shardkit.plan.trial import Trial, run_trial
 
 REPO = Path(__file__).resolve().parents[2]
 CPU = Target(1, None, 1)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shardkit import calibration
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.launch.gpus import model_names
+from shardkit.hardware import calibration
+from shardkit.launch.ranks.gpus import model_names
 from shardkit.memory.rows import DeviceMemory
-from shardkit.plan import past, target
-from shardkit.plan.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
+from shardkit.plan import history, target
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.show import show
 from shardkit.plan.target import Target, choose_target
 from shardkit.report.ended import close, entry
@@ -63,9 +63,9 @@ def test_a_calibration_of_the_card_replaces_the_table(cache: Path) -> None:
 
 def test_runs_on_the_card_say_what_they_held_outside(cache: Path) -> None:
     for outside in (900, 1000, 5000):
-        past.note(ran(outside * MIB, 8))
-    past.note(ran(450 * MIB, 1))
-    past.note(ran(None, 8))
+        history.note(ran(outside * MIB, 8))
+    history.note(ran(450 * MIB, 1))
+    history.note(ran(None, 8))
     context, communicators, source = known(4)
     assert (context + communicators, source) == (1000 * MIB, "measured here in 3 runs")
     assert known(1) == (450 * MIB, 0, "measured here in 1 run")
@@ -82,8 +82,8 @@ def test_the_plan_says_what_it_knows_overheads_from(cache: Path) -> None:
         "h100", 8, 0, 10**6, 2, "cuda", {"forward": PhaseEstimate(1, 1, 0)}, PeakEstimate(2, 3, 3, "forward", ""), 1, 0,
         {}, overhead=900 * MIB, overhead_from=aim.gpu.overhead_from,
     )  # fmt: skip
-    past.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 98, "outside": None}})
-    past.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 101, "outside": None}})
+    history.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 98, "outside": None}})
+    history.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 101, "outside": None}})
     text = show("c.yaml", predicted, aim)
     assert "0.88 GiB for the CUDA context and communicators (measured here by shardkit doctor)" in text
     assert "2 planned runs here peaked at -2.0% to +1.0% of what was predicted" in text
@@ -94,11 +94,11 @@ def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeyp
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t\t NVIDIA L4\nIRQ:   \t 103\n")
     assert model_names({}, tmp_path) == ["NVIDIA L4"]
-    monkeypatch.setattr("shardkit.launch.gpus.model_names", lambda: ["NVIDIA L4"])
-    monkeypatch.setattr("shardkit.launch.gpus.visible_gpus", lambda: 1)
+    monkeypatch.setattr("shardkit.launch.ranks.gpus.model_names", lambda: ["NVIDIA L4"])
+    monkeypatch.setattr("shardkit.launch.ranks.gpus.visible_gpus", lambda: 1)
     here = target.target_here(load_config(None, []).config, 1, None, None)
     assert here.gpu is not None and here.gpu.name == "l4"
-    monkeypatch.setattr("shardkit.launch.gpus.model_names", lambda: ["NVIDIA Whatever"])
+    monkeypatch.setattr("shardkit.launch.ranks.gpus.model_names", lambda: ["NVIDIA Whatever"])
     with pytest.raises(ConfigError, match=r"card \(NVIDIA Whatever\) is not one that planning knows"):
         target.target_here(load_config(None, []).config, 1, None, None)
     capped = target.target_here(load_config(None, []).config, 1, None, "10GiB")
@@ -107,7 +107,7 @@ def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeyp
 
 def note_many(who: int) -> None:
     for number in range(20):
-        past.note(ran(who * 100 + number, 8))
+        history.note(ran(who * 100 + number, 8))
 
 
 def test_jobs_that_end_together_are_all_noted_and_old_runs_are_dropped(cache: Path) -> None:
@@ -116,16 +116,16 @@ def test_jobs_that_end_together_are_all_noted_and_old_runs_are_dropped(cache: Pa
         job.start()
     for job in jobs:
         job.join()
-    held = [run["measured"]["outside"] for run in past.runs(H100)]
+    held = [run["measured"]["outside"] for run in history.runs(H100)]
     assert sorted(held) == [who * 100 + number for who in range(4) for number in range(20)]
-    whole = "".join(json.dumps(ran(n, 8)) + "\n" for n in range(past.KEPT + 7))
+    whole = "".join(json.dumps(ran(n, 8)) + "\n" for n in range(history.KEPT + 7))
     no_run = json.dumps({"schema": 1, "device": H100})
-    past.path().write_bytes(f"{whole}{no_run}\n".encode() + b"{torn\xff")
-    past.note(ran(-1, 8))
-    assert known(8)[2] == f"measured here in {past.KEPT - 2} runs"
-    kept = past.path().read_text().splitlines()
-    assert len(kept) == past.KEPT and json.loads(kept[-1])["measured"]["outside"] == -1
-    assert len(past.runs(H100)) == past.KEPT - 2, "a damaged line is passed over, and one that tells of no run"
+    history.path().write_bytes(f"{whole}{no_run}\n".encode() + b"{torn\xff")
+    history.note(ran(-1, 8))
+    assert known(8)[2] == f"measured here in {history.KEPT - 2} runs"
+    kept = history.path().read_text().splitlines()
+    assert len(kept) == history.KEPT and json.loads(kept[-1])["measured"]["outside"] == -1
+    assert len(history.runs(H100)) == history.KEPT - 2, "a damaged line is passed over, and one that tells of no run"
     assert sorted(p.name for p in cache.iterdir()) == ["past.jsonl", "past.lock"], "no drafts are left"
 
 
@@ -147,7 +147,7 @@ def test_a_run_on_gpus_is_kept_with_the_most_of_any_rank(
     close(folder)
     said = capsys.readouterr().out
     assert "rank 3@node1" in said and "params on the device" in said
-    (kept,) = [json.loads(line) for line in past.path().read_text().splitlines()]
+    (kept,) = [json.loads(line) for line in history.path().read_text().splitlines()]
     assert kept["config"] == "abc" and kept["measured"]["outside"] is None, "the driver was not asked"
 
 

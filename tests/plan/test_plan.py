@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import pytest
 
-from shardkit.config import RunConfig
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
+from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, ShardkitError
+from shardkit.hardware.cards import GPUS, find_gpu
 from shardkit.plan.client import Planner, plan
-from shardkit.plan.estimate import MemoryEstimate
-from shardkit.plan.gpus import GPUS, find_gpu
+from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.show import show
+from shardkit.plan.simulate.step import sample_batch
 from shardkit.plan.target import choose_target
-from shardkit.plan.trace import sample_batch
 
 REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.plan.ladder import Rung, Step
-from shardkit.plan.plot import ladder_plot, save_ladder
-from shardkit.plan.trial import Trial
+from shardkit.plan.search.ladder import Rung, Step
+from shardkit.plan.search.trial import Trial
+from shardkit.report.plot import ladder_plot, save_ladder
 from tests.report.samples import EVIL
 from tests.report.test_browser import CHROMIUM, Opened, browser, opened  # noqa: F401 - fixtures
 

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.plan.unplannable import refuse_value
+from shardkit.plan.simulate.unplannable import refuse_value
 
 
 def frame_of(path: Path) -> FrameType:
@@ -37,7 +37,7 @@ def test_an_environment_behind_a_link_is_a_library(tmp_path: Path) -> None:
     link.symlink_to(sys.prefix)
     code = (
         "import sys, sysconfig; from tests.plan.test_unplannable import frame_of; from pathlib import Path\n"
-        "from shardkit.plan.unplannable import refuse_value\n"
+        "from shardkit.plan.simulate.unplannable import refuse_value\n"
         "assert Path(sys.prefix) == Path(sys.argv[1]), sys.prefix\n"
         "refuse_value(frame_of(Path(sysconfig.get_path('purelib')) / 'somebodys.py'))"
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardkit.config import RunConfig
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
+from shardkit.config.schema import RunConfig
 from shardkit.plan.client import Planner
 from shardkit.plan.target import choose_target
 

@@ -15,9 +15,9 @@ import pytest
 
 from shardkit.errors import ConfigError
 from shardkit.report.compare import compare_page
+from shardkit.report.html import Cell, Page, table
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
-from shardkit.webpage import Cell, Page, table
 from tests.memory.samples import MIB
 from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
 from tests.test_cli import shardkit
@@ -167,7 +167,8 @@ def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     code = (
-        f"from shardkit.cli import main\ntry:\n    main(['report', {str(path)!r}])\nexcept SystemExit as ended:\n"
+        "from shardkit.cli.__main__ import main\n"
+        f"try:\n    main(['report', {str(path)!r}])\nexcept SystemExit as ended:\n"
         "    assert not ended.code\nimport sys; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env={**os.environ}, capture_output=True, text=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import DataError
-from shardkit.launch import record
+from shardkit.launch.failures import record
 from shardkit.report import measure, read
 from shardkit.report.read import read_run
 from tests.memory.samples import MIB

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from shardkit.config import ModelConfig
-from shardkit.job import Job, start
+from shardkit.config.schema import ModelConfig
 from shardkit.models.transformer import Block, Transformer, init_parameter
+from shardkit.run.job import Job, start
 
 GLOBAL_BATCH, ACCUM, STEPS, SEQ = 24, 2, 8, 24
 MODEL = ModelConfig(vocab_size=48, max_seq_len=SEQ, d_model=32, n_layers=2, n_heads=2, loss_chunk_size=64)

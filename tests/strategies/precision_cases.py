@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.accumulate import to_device
-from shardkit.config import PrecisionConfig
-from shardkit.dtypes import count_dtypes
-from shardkit.job import start
-from shardkit.precision import loss_scaler
+from shardkit.config.schema import PrecisionConfig
+from shardkit.parallel.precision import loss_scaler
+from shardkit.run.dtypes import count_dtypes
+from shardkit.run.job import start
+from shardkit.strategies.step import to_device
 from tests.strategies import cases
 
 Curve = list[tuple[float, float]]
@@ -149,8 +149,8 @@ def matrix(
 
 def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> dict[str, dict[str, float]]:
     """Square sums on this rank of what `saver` wrote and each loader read, `ema.` and `model.` apart."""
-    from shardkit.checkpoint.checkpointer import Checkpointer
-    from shardkit.checkpoint.manifest import RunState
+    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
     out = {}
@@ -176,8 +176,8 @@ def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> 
 
 def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[Curve, Curve]:
     """Steps 3 to 5 of a run that went through, and of one that was saved after step 3 and resumed."""
-    from shardkit.checkpoint.checkpointer import Checkpointer
-    from shardkit.checkpoint.manifest import RunState
+    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
     name = "single" if world == 1 else "ddp"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.config import OptimConfig
+from shardkit.config.schema import OptimConfig
 from shardkit.errors import ConfigError
-from shardkit.job import start
-from shardkit.optim import make_optimizer
+from shardkit.parallel.optim import make_optimizer
+from shardkit.run.job import start
 from tests.ranks import run_ranks
 
 CURVES = "tests.strategies.precision_cases:curves"

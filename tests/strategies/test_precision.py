@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import capability
-from shardkit.config import ParallelConfig, PrecisionConfig, RunConfig
-from shardkit.dtypes import check_masters, describe
+from shardkit.config import capability
+from shardkit.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from shardkit.errors import ConfigError
-from shardkit.job import start
-from shardkit.precision import cast_parameters, convert_to_fp8, set_matmul_precision
+from shardkit.parallel.precision import cast_parameters, convert_to_fp8, set_matmul_precision
+from shardkit.run.dtypes import check_masters, describe
+from shardkit.run.job import start
 from tests.ranks import run_ranks
 
 ALL = ["ddp", "fsdp", "zero1", "zero2", "zero3"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardkit.config import OptimConfig
+from shardkit.config.schema import OptimConfig
 from shardkit.models.transformer import Transformer
-from shardkit.optim import parameter_groups
+from shardkit.parallel.optim import parameter_groups
 from tests.ranks import run_ranks
 from tests.strategies import cases
 

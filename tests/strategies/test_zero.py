@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.strategies.cpu_adam import first_compiler_error, sole_builder
-from shardkit.strategies.zero_config import build_ds_config
-from shardkit.strategies.zero_load import masters, zero_scalars
-from shardkit.strategies.zero_state import share_rates, zero3_shards
+from shardkit.strategies.zero.config import build_ds_config
+from shardkit.strategies.zero.cpu_adam import first_compiler_error, sole_builder
+from shardkit.strategies.zero.load import masters, zero_scalars
+from shardkit.strategies.zero.state import share_rates, zero3_shards
 from tests.test_train import REPO, environment, user_error
 
 
@@ -75,7 +75,7 @@ def test_the_first_compiler_error_is_found() -> None:
 def test_a_build_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     guard = tmp_path / "lock"  # torch's
     script = (
-        "import os, sys; from pathlib import Path; from shardkit.strategies.cpu_adam import sole_builder\n"
+        "import os, sys; from pathlib import Path; from shardkit.strategies.zero.cpu_adam import sole_builder\n"
         "with sole_builder(Path(sys.argv[1])):\n"
         "    Path(sys.argv[1], 'lock').touch(); os.kill(os.getpid(), 9)\n"
     )

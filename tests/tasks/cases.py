@@ -6,8 +6,8 @@ import gc
 from pathlib import Path
 from typing import Any
 
-from shardkit.job import start
-from shardkit.trainer import Trainer
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
 from tests.strategies.cases import PARTITION_ALL
 
 STEPS, GLOBAL_BATCH = 3, 8

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, DataError
 from shardkit.models.flops import transformer_flops_per_token
 from shardkit.tasks.base import Task

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 from shardkit.data.loader import StepLoader
 from shardkit.data.sampler import BatchPlan
 from shardkit.tasks.base import Task

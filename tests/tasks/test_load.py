@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.config import RunConfig
+from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, DataError
 from shardkit.tasks.load import load_task
 

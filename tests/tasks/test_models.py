@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
-from shardkit.job import start
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
 from shardkit.tasks.base import Task
 from shardkit.tasks.load import BUILT_IN, load_task
-from shardkit.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.tasks import cases
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.blocks import refuse_ties_across_blocks
 from shardkit.errors import ConfigError
-from shardkit.job import start
-from shardkit.weights import Weights
+from shardkit.parallel.blocks import refuse_ties_across_blocks
+from shardkit.parallel.weights import Weights
+from shardkit.run.job import start
 from tests.ranks import run_ranks
 from tests.tasks import special
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardkit.strategies.base import Shard
 from shardkit.strategies.states import buffer_shards
-from shardkit.strategies.zero_load import frozen_shards
-from shardkit.strategies.zero_state import zero3_shards, zero12_shards
+from shardkit.strategies.zero.load import frozen_shards
+from shardkit.strategies.zero.state import zero3_shards, zero12_shards
 
 Truth = dict[str, torch.Tensor]
 """Whole tensors by shardkit's names."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardkit.job import start
-from shardkit.trainer import Trainer
+from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
 from tests.strategies.cases import PARTITION_ALL
 
 SMALL = {
@@ -72,7 +72,7 @@ def dcp_of_native(folder: Path, root: str) -> Path:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from shardkit.config_io import load_config
+    from shardkit.config.load import load_config
     from shardkit.models.transformer import Transformer
 
     model = Transformer(load_config(None, settings("native", root)).config.model)
@@ -89,7 +89,7 @@ def dcp_of_native(folder: Path, root: str) -> Path:
 
 def differing(job: Any, source: str) -> list[str]:
     """Names of this rank's weights that are not what the source holds."""
-    from shardkit.checkpoint.convert.sources import open_source
+    from shardkit.checkpoint.formats.sources import open_source
 
     held = open_source(Path(source), weights_only=True)
     bad = []

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint import writer
-from shardkit.checkpoint.convert.convert import convert
-from shardkit.checkpoint.convert.source import Source
-from shardkit.cli import main
+from shardkit.checkpoint.format import writer
+from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.formats.source import Source
+from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
 from tests.ranks import REPO
 
@@ -141,7 +141,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
 def test_a_disk_that_fills_up_leaves_nothing(plain_file: Path, tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
-        "from shardkit.cli import main\n"
+        "from shardkit.cli.__main__ import main\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))\n"
         "for to in ('safetensors', 'torch', 'shardkit'):\n"

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardkit.checkpoint.convert.convert import convert
-from shardkit.checkpoint.reader import CheckpointReader
-from shardkit.config_io import load_config
+from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.formats.convert import convert
+from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
 from shardkit.models.transformer import Transformer
 from shardkit.tasks.load import load_task

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.convert.sources import open_source
-from shardkit.checkpoint.convert.unpickle import _FUNCTIONS, Record, load
-from shardkit.cli import main
+from shardkit.checkpoint.formats.sources import open_source
+from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, Record, load
+from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
 
 

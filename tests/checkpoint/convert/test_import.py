@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.convert.convert import convert
-from shardkit.checkpoint.convert.start import _moved, _shift
+from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.formats.start import _moved, _shift
 from shardkit.checkpoint.manage import verify
-from shardkit.checkpoint.reader import CheckpointReader
-from shardkit.config_io import load_config
+from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from tests.checkpoint.convert import foreign, runs
 from tests.ranks import run_ranks

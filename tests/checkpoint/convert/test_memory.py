@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
-from shardkit.checkpoint.convert.convert import convert
+from shardkit.checkpoint.formats.convert import convert
 
 torch.set_num_threads(1)
 root, (count, mib, shard) = Path(sys.argv[1]), map(int, sys.argv[2:])

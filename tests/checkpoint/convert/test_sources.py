@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardkit.checkpoint.convert.source import Source
-from shardkit.checkpoint.convert.sources import open_source
+from shardkit.checkpoint.formats.source import Source
+from shardkit.checkpoint.formats.sources import open_source
 from shardkit.errors import CheckpointError
 from tests.checkpoint.convert import foreign
 from tests.ranks import run_ranks

@@ -1,0 +1,1 @@
+"""`shardkit doctor`: what on this machine makes training fail or crawl."""

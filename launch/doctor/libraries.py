@@ -1,0 +1,80 @@
+"""`python -m shardkit.launch.doctor.libraries`: what torch and DeepSpeed say about this machine, as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from .examine import Check
+
+# In a process of its own: DeepSpeed prints, and an op of another build can crash.
+_OPS = """
+import json, os
+os.environ.setdefault("DS_ACCELERATOR", "{accelerator}")
+from deepspeed.ops.op_builder import CPUAdamBuilder
+print("OPS " + json.dumps(bool(CPUAdamBuilder().is_compatible(False))))
+"""
+
+
+def examine() -> list[Check]:
+    """Versions, GPUs, and whether this build of torch has code for them."""
+    import torch
+
+    builds = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": _nccl(), "path": torch.__path__[0]}
+    shown = f"{builds['torch']}, CUDA {builds['cuda'] or 'none'}, NCCL {builds['nccl'] or 'none'}"
+    checks = [Check("torch", "pass", shown, data=builds)]
+    present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    if present and not torch.cuda.is_available():
+        what = "a CPU build" if torch.version.cuda is None else f"its CUDA {torch.version.cuda} does not fit the driver"
+        fix = "install torch for this driver's CUDA (nvidia-smi shows the highest): https://pytorch.org"
+        checks.append(Check("torch GPUs", "fail", f"{present} GPU(s), but torch sees none: {what}", fix))
+    else:
+        checks.append(Check("torch GPUs", "pass", str(torch.cuda.device_count() or "none")))
+    checks += [_gpu(index) for index in range(torch.cuda.device_count())]
+    return [*checks, _cpu_adam(torch.cuda.is_available())]
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _gpu(index: int) -> Check:
+    import torch
+
+    name = torch.cuda.get_device_name(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    free, total = torch.cuda.mem_get_info(index)
+    wanted = f"sm_{major}{minor}"
+    covered = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in torch.cuda.get_arch_list())
+    found = f"{name} ({wanted}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if not covered:
+        return Check(f"GPU {index}", "fail", f"{found}: torch has no code for it", "install a newer torch")
+    used = free < 0.9 * total
+    fix = "other processes hold memory there: nvidia-smi" if used else ""
+    data = {"name": name, "free": free, "total": total, "capability": [major, minor]}
+    return Check(f"GPU {index}", "warn" if used else "pass", found, fix, data)
+
+
+def _cpu_adam(cuda: bool) -> Check:
+    code = _OPS.format(accelerator="cuda" if cuda else "cpu")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    said = [line for line in done.stdout.splitlines() if line.startswith("OPS ")]
+    if done.returncode or not said:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Check("DeepSpeed ops", "warn", f"cannot be looked at: {last}", "pip install --force-reinstall deepspeed")
+    if json.loads(said[-1][4:]):
+        return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
+    fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"
+    return Check("DeepSpeed ops", "warn", "CPUAdam cannot be built: offload_optimizer=cpu will not work", fix)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(check) for check in examine()]))

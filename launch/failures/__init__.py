@@ -1,0 +1,1 @@
+"""Why ranks and jobs ended."""

@@ -1,0 +1,233 @@
+"""Why ranks failed: each leaves a small file, and the launcher finds the one that failed first.
+
+The file is torchelastic's (TORCHELASTIC_ERROR_FILE), with a `shardkit` entry beside what torch writes; ranks that
+srun starts get a directory instead (SHARDKIT_ERROR_DIR).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ShardkitError
+from . import exit_codes
+
+TORCHRUN_LOG = "torchrun.log"
+"""What torchrun itself says, in a launcher's log directory."""
+
+# What a rank says that lost a peer: never the first cause while another rank says something else.
+_LOST_PEER = re.compile(
+    r"Connection (closed by peer|reset by peer|refused)|Broken pipe|socket (closed|timeout)|Socket Timeout"
+    r"|DistBackendError|DistNetworkError|DistStoreError|NCCL (communicator was aborted|remote|unhandled system error)"
+    r"|timed? ?out waiting|Timed out after|not all ranks|not all \d+ ranks|cannot reach rank 0|Gloo .*failed",
+    re.IGNORECASE,
+)
+_TORCHRUN_ENTRY = re.compile(
+    r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end.
+
+    Attributes:
+        exit_code: as Python reports it; negative for a signal.
+        when: seconds since the epoch; 0 if nobody noted it.
+        message: one line, or cause and fix for an error that the user can correct.
+        trace: the whole traceback; empty for user errors and signals.
+        fix: for user errors.
+        node: as Slurm calls it; empty elsewhere.
+    """
+
+    rank: int
+    exit_code: int
+    when: float = 0.0
+    message: str = ""
+    trace: str = ""
+    fix: str = ""
+    is_error: bool = False
+    node: str = ""
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sorts the likely origin first: what cannot be a consequence of another rank's end, then by time."""
+        found = exit_codes.signal_of(self.exit_code)
+        if self.is_error and not self.lost_peer:  # before a rank that torchrun killed because it did not end
+            kind = -1
+        elif found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT"):
+            kind = 0
+        elif self.lost_peer:
+            kind = 4
+        elif found is None:
+            kind = 1
+        else:
+            kind = 2 if found.name == "SIGABRT" else 3
+        return kind, self.when, self.rank
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether this looks like the consequence of another rank's end."""
+        return bool(_LOST_PEER.search(self.message))
+
+
+def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
+    environ = os.environ if environ is None else environ
+    path = _error_file(environ)
+    if path is None:
+        return None
+    message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
+    own: dict[str, Any] = {
+        "rank": _rank(environ),
+        "exit_code": error.exit_code if isinstance(error, ShardkitError) else exit_codes.FAILED,
+        "when": time.time(),
+        "message": message,
+        "trace": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "fix": error.fix if isinstance(error, ShardkitError) else "",
+        "is_error": isinstance(error, ShardkitError),
+        "node": environ.get("SLURMD_NODENAME", ""),
+    }
+    return path if _write(path, own) else None
+
+
+def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Leave word that this rank saved and stopped because it was asked to; False without shardkit's own launcher."""
+    environ = os.environ if environ is None else environ
+    path = _error_file(environ)
+    if path is None or "SHARDKIT_KEEP" not in environ:
+        return False
+    message = f"saved and stopped for {signal_name}"
+    return _write(path, {"rank": _rank(environ), "exit_code": exit_code, "when": time.time(), "message": message})
+
+
+def _write(path: Path, own: Mapping[str, Any]) -> bool:
+    extra = {"py_callstack": own.get("trace", ""), "timestamp": str(int(own["when"]))}
+    message = own["message"]
+    draft = path.with_name(f"{path.name}.part{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
+        draft.replace(path)
+    except OSError:  # a full disk must not hide the error itself, which goes to stderr next
+        return False
+    return True
+
+
+def read(paths: Iterable[Path]) -> list[Failure]:
+    """The failures in these files, likely origin first; files of other programs count by torch's entry."""
+    found = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError):  # still being written, or not ours
+            continue
+        own = data.get("shardkit") if isinstance(data, dict) else None
+        if own is not None:
+            found.append(Failure(**own))
+        elif isinstance(data, dict) and isinstance(data.get("message"), dict):
+            found.append(_foreign(data["message"], path))
+    return sorted(found, key=lambda failure: failure.order)
+
+
+def in_torchrun_log(text: str) -> list[Failure]:
+    """Ranks that torchrun reports: the only trace of one that a signal ended."""
+    return [
+        Failure(rank=int(m[1]), exit_code=int(m[3]), message=exit_codes.describe(int(m[3])))
+        for m in _TORCHRUN_ENTRY.finditer(text)
+    ]
+
+
+def ended_in_torchrun_log(text: str) -> list[str]:
+    """`local rank 1: killed by SIGKILL (exit code -9)` for each worker that torchrun saw fail, in order of time."""
+    found = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+    return [f"local rank {match[2]}: {exit_codes.describe(int(match[1]))}" for match in found]
+
+
+def attempts(log_dir: Path) -> list[Path]:
+    """The folders of a launcher's attempts, in order of time."""
+    return sorted(log_dir.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+def in_attempt(folder: Path) -> list[Failure]:
+    """What ranks recorded in an attempt, likely origin first."""
+    return read(folder.glob("*/error.json"))
+
+
+def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
+    """One failure per rank, likely origin first: a rank's own file says more than torchrun does."""
+    own = {failure.rank: failure for failure in reversed(recorded)}
+    everyone = {**{failure.rank: failure for failure in reported}, **own}
+    return sorted(everyone.values(), key=lambda failure: failure.order)
+
+
+def explain(
+    failures: list[Failure], where: str, oom_kills: int = 0, memory: Mapping[int, list[str]] | None = None
+) -> str:
+    """What to show: the first failing rank whole, the others in one line.
+
+    Args:
+        failures: likely origin first; at least one.
+        where: the logs' directory.
+        oom_kills: processes the kernel killed for want of memory while the job ran.
+        memory: rank → what its post-mortem says about memory; takes the place of a general fix.
+    """
+    first, others = failures[0], failures[1:]
+    said = (memory or {}).get(first.rank, [])
+    if first.is_error:
+        lines = [f"error: {first.message}"] + (said or ([f"  fix: {first.fix}"] if first.fix else []))
+        if first.exit_code == exit_codes.USER_ERROR:
+            return "\n".join(lines)
+    else:
+        cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
+        lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
+        lines = ([first.trace.rstrip()] if first.trace else []) + lines
+        lines += [f"  likely cause: {cause}"] if cause else []
+        lines += said or ([f"  fix: {fix}"] if fix else [])
+        if first.lost_peer:
+            lines.append("  this rank lost a peer: the first error is on another node, or was not recorded")
+    same = [failure for failure in others if failure.exit_code == first.exit_code == exit_codes.OUT_OF_MEMORY]
+    if same:
+        lines.append(f"  out of memory as well: rank(s) {', '.join(str(failure.rank) for failure in same)}")
+        others = [failure for failure in others if failure not in same]
+    if others:
+        ranks = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda f: f.rank))
+        lines.append(f"  {len(others)} other rank(s) ended because of it: {ranks}")
+    return "\n".join([*lines, f"  logs: {where}"])
+
+
+def exit_code_of(failures: list[Failure]) -> int:
+    """The job's exit code: the first failing rank's."""
+    return exit_codes.shell_code(failures[0].exit_code)
+
+
+def _foreign(message: Mapping[str, Any], path: Path) -> Failure:
+    extra = message.get("extraInfo") or {}
+    local_rank = path.parent.name
+    return Failure(
+        rank=int(local_rank) if local_rank.isdigit() else 0,
+        exit_code=exit_codes.FAILED,
+        when=float(extra.get("timestamp", 0)),
+        message=str(message.get("message", "")),
+        trace=str(extra.get("py_callstack", "")),
+    )
+
+
+def _error_file(environ: Mapping[str, str]) -> Path | None:
+    if environ.get("TORCHELASTIC_ERROR_FILE"):
+        return Path(environ["TORCHELASTIC_ERROR_FILE"])
+    if environ.get("SHARDKIT_ERROR_DIR"):
+        return Path(environ["SHARDKIT_ERROR_DIR"]) / f"rank-{_rank(environ)}.json"
+    return None
+
+
+def _rank(environ: Mapping[str, str]) -> int:
+    text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
+    return int(text) if text.isdigit() else 0

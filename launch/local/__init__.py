@@ -1,0 +1,1 @@
+"""torchrun on this machine: its command line, its processes, its restarts."""

@@ -1,0 +1,222 @@
+"""`shardkit launch`: run torchrun, show rank 0, keep every rank's log, and say in one place what went wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...errors import LaunchError
+from ..failures import exit_codes, failure, oom
+from ..job import JobSpec, Rendezvous
+from ..ranks import affinity
+from ..ranks.placement import integer
+from ..ranks.threads import default_omp_threads
+from . import elastic, processes, rendezvous
+from .follow import RankOutput
+from .restart import Restarts
+from .torchrun import build_argv, command_line
+
+_POLL_S = 0.05
+_STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
+_TERM_S = 25.0  # SIGTERM: ranks may be saving; schedulers kill after 30 s
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Ended:
+    """What torchrun left.
+
+    Attributes:
+        code: its exit code.
+        asked: the signal that this process was sent, if any.
+        user_error: whether it was stopped early because a rank reported an error that no restart can mend.
+    """
+
+    code: int
+    asked: int | None
+    user_error: bool
+
+
+def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_timeout_s: float = 600) -> int:
+    """Run the job's ranks on this node; returns the exit code for the shell (docs/launch.md).
+
+    Raises:
+        LaunchError: contradicting options, or nodes that do not find each other.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    reserved: rendezvous.ReservedPort | None = None
+    try:
+        spec, reserved = _with_slurm_meeting(spec, environ, rendezvous_timeout_s)
+        spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
+        cpus = _cpu_shares(spec, environ)
+        argv, added = build_argv(spec), added_environment(spec, environ, cpus)
+        print(f"$ {command_line(argv, added)}", flush=True)
+        if cpus:
+            print(affinity.describe(cpus), flush=True)
+        oom_before = exit_codes.oom_kill_count()
+        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec))
+        return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
+    finally:
+        if reserved is not None:
+            reserved.close()
+
+
+def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[Sequence[int]] = ()) -> dict[str, str]:
+    """Variables that ranks get and the user did not set."""
+    threads = min([default_omp_threads(spec.nproc_per_node, environ), *map(len, cpus)])
+    added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads)}
+    added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
+    added |= {name: value for name, value in elastic.variables(spec).items() if name not in environ}
+    if not environ.get("PYTHONUNBUFFERED"):
+        added["PYTHONUNBUFFERED"] = "1"  # output goes to files, where Python would hold it back
+    keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]
+    return {**added, "SHARDKIT_KEEP": os.pathsep.join(keep)}
+
+
+def _cpu_shares(spec: JobSpec, environ: Mapping[str, str]) -> list[list[int]]:
+    if not spec.bind_cpus or environ.get(affinity.VARIABLE):
+        return []
+    return affinity.shares(spec.nproc_per_node, spec.on_gpus, environ)
+
+
+def _shows_rank_0(spec: JobSpec) -> bool:
+    return spec.rendezvous.node_rank in (None, 0)
+
+
+def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
+    node = 0 if spec.rendezvous.node_rank is None else spec.rendezvous.node_rank
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{node}-{os.getpid()}"
+    # In a batch job the logs of all nodes lie together.
+    path = Path(environ.get("SHARDKIT_LOG_ROOT") or Path(spec.run_dir).absolute() / "logs") / name
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make {path}: {error.strerror}", "set run.dir to a directory you can write"
+        ) from error
+    return path
+
+
+def _with_slurm_meeting(
+    spec: JobSpec, environ: Mapping[str, str], timeout_s: float
+) -> tuple[JobSpec, rendezvous.ReservedPort | None]:
+    """Fill in where nodes meet, for one launcher per node of an srun step."""
+    if spec.nodes[1] == 1 or spec.rendezvous.endpoint is not None:
+        return spec, None
+    if "SLURM_STEP_ID" not in environ or "SLURM_NODEID" not in environ:
+        return spec, None  # build_argv says what is missing
+    node_rank = integer(environ, "SLURM_NODEID")
+    parts = [environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
+    run_id = "slurm-" + re.sub(r"[^0-9A-Za-z.-]", "_", ".".join(parts))
+    path = Path(spec.run_dir) / ".rendezvous" / f"{run_id}.torchrun"
+    reserved = None
+    if node_rank == 0:
+        reserved = rendezvous.ReservedPort()
+        endpoint = f"{rendezvous.reachable_name(environ)}:{reserved.port}"
+        rendezvous.publish(path, endpoint)
+    else:
+        endpoint = rendezvous.wait_for(path, timeout_s)
+    return replace(spec, rendezvous=Rendezvous(endpoint, node_rank, node_rank == 0, run_id)), reserved
+
+
+def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Path, shows_rank_0: bool) -> Ended:
+    processes.adopt_orphans()
+    out, err = sys.stdout.buffer, sys.stderr.buffer
+    rank_0 = RankOutput(log_dir, out, err) if shows_rank_0 else None
+    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, _ignored(signal.SIGUSR2):
+        try:
+            process = processes.start(argv, environ, log)
+        except OSError as error:
+            raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
+        try:
+            user_error = _watch(process, rank_0, Restarts(log_dir, run_dir), asked)
+            if process.poll() is None:
+                signum = asked[0] if asked else signal.SIGTERM
+                processes.stop(process, signum, _TERM_S if signum == signal.SIGTERM and not user_error else _STOP_S)
+        finally:
+            processes.sweep()
+            process.wait()
+    if rank_0 is not None:
+        rank_0.pump()
+    return Ended(process.returncode, asked[0] if asked else None, user_error)
+
+
+def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts: Restarts, asked: list[int]) -> bool:
+    """Wait for the end, or a reason to end it; True if a rank reported an error that only the user can mend."""
+    next_look = 0.0
+    while process.poll() is None and not asked:
+        if rank_0 is not None:
+            rank_0.pump()
+        if time.monotonic() >= next_look:  # a restart would only repeat it
+            next_look = time.monotonic() + 10 * _POLL_S
+            if restarts.look():
+                return True
+        time.sleep(_POLL_S)
+    restarts.look()
+    return False
+
+
+def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
+    if ended.asked == signal.SIGINT:
+        print("interrupted: all ranks have ended", file=sys.stderr)
+        return exit_codes.INTERRUPTED
+    last_attempt = failure.attempts(log_dir)[-1:]
+    recorded = [found for folder in last_attempt for found in failure.in_attempt(folder)]
+    if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
+        print(f"{recorded[0].message}: start it again with run.resume=true to go on", file=sys.stderr, flush=True)
+        return exit_codes.PREEMPTED
+    if ended.code == 0:
+        return exit_codes.OK
+    if ended.asked is not None:
+        print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
+        return 128 + ended.asked
+    text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
+    failures = failure.merged(recorded, failure.in_torchrun_log(text))
+    if failures:
+        began = max((folder.stat().st_mtime for folder in last_attempt), default=0.0)  # when its ranks' folders came
+        memory = oom.words(failures, oom.read(run_dir, began))
+        print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
+        return failure.exit_code_of(failures)
+    last = "\n".join(text.splitlines()[-20:])
+    print(
+        f"{last}\nerror: torchrun ended with {exit_codes.describe(ended.code)}, no rank reported an error",
+        file=sys.stderr,
+    )
+    print(f"  logs: {log_dir}", file=sys.stderr, flush=True)
+    return exit_codes.shell_code(ended.code)
+
+
+@contextmanager
+def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
+    """Note signals instead of dying of them; yields the list of those that came."""
+    came: list[int] = []
+
+    def note(signum: int, _: FrameType | None) -> None:
+        came.append(signum)
+
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ignored(number: signal.Signals) -> Iterator[None]:
+    """Slurm's warning goes to every process of a step; its default action would end the agents (ranks catch it)."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

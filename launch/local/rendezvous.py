@@ -1,0 +1,79 @@
+"""Nodes of a Slurm step agree where to meet: node 0 reserves a free port and publishes it through the run directory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import LaunchError
+
+
+class ReservedPort:
+    """A free port that nobody else is given: bound, but not listened on, so that the store can take it over.
+
+    The store (libuv) binds with SO_REUSEADDR, which Linux allows beside a socket that has it too and does not listen.
+    """
+
+    def __init__(self) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def reachable_name(environ: Mapping[str, str] | None = None) -> str:
+    """What other nodes can call this one: its host name if that resolves, else the address Slurm knows."""
+    environ = os.environ if environ is None else environ
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    return name
+
+
+def publish(path: Path, endpoint: str) -> None:
+    """Write `endpoint` where the other nodes look, whole or not at all.
+
+    Raises:
+        LaunchError: the directory cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(endpoint)
+        draft.replace(path)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {path}: {error.strerror}", "set run.dir to a directory that every node can write"
+        ) from error
+
+
+def wait_for(path: Path, timeout_s: float) -> str:
+    """The endpoint that node 0 published.
+
+    Raises:
+        LaunchError: it did not within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            # A directory listing refreshes what NFS remembers about names that were not there.
+            os.listdir(path.parent if path.parent.is_dir() else path.parent.parent)
+        time.sleep(0.1)
+    raise LaunchError(
+        f"node 0 published no address in {path} within {timeout_s:g} s",
+        "check that run.dir is on a file system that all nodes share, and node 0's log for an earlier error",
+    )

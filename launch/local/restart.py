@@ -1,0 +1,93 @@
+"""A job that a launcher started again goes on where it stopped, whatever its command line says."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..failures import exit_codes, failure, record
+from ..ranks.placement import integer
+from .elastic import is_elastic
+
+
+def is_restart(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun restarted these ranks, or Slurm requeued their job.
+
+    In an elastic job every start counts as one: torchrun does not tell a node that joins of the starts before.
+    """
+    environ = os.environ if environ is None else environ
+    if is_elastic(environ):
+        return True
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(integer(environ, name) > 0 for name in names if name in environ)
+
+
+def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """What a restarted run sets: to go on in its own directory, never to delete it.
+
+    A run that was to start from another run's checkpoint, and has none of its own yet, starts from there again. One
+    that ended before it made the directory its own finds what another run left there: nothing is set then.
+    """
+    job = (os.environ if environ is None else environ).get("SLURM_JOB_ID")
+    if job is not None and _job_of(Path(run_dir)) != job:
+        return []
+    has_own = any((Path(run_dir) / "checkpoints").glob("step*"))
+    if isinstance(resume, str) and not has_own:
+        return ["run.overwrite=true"]
+    return ["run.overwrite=false", "run.resume=true"]
+
+
+def _job_of(run_dir: Path) -> str | None:
+    """The Slurm job that the run of a directory was started by last."""
+    try:
+        found = json.loads((run_dir / "env.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found.get("slurm_job") if isinstance(found, dict) else None
+
+
+def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = None) -> int:
+    """The exit code of a rank that saved and stopped because it was asked to; leaves word for the launcher."""
+    environ = os.environ if environ is None else environ
+    noted = failure.record_stop(exit_codes.PREEMPTED, signal_name, environ)
+    if is_elastic(environ) and signal_name == "SIGTERM":
+        # Most likely a node joins. This node's agent may not know yet: only a failure makes it restart its ranks.
+        if environ.get("RANK") == "0":
+            record.note_restart(Path(run_dir), "saved for SIGTERM: a node joined, or somebody ended the job")
+        return exit_codes.PREEMPTED
+    # The launcher reads the word: torchrun would take 75 for a failure and end the other ranks.
+    return exit_codes.OK if noted else exit_codes.PREEMPTED
+
+
+class Restarts:
+    """Follows one launcher's attempts: why ranks were started again goes to the run's record."""
+
+    def __init__(self, log_dir: Path, run_dir: Path) -> None:
+        self._log_dir, self._run_dir = log_dir, run_dir
+        self._known = 1
+
+    def look(self) -> bool:
+        """Note what is new; whether a rank of the last attempt reported an error that no restart can mend."""
+        attempts = failure.attempts(self._log_dir)
+        while self._known < len(attempts):
+            self._note(attempts[self._known - 1], self._known)
+            self._known += 1
+        found = failure.in_attempt(attempts[-1]) if attempts else []
+        final = (exit_codes.USER_ERROR, exit_codes.OUT_OF_MEMORY)  # the same settings would end the same way
+        return any(one.exit_code in final and not one.lost_peer for one in found)
+
+    def _note(self, attempt: Path, number: int) -> None:
+        try:
+            text = (self._log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
+        except OSError:
+            text = ""
+        ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")
+        first = next(iter(failure.in_attempt(attempt)), None)
+        if first is None or (first.lost_peer and "killed by" in ended):  # who is killed cannot leave word
+            record.note_restart(self._run_dir, ended)
+        else:
+            record.note_restart(
+                self._run_dir, f"rank {first.rank}: {first.message.partition(chr(10))[0]}", first.lost_peer
+            )

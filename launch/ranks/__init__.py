@@ -1,0 +1,1 @@
+"""Who this rank is, which CPUs and GPUs it has."""

@@ -1,0 +1,262 @@
+"""Who am I: this process's rank, from whichever launcher started it.
+
+Looked at in this order: torchrun (torchelastic), RANK and WORLD_SIZE (accelerate, deepspeed, by hand), a task of an
+srun step, Open MPI or a PMI launcher, a single process. Variables that are half set, or that two launchers set to
+different things, are errors: a job that guesses here trains several models at once, or waits for ranks for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...errors import LaunchError
+from .placement import Placement, first_set, integer, mpi_task, node_of, shown, slurm_step
+
+Source = Literal["torchelastic", "env", "slurm", "mpi", "single", "group"]
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process among the job's.
+
+    Attributes:
+        rank: 0 ≤ rank < world_size.
+        local_rank: position among the local_world_size ranks of this node.
+        node_rank: position of this node among n_nodes.
+        source: which launcher said so; `group` when the caller had made a process group already.
+        master_addr: where rank 0 listens; None = meet through a file in the run directory (plain srun, MPI).
+        master_port: set exactly when master_addr is.
+        restart_count: how often these ranks were started before: torchrun's restarts plus Slurm's requeues.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    n_nodes: int
+    source: Source
+    master_addr: str | None = None
+    master_port: int | None = None
+    restart_count: int = 0
+
+
+SINGLE = RankEnv(0, 1, 0, 1, 0, 1, "single")
+
+
+def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
+    """This process's place in the job; `environ` defaults to os.environ.
+
+    Raises:
+        LaunchError: variables half set, not integers, out of range, or set differently by two launchers.
+    """
+    environ = os.environ if environ is None else environ
+    task = _task(environ)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _from_torchelastic(environ, task)
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_rank_variables(environ, task)
+    if task is not None:
+        return _from_task(environ, task)
+    if environ.get("LOCAL_RANK", "0") != "0":
+        raise LaunchError(
+            f"LOCAL_RANK={shown(environ['LOCAL_RANK'])} is set, but neither RANK nor WORLD_SIZE is",
+            "unset LOCAL_RANK for a single process, or start through torchrun",
+        )
+    return replace(SINGLE, restart_count=_requeues(environ))
+
+
+def _task(environ: Mapping[str, str]) -> Placement | None:
+    """The task launcher's view; where srun's and MPI's differ, mpirun's daemons may be the step's tasks."""
+    slurm, mpi = slurm_step(environ), mpi_task(environ)
+    for found in (slurm, mpi):
+        if found is not None:
+            _check_range(found.rank, found.size, found.rank_var, found.size_var)
+            _check_range(found.local_rank, found.local_size, "the local rank", f"{found.launcher}'s ranks on this node")
+            _check_range(found.local_size - 1, found.size, "the last local rank", found.size_var)
+    if slurm is None or mpi is None:
+        return slurm or mpi
+    if (slurm.rank, slurm.size) == (mpi.rank, mpi.size):
+        return slurm
+    if mpi.size > slurm.size:  # mpirun started its daemons with srun, one task per node
+        return mpi
+    raise LaunchError(
+        f"srun and MPI disagree: {slurm}, but {mpi}",
+        "run mpirun once from the batch script, or start every rank with srun; not mpirun in every srun task",
+    )
+
+
+def _from_torchelastic(environ: Mapping[str, str], task: Placement | None) -> RankEnv:
+    n_nodes = integer(environ, "GROUP_WORLD_SIZE")
+    if task is not None and n_nodes < task.size:
+        raise LaunchError(
+            f"{task.size} separate torchrun jobs: {task.size_var}={task.size}, "
+            f"but torchrun's GROUP_WORLD_SIZE={n_nodes} (TORCHELASTIC_RUN_ID={shown(environ['TORCHELASTIC_RUN_ID'])})",
+            "start one torchrun per node (srun --ntasks-per-node=1) with --nnodes, or srun one task per rank",
+        )
+    found = RankEnv(
+        rank=integer(environ, "RANK"),
+        world_size=integer(environ, "WORLD_SIZE"),
+        local_rank=integer(environ, "LOCAL_RANK"),
+        local_world_size=integer(environ, "LOCAL_WORLD_SIZE"),
+        node_rank=integer(environ, "GROUP_RANK"),
+        n_nodes=n_nodes,
+        source="torchelastic",
+        master_addr=_required_address(environ),
+        master_port=_port(environ),
+        restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT") + _requeues(environ),
+    )
+    return _checked(found, "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> RankEnv:
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name not in environ:
+            raise LaunchError(
+                f"{other}={shown(environ[other])} is set, but {name} is not",
+                f"set both, or unset {other} and start through torchrun or srun",
+            )
+    rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
+    _check_range(rank, world_size, "RANK", "WORLD_SIZE")
+    agrees = task is not None and (rank, world_size) == (task.rank, task.size)
+    if task is not None and not agrees and not _launcher_per_task(environ, task):
+        raise LaunchError(
+            f"RANK={rank}, WORLD_SIZE={world_size}, but {task}",
+            f"unset RANK and WORLD_SIZE, so that {task.rank_var} counts, or start through torchrun",
+        )
+    if task is not None and agrees:
+        _check_local_rank(environ, task)
+        local_rank, local_size = task.local_rank, task.local_size
+        node_rank, n_nodes = task.node_rank, task.n_nodes
+    else:
+        local_rank, local_size = _local(environ, rank, world_size)
+        node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
+    master_addr, master_port = _master(environ, world_size)
+    found = RankEnv(
+        rank,
+        world_size,
+        local_rank,
+        local_size,
+        node_rank,
+        n_nodes,
+        "env",
+        master_addr,
+        master_port,
+        _requeues(environ),
+    )
+    return _checked(found, "CROSS_RANK", "CROSS_SIZE")
+
+
+def _from_task(environ: Mapping[str, str], task: Placement) -> RankEnv:
+    _check_local_rank(environ, task)
+    master_addr, master_port = _master(environ, task.size)
+    return RankEnv(
+        rank=task.rank,
+        world_size=task.size,
+        local_rank=task.local_rank,
+        local_world_size=task.local_size,
+        node_rank=task.node_rank,
+        n_nodes=task.n_nodes,
+        source="slurm" if task.launcher == "slurm" else "mpi",
+        master_addr=master_addr,
+        master_port=master_port,
+        restart_count=_requeues(environ),
+    )
+
+
+def _launcher_per_task(environ: Mapping[str, str], task: Placement) -> bool:
+    """Whether each task runs a launcher of one node's ranks: deepspeed's sets CROSS_SIZE to the number of nodes."""
+    return "CROSS_SIZE" in environ and integer(environ, "CROSS_SIZE") >= task.size
+
+
+def _check_local_rank(environ: Mapping[str, str], task: Placement) -> None:
+    if "LOCAL_RANK" in environ and integer(environ, "LOCAL_RANK") != task.local_rank:
+        name = "SLURM_LOCALID" if task.launcher == "slurm" else "MPI's local rank"
+        raise LaunchError(
+            f"LOCAL_RANK={environ['LOCAL_RANK']}, but {name}={task.local_rank}",
+            f"unset LOCAL_RANK, so that {name} counts",
+        )
+
+
+def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int, int]:
+    """(local_rank, local_world_size) where only RANK and WORLD_SIZE are sure to be set."""
+    size_var = first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # deepspeed's launcher says LOCAL_SIZE
+    local_rank = integer(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None
+    if size_var is not None:
+        local_size = integer(environ, size_var)
+        if not 1 <= local_size <= world_size:
+            raise LaunchError(f"{size_var}={local_size}, but WORLD_SIZE={world_size}", f"correct or unset {size_var}")
+        return (rank % local_size if local_rank is None else local_rank), local_size
+    if local_rank == rank or world_size == 1 or (local_rank is None and _is_loopback(environ.get("MASTER_ADDR", ""))):
+        return rank if local_rank is None else local_rank, world_size
+    if local_rank is None:
+        cause = f"RANK={rank}, WORLD_SIZE={world_size}, but LOCAL_RANK is not set, and ranks may be on several nodes"
+        raise LaunchError(cause, "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start through torchrun")
+    cause = f"RANK={rank} and LOCAL_RANK={local_rank} differ, but LOCAL_WORLD_SIZE is not set"
+    raise LaunchError(cause, "set LOCAL_WORLD_SIZE to the number of ranks on this node, or start through torchrun")
+
+
+def _node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:
+    """(node_rank, n_nodes): told by deepspeed's launcher, else from the numbering."""
+    if "CROSS_RANK" in environ and "CROSS_SIZE" in environ:
+        return integer(environ, "CROSS_RANK"), integer(environ, "CROSS_SIZE")
+    return node_of(rank, world_size, local_rank, local_size, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
+
+
+def _checked(found: RankEnv, node_var: str, nodes_var: str) -> RankEnv:
+    _check_range(found.rank, found.world_size, "RANK", "WORLD_SIZE")
+    _check_range(found.local_rank, found.local_world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _check_range(found.local_world_size - 1, found.world_size, "LOCAL_WORLD_SIZE - 1", "WORLD_SIZE")
+    _check_range(found.node_rank, found.n_nodes, node_var, nodes_var)
+    _check_range(found.n_nodes - 1, found.world_size, f"{nodes_var} - 1", "WORLD_SIZE")
+    return found
+
+
+def _check_range(index: int, size: int, index_name: str, size_name: str) -> None:
+    if not 0 <= index < size:
+        raise LaunchError(
+            f"{index_name}={index} does not fit {size_name}={size}",
+            "correct them (ranks count from 0), or unset them and start through torchrun",
+        )
+
+
+def _master(environ: Mapping[str, str], world_size: int) -> tuple[str | None, int | None]:
+    """(MASTER_ADDR, MASTER_PORT); neither for one process or when both are unset."""
+    address, port = environ.get("MASTER_ADDR") or None, environ.get("MASTER_PORT") or None
+    if world_size == 1 or (address is None and port is None):
+        return None, None
+    return _required_address(environ), _port(environ)
+
+
+def _required_address(environ: Mapping[str, str]) -> str:
+    for name, other in (("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT", "MASTER_ADDR")):
+        if not environ.get(name):
+            raise LaunchError(
+                f"{name} is not set ({other}={shown(environ.get(other, ''))})",
+                "set both to where rank 0 listens, or neither, to meet through the run directory",
+            )
+    return environ["MASTER_ADDR"]
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        raise LaunchError(
+            f"MASTER_PORT={port} is not a port", "set MASTER_PORT between 1 and 65535, or unset MASTER_ADDR too"
+        )
+    return port
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _requeues(environ: Mapping[str, str]) -> int:
+    return _count(environ, "SLURM_RESTART_COUNT")
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    return integer(environ, name) if name in environ else 0

@@ -1,0 +1,100 @@
+"""GPUs of this node, without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from ...errors import LaunchError
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> int:
+    """GPUs that a process started here would see: CUDA_VISIBLE_DEVICES, else the driver's devices."""
+    environ = os.environ if environ is None else environ
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    present = len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    if listed is None:
+        return present
+    return min(present, len([entry for entry in listed.split(",") if entry.strip() not in ("", "-1")]))
+
+
+def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> None:
+    """Let the segments of torch's CUDA allocator grow, which keeps it from fragmenting, unless its settings are chosen.
+
+    It has to be called before torch is imported. Does nothing where there is no GPU.
+    """
+    if visible_gpus(environ, root) and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+    """PCI addresses of the GPUs that a process started here would see, in its order; empty where the driver is silent.
+
+    CUDA's default order is by speed: on machines with unlike GPUs this may differ from it.
+    """
+    environ = os.environ if environ is None else environ
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [folder.name for folder in folders]
+    found = []
+    for entry in (entry.strip() for entry in listed.split(",")):
+        if entry.isdigit() and int(entry) < len(folders):
+            found.append(folders[int(entry)].name)
+        elif entry.startswith("GPU-"):
+            found += [folder.name for folder in folders if f" {entry}" in _information(folder)]
+    return found
+
+
+def model_names(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
+    """What the driver calls the GPUs of `pci_addresses`; torch calls them the same."""
+    found = []
+    for address in pci_addresses(environ, root):
+        said = _information(root / "proc/driver/nvidia/gpus" / address)
+        found += re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
+    return found
+
+
+def _information(folder: Path) -> str:
+    try:
+        return (folder / "information").read_text().replace("\t", " ")
+    except OSError:
+        return ""
+
+
+def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings that make NCCL's last collectives readable after a timeout: what the user has not set himself.
+
+    Read by torch 2.9 and later, which also knows the older names; a file per rank, for `torchfrtrace`.
+    """
+    defaults = {
+        "TORCH_FR_BUFFER_SIZE": ("2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", ""),
+        "TORCH_FR_DUMP_TEMP_FILE": (
+            str(Path(run_dir).absolute() / "logs" / "nccl_rank_"), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        ),
+    }  # fmt: skip
+    return {
+        name: value
+        for name, (value, older) in defaults.items()
+        if name not in environ and (not older or older not in environ)
+    }
+
+
+def ranks_per_node(asked: str, device: str, environ: Mapping[str, str] | None = None) -> int:
+    """`auto` → one rank per visible GPU; a number as it is.
+
+    Raises:
+        LaunchError: no number, or `auto` on a machine without GPUs or for a run on the CPU.
+    """
+    if re.fullmatch(r"[0-9]{1,5}", asked) and int(asked) > 0:
+        return int(asked)
+    if asked != "auto":
+        raise LaunchError(f"--nproc-per-node {asked!r} is no number of ranks", "pass a number from 1, or auto")
+    count = 0 if device == "cpu" else visible_gpus(environ)
+    if count == 0:
+        what = "run.device=cpu" if device == "cpu" else "this machine has no GPU"
+        raise LaunchError(f"--nproc-per-node auto means one rank per GPU, but {what}", "pass --nproc-per-node N")
+    return count

@@ -1,0 +1,1 @@
+"""Slurm: submitting, the batch job, the queue."""

@@ -1,0 +1,163 @@
+"""`shardkit jobs`, `logs` and `cancel`: what Slurm knows about one's jobs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ...errors import LaunchError
+from ..local.follow import Follower
+from . import script
+
+_SEPARATOR = "\x1f"  # a job's name may hold anything that can be typed
+_ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
+_ITS_TURN = ("None", "Priority", "Resources", "Dependency", "BeginTime", "Licenses", "JobHeldUser", "JobArrayTaskLimit")
+_POLL_S, _LOOK_S = 0.2, 1.0
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job in Slurm's queue, as squeue shows it."""
+
+    job_id: str
+    state: str
+    elapsed: str
+    limit: str
+    nodes: str
+    reason: str
+    run_dir: str
+
+
+def jobs() -> list[Queued]:
+    """This user's jobs that shardkit submitted and that have not ended.
+
+    Raises:
+        LaunchError: Slurm is not installed, or does not answer.
+    """
+    wanted = _SEPARATOR.join(("%i", "%T", "%M", "%l", "%D", "%R", "%k"))
+    lines = script.call("squeue", "--me", "--noheader", f"--format={wanted}").splitlines()
+    found = [line.split(_SEPARATOR) for line in lines if line.count(_SEPARATOR) == 6]
+    ours = [fields for fields in found if fields[6].partition(" ")[0] == "shardkit"]
+    return [Queued(f[0], f[1], f[2], f[3], f[4], f[5], run_dir=f[6].partition(" ")[2]) for f in ours]
+
+
+def table(queued: list[Queued]) -> str:
+    """The jobs as aligned lines."""
+    if not queued:
+        return "no jobs of shardkit are queued or running"
+    head = ("JOB", "STATE", "TIME", "LIMIT", "NODES", "WHERE OR WHY", "RUN DIRECTORY")
+    rows = [head, *((q.job_id, q.state, q.elapsed, q.limit, q.nodes, q.reason, q.run_dir) for q in queued)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def output_of(job: str) -> tuple[str | None, Path]:
+    """(job id, its output file), for a job's id or a run directory; the id is None for a directory.
+
+    Raises:
+        LaunchError: Slurm does not know the job (any more), or the directory has no output of a job.
+    """
+    if not is_job_id(job):
+        found = sorted(Path(job).glob("logs/slurm-*.out"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise LaunchError(
+                f"{job} is no job's id, and no run directory with a job's output", "`shardkit jobs` lists jobs"
+            )
+        return None, found[-1]
+    shown = show(job)
+    submitted = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
+    if submitted is not None:  # scontrol writes a % in a path wrongly
+        path = Path(submitted[1]) / "logs" / f"slurm-{job}.out"
+        if path.parent.is_dir():
+            return job, path
+    match = re.search(r"^\s*StdOut=(.*)$", shown, re.MULTILINE)
+    if match is None or not match[1]:
+        raise LaunchError(
+            f"Slurm names no output file for job {job}", "it may be interactive; look in its run directory"
+        )
+    return job, Path(match[1])
+
+
+def show(job: str) -> str:
+    """scontrol's description of a job, one field group per line.
+
+    Raises:
+        LaunchError: Slurm does not know the job (any more).
+    """
+    try:
+        return script.call("scontrol", "show", "job", job)
+    except LaunchError as error:
+        if "Invalid job id" not in error.cause:
+            raise
+        raise LaunchError(
+            f"Slurm does not know job {job} (any more)",
+            "`shardkit jobs` lists jobs; for an old one pass its run directory",
+        ) from error
+
+
+def is_active(job: str) -> bool:
+    """Whether the job is queued, running, or about to run again."""
+    try:
+        states = script.call("squeue", "--noheader", "--format=%T", f"--jobs={job}").split()
+    except LaunchError as error:
+        if "Invalid job id" in error.cause:
+            return False
+        raise
+    return any(state in _ACTIVE for state in states)
+
+
+def held_back(job: str) -> str | None:
+    """Slurm's reason why a queued job waits, unless it only waits for its turn; None also where Slurm does not say."""
+    try:
+        reason = script.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
+    except LaunchError:
+        return None
+    return None if not reason or reason in _ITS_TURN else reason
+
+
+def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:
+    """Print a job's output; with `follow`, until the job ends, through requeues.
+
+    Raises:
+        LaunchError: see `output_of`; or the job ended without output.
+    """
+    job_id, path = output_of(job)
+    follower = Follower(path, sys.stdout.buffer if out is None else out)
+    copied = follower.pump()
+    if not follow or job_id is None:
+        if not path.exists():
+            raise LaunchError(f"{path} is not there yet", "the job may be waiting: `shardkit jobs`, or follow with -f")
+        return
+    next_look = 0.0
+    active = True
+    while active or copied:
+        if time.monotonic() >= next_look:
+            next_look, active = time.monotonic() + _LOOK_S, is_active(job_id)
+        time.sleep(_POLL_S)
+        copied = follower.pump()
+
+
+def cancel(job: str) -> str:
+    """End a job and its place in the queue; returns what to tell the user.
+
+    Raises:
+        LaunchError: Slurm does not know the job, or refuses.
+    """
+    if not is_job_id(job):
+        raise LaunchError(f"{job!r} is no job's id", "`shardkit jobs` lists them")
+    shown = show(job)
+    script.call("scancel", job)
+    match = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
+    kept = f"; checkpoints are kept in {match[1]}/checkpoints" if match else ""
+    return f"job {job} was told to end{kept}"
+
+
+def is_job_id(text: str) -> bool:
+    """`12`, `12_3` or `12_[0-3]`."""
+    return re.fullmatch(r"\d+(_(\d+|\[[\d,%-]+\]))?", text) is not None

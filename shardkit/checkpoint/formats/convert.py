@@ -1,0 +1,145 @@
+"""`shardkit convert`: from any checkpoint to any, a piece of a tensor at a time; all of it or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ..format.layout import fsync_folder
+from ..format.manifest import CorruptCheckpoint
+from ..format.writer import check_space
+from . import targets
+from .model_info import ModelInfo, model_info
+from .sources import open_source
+
+TARGETS = ("safetensors", "torch", "shardkit")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made.
+
+    Attributes:
+        source: the checkpoint that was read.
+        files: what was written, sorted.
+        notes: what was left out, one line each.
+    """
+
+    source: Path
+    kind: str
+    n_tensors: int
+    n_bytes: int
+    files: list[Path]
+    notes: list[str]
+
+
+def convert(
+    path: Path,
+    to: str,
+    out: Path,
+    *,
+    max_shard_size: str = "5GB",
+    dtype: str | None = None,
+    step: str = "latest",
+    weights_only: bool = False,
+    average: bool = False,
+) -> Converted:
+    """Write the checkpoint that `path` holds as another kind, to the new or empty folder `out`.
+
+    Args:
+        to: `safetensors`, `torch` or `shardkit`.
+        max_shard_size: of one safetensors file, such as "5GB".
+        dtype: `fp32`, `bf16` or `fp16` for weights; None = as they are.
+        step: which checkpoint of a run; see `open_source`.
+        weights_only: leave optimizer state behind (only `shardkit` can hold it).
+        average: the moving average of the weights in place of the weights (not for `shardkit`).
+
+    Raises:
+        CheckpointError: what is asked for does not exist, the source is damaged or hostile, or `out` cannot be written;
+            nothing is left behind then.
+    """
+    if to not in TARGETS:
+        raise CheckpointError(f"--to {to!r} is no format", f"pass one of {', '.join(TARGETS)}")
+    if dtype is not None and dtype not in targets.DTYPES:
+        raise CheckpointError(f"--dtype {dtype!r} is no type", f"pass one of {', '.join(targets.DTYPES)}")
+    if average and to == "shardkit":
+        raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
+    limit, cast = targets.parse_size(max_shard_size), targets.DTYPES[dtype] if dtype else None
+    _refuse_used(out)
+    try:
+        source = open_source(path, step, weights_only or not (to == "shardkit" or average))
+        try:
+            info = model_info(source.path) if source.kind == "shardkit" and to != "shardkit" else ModelInfo()
+            notes = [*source.notes, *([info.note] if info.note else [])]
+            weights = targets.exported(source, cast, info, average)
+            sizes = source.tensors if to == "shardkit" and cast is None else weights.tensors
+            needed = sum(map(targets.size_of, sizes.values()))
+            with _draft(out, needed) as folder:
+                if to == "safetensors":
+                    targets.write_safetensors(weights, folder, limit, info)
+                elif to == "torch":
+                    targets.write_torch(weights, folder)
+                else:
+                    targets.write_shardkit(source, folder, cast)
+        finally:
+            source.close()
+    except CorruptCheckpoint as error:
+        raise CheckpointError(error.cause, error.fix or "pass another checkpoint with --step") from error
+    files = sorted(p for p in out.iterdir() if p.is_file())
+    return Converted(source.path, source.kind, len(sizes), sum(p.stat().st_size for p in files), files, notes)
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise CheckpointError(f"--out {out} {what}", "name a new or empty directory")
+
+
+@contextmanager
+def _draft(out: Path, needed: int) -> Iterator[Path]:
+    """A folder that becomes `out` at the end, or vanishes.
+
+    Raises:
+        CheckpointError: no space, or no right to write there.
+    """
+    draft: Path | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_space(out.parent, needed)
+        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        draft.chmod(0o777 & ~_umask())
+        yield draft
+        _sync(draft)
+        draft.rename(out)
+        fsync_folder(out.parent)
+        draft = None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise CheckpointError(
+            f"--out {out} cannot be written: {error.strerror or error}",
+            "free space, or write to another disk" if full else "name a directory you can write",
+        ) from error
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's files on disk, and their names."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    fsync_folder(folder)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,225 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` (a pickle), and torch.save archives packed into `*.distcp`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import CheckpointError
+from ..format.reader import TensorInfo
+from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical
+from .torch_zip import Archive
+from .unpickle import Record, TensorRef, load
+
+METADATA = ".metadata"
+_NAME_IT = "save the model under 'model' and its optimizer under 'optim', as get_state_dict names them"
+
+
+@dataclass(frozen=True)
+class _State:
+    """An optimizer's tensor: `<state>` of the parameter `fqn`."""
+
+    fqn: str
+    key: str
+
+
+def open_dcp(folder: Path, weights_only: bool = False) -> Source:
+    """A folder that `torch.distributed.checkpoint.save` wrote, as a source.
+
+    Raises:
+        CheckpointError: damaged, incomplete, or it does not say what is a model's weight and what is not.
+    """
+    try:
+        content = (folder / METADATA).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}", RESTORE) from error
+    metadata = load(content, str(folder / METADATA))
+    try:
+        return _Folder(folder, metadata).source(weights_only)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {type(error).__name__}: {error}",
+            RESTORE,
+        ) from error
+
+
+class _Folder:
+    def __init__(self, path: Path, metadata: Record) -> None:
+        self.path = path
+        paths: Mapping[str, tuple[Any, ...]] = metadata.get("planner_data") or {}
+        self._entries: dict[str, Record] = {
+            key: entry
+            for key, entry in metadata.get("state_dict_metadata").items()
+            if entry.kind.endswith(".TensorStorageMetadata")
+        }
+        self._keys = {key: tuple(paths.get(key, (key,))) for key in self._entries}
+        self._stored = {
+            (index.get("fqn"), tuple(index.state.get("offset") or ())): info
+            for index, info in metadata.get("storage_data").items()
+        }
+
+    def source(self, weights_only: bool) -> Source:
+        states = {key: state for key, path in self._keys.items() if (state := _state(path))}
+        prefix, notes = self._model_prefix({state.fqn for state in states.values()}, states)
+        weights = {key: str(path[-1]) for key, path in self._keys.items() if path[:-1] == prefix and key not in states}
+        plain = canonical(weights.values())
+        tensors: dict[str, FileTensor] = {}
+        names: dict[str, str] = {}
+        for key, fqn in weights.items():
+            tensor = self._tensor(key)
+            names[fqn] = logical(plain[fqn], tensor.dtype)
+            tensors[names[fqn]] = tensor
+        scalars: dict[str, float] = {}
+        for key, state in {} if weights_only else states.items():
+            self._add_state(key, state, plain, tensors, scalars)
+        step = max((int(v) for name, v in scalars.items() if name.endswith(".step")), default=0)
+        source = file_source("dcp", self.path, tensors, scalars=scalars, step=step, notes=notes)
+        return _without_copies(source, {plain[s.fqn] for s in states.values() if s.fqn in plain})
+
+    def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[Any, ...], list[str]]:
+        """Which branch of the saved state is the model: the one with the optimizer's parameters, or the only one."""
+        branches: dict[tuple[Any, ...], set[str]] = {}
+        for key, path in self._keys.items():
+            if key not in states:
+                branches.setdefault(path[:-1], set()).add(str(path[-1]))
+        fitting = [prefix for prefix, names in branches.items() if trained and trained <= names]
+        named = [prefix for prefix in branches if prefix and prefix[-1] in ("model", "module", "state_dict")]
+        for choice in (fitting, named, list(branches)):
+            if len(choice) == 1:
+                left = [_text(p) for p in branches if p != choice[0]]
+                return choice[0], [f"left out: tensors under {', '.join(left)}"] if left else []
+        if not branches:
+            raise CheckpointError(f"{self.path} holds no tensor of a model", _NAME_IT)
+        raise CheckpointError(
+            f"{self.path} holds several groups of tensors, none of them called model: "
+            f"{', '.join(_text(p) for p in branches)}",
+            _NAME_IT,
+        )
+
+    def _add_state(
+        self,
+        key: str,
+        state: _State,
+        plain: Mapping[str, str],
+        tensors: dict[str, FileTensor],
+        scalars: dict[str, float],
+    ) -> None:
+        if state.fqn not in plain:
+            raise CheckpointError(
+                f"{self.path} holds optimizer state of {state.fqn!r}, which is not the name of a weight in it",
+                "pass --weights-only, or save it with get_state_dict, which names states by parameter",
+            )
+        name = f"optim.{plain[state.fqn]}.{state.key}"
+        tensor = self._tensor(key)
+        if not tensor.shape:
+            scalars[name] = self._number(key, name)
+            return
+        if tensor.shape != tensors[logical(plain[state.fqn], torch.float32)].shape:
+            raise CheckpointError(f"{name} in {self.path} is not one value per element", "pass --weights-only")
+        tensors[name] = tensor
+
+    def _tensor(self, key: str) -> FileTensor:
+        entry = self._entries[key]
+        shape, dtype = tuple(entry.get("size")), _dtype(entry.get("properties"))
+        extents = []
+        for chunk in entry.get("chunks"):
+            offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+            archive = self._archive(key, offsets)
+            ref = archive.content
+            if not isinstance(ref, TensorRef) or ref.dtype != dtype or ref.numel != math.prod(sizes):
+                raise CheckpointError(f"{archive.file} does not hold what {METADATA} says of {key}", RESTORE)
+            starts, run = _runs(shape, offsets, sizes)
+            extents.append(Extent(archive.file, archive.place(ref, key), starts, run))
+        return FileTensor(shape, dtype, tuple(extents))
+
+    def _number(self, key: str, name: str) -> float:
+        archive = self._archive(key, ())
+        return archive.number(archive.content, name)
+
+    def _archive(self, key: str, offsets: tuple[int, ...]) -> Archive:
+        info = self._stored[key, offsets]
+        name = info.get("relative_path")
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"file name {name!r}")
+        if info.state.get("transform_descriptors"):
+            raise CheckpointError(f"{self.path / name} is compressed", "save it without stream extensions")
+        return Archive(self.path / name, int(info.get("offset")), int(info.get("length")))
+
+
+def _state(path: tuple[Any, ...]) -> _State | None:
+    """Which optimizer state a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
+    if len(path) >= 3 and path[-3] == "state":
+        return _State(str(path[-2]), str(path[-1]))
+    last = str(path[-1])
+    if last.startswith("state.") and last.count(".") >= 2:
+        fqn, _, key = last.removeprefix("state.").rpartition(".")
+        return _State(fqn, key)
+    return None
+
+
+def _runs(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int64] | tuple[int, ...], int]:
+    """Where the runs of a block of a tensor begin in the flattened whole, and how long each is."""
+    if len(offsets) != len(shape) or any(o < 0 or o + n > s for o, n, s in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"a block of {sizes} at {offsets} in a tensor of {shape}")
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    axis, run = len(shape), 1
+    while axis and run == math.prod(shape[axis:]):  # the axes behind are whole: this one's elements follow each other
+        axis -= 1
+        run *= sizes[axis]
+    starts = np.array([sum(o * stride for o, stride in zip(offsets, strides, strict=True))], dtype=np.int64)
+    for outer in range(axis):
+        steps = np.arange(sizes[outer], dtype=np.int64) * strides[outer]
+        starts = np.add.outer(starts, steps).reshape(-1)
+    return starts, run
+
+
+def _dtype(properties: Record) -> torch.dtype:
+    state = properties.state
+    dtype = state["dtype"] if isinstance(state, dict) else state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype {dtype!r}")
+    return dtype
+
+
+def _without_copies(source: Source, trained: set[str]) -> Source:
+    """Drop what DCP saved twice: a tied weight under its second name, which has no moments of its own."""
+    ties: dict[str, str] = {}
+    for name, info in source.tensors.items():
+        fqn = name.removeprefix("model.")
+        if not name.startswith("model.") or fqn in trained:
+            continue
+        same = (f for f in sorted(trained) if _alike(source.tensors.get(f"model.{f}"), info))
+        original = next((f for f in same if _equal(source, name, f"model.{f}")), None)
+        if original is not None:
+            ties[fqn] = original
+    kept = {name: info for name, info in source.tensors.items() if name.removeprefix("model.") not in ties}
+    return replace(source, tensors=kept, ties=ties)
+
+
+def _alike(info: TensorInfo | None, other: TensorInfo) -> bool:
+    return info is not None and (info.shape, info.dtype) == (other.shape, other.dtype)
+
+
+def _equal(source: Source, name: str, other: str) -> bool:
+    info = source.tensors[name]
+    numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
+    for start in range(0, numel, step):
+        pair = [torch.empty(min(step, numel - start), dtype=info.dtype) for _ in range(2)]
+        source.read_into(name, start, pair[0])
+        source.read_into(other, start, pair[1])
+        if not torch.equal(pair[0], pair[1]):
+            return False
+    return numel > 0
+
+
+def _text(prefix: tuple[Any, ...]) -> str:
+    return ".".join(map(str, prefix)) or "the top level"

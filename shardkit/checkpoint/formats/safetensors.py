@@ -1,0 +1,137 @@
+"""The safetensors format: 8 bytes of header length, a JSON header, raw little-endian arrays. Read and written here
+without the library, because its writer takes whole tensors and a conversion holds a piece of one at a time.
+
+Format: https://github.com/huggingface/safetensors#format; the folder's index: `model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..format.reader import TensorInfo
+from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH = struct.Struct("<Q")
+_LONGEST_HEADER = 100 * 10**6
+"""Bytes; the library refuses longer ones too."""
+
+
+def open_safetensors(path: Path) -> Source:
+    """A `.safetensors` file, or a folder of them, as a source of weights.
+
+    Raises:
+        CheckpointError: damaged, incomplete, or of a type that shardkit does not know.
+    """
+    files = _files(path)
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        tensors = _read_header(file)
+        twice = sorted(set(tensors) & set(found))
+        if twice:
+            raise CheckpointError(f"{twice[0]} is in {file} and in another file of {path}", "keep one set of files")
+        found |= tensors
+    return weights_source("safetensors", path, found)
+
+
+def weights_source(
+    kind: str, path: Path, found: Mapping[str, FileTensor], ties: Mapping[str, str] | None = None, **more: Any
+) -> Source:
+    """A source of weights and buffers from tensors under their own names."""
+    ties = ties or {}
+    plain = canonical([*found, *ties])
+    tensors = {logical(plain[name], tensor.dtype): tensor for name, tensor in found.items()}
+    return file_source(kind, path, tensors, ties={plain[a]: plain[n] for a, n in ties.items()}, **more)
+
+
+def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
+    """The files of a folder that its index names, or all of them where there is no index."""
+    if path.is_file():
+        return [path]
+    if not (path / index).exists():
+        return sorted(path.glob(f"*{suffix}"))
+    try:
+        names = set(json.loads((path / index).read_bytes())["weight_map"].values())
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file outside of the folder")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path / index} is damaged: {error}", RESTORE) from error
+    files = [path / name for name in sorted(names)]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing, {path / index} names it", "download or copy all files")
+    return files
+
+
+def _files(path: Path) -> list[Path]:
+    return listed_files(path, INDEX, ".safetensors")
+
+
+def _read_header(file: Path) -> dict[str, FileTensor]:
+    try:
+        with file.open("rb") as opened:
+            size = file.stat().st_size
+            head = opened.read(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
+            if length > min(_LONGEST_HEADER, size - _LENGTH.size):
+                raise CheckpointError(f"{file} is damaged: its header does not end before the file does", RESTORE)
+            header = json.loads(opened.read(length))
+        begin = _LENGTH.size + length
+        return {
+            str(name): _entry(file, name, entry, begin, size - begin)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__} in its header: {error}", RESTORE) from error
+
+
+def _entry(file: Path, name: str, entry: Mapping[str, Any], begin: int, size: int) -> FileTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(
+            f"{name} in {file} is {entry['dtype']}, which shardkit does not know", f"use one of {', '.join(_DTYPES)}"
+        )
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (first, last, *shape)):
+        raise ValueError(f"{name}: sizes and offsets must be whole numbers")
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: {last - first} bytes for {list(shape)} of {entry['dtype']}")
+    if last > size:
+        raise CheckpointError(f"{file} ends before {name} does", RESTORE)
+    return FileTensor(shape, dtype, (Extent(file, begin + first, (0,), math.prod(shape)),))
+
+
+def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
+    """Length and header of a file that holds the tensors in this order, without gaps.
+
+    Raises:
+        CheckpointError: a type that the format does not have.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, info in tensors:
+        if info.dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {info.dtype}, which safetensors does not have", "use --to torch")
+        end = at + math.prod(info.shape) * info.dtype.itemsize
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # arrays begin aligned
+    return _LENGTH.pack(len(text)) + text

@@ -1,0 +1,218 @@
+"""What a conversion reads from: named tensors, any range of which can be read without the rest."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import CheckpointError
+from ..format.manifest import RunState
+from ..format.reader import TensorInfo
+from ..format.writer import byte_view
+
+RESTORE = "restore it from a copy"
+PIECE_BYTES = 8 * 2**20
+"""How much of a tensor a conversion holds at once."""
+
+
+@dataclass
+class Source:
+    """A checkpoint of any kind under shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
+
+    Attributes:
+        kind: how it is called in messages and in the manifest of what is made from it.
+        read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
+        scalars: optimizer states that are one number, by name.
+        step: optimizer steps done; 0 where the source does not say.
+        ties: other names of a weight (`head.weight`) → the name it is held under; both without `model.`.
+        run: where a run of shardkit stood; `None` for other sources.
+        notes: what is not taken over, one line each.
+    """
+
+    kind: str
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    read_into: Callable[[str, int, torch.Tensor], None]
+    close: Callable[[], None]
+    scalars: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    ties: dict[str, str] = field(default_factory=dict)
+    run: RunState | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
+
+        Raises:
+            CheckpointError: a finite value has no finite counterpart in `dtype`.
+        """
+        info = self.tensors[name]
+        numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
+        for start in range(0, numel, step):
+            piece = torch.empty(min(step, numel - start), dtype=info.dtype)
+            self.read_into(name, start, piece)
+            yield piece if dtype is None or dtype == info.dtype else _cast(piece, dtype, name)
+
+
+def _cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    out = piece.to(dtype)
+    if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
+        largest = piece[torch.isfinite(piece)].abs().max().item()
+        raise CheckpointError(
+            f"{name} holds {largest:.3g}, more than {str(dtype).removeprefix('torch.')} can hold",
+            "use --dtype bf16 or fp32",
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Runs of a flattened tensor, of `run` elements each, that lie one behind the other in a file.
+
+    Attributes:
+        offset: bytes before the first run in the file.
+        starts: index of each run's first element in the flattened tensor, ascending.
+    """
+
+    file: Path
+    offset: int
+    starts: tuple[int, ...] | npt.NDArray[np.int64]
+    run: int
+
+    @cached_property
+    def first(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self.starts, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FileTensor(TensorInfo):
+    """A tensor whose elements lie in files."""
+
+    extents: tuple[Extent, ...] = ()
+
+
+class FileTensors:
+    """Reads ranges of tensors straight from the files that hold them.
+
+    Raises:
+        CheckpointError: an element of a tensor is in no file, or in two.
+    """
+
+    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
+        self.tensors = tensors
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        for name, tensor in tensors.items():
+            _check_complete(name, tensor)
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
+        tensor, target = self.tensors[name], byte_view(out)
+        size, stop = tensor.dtype.itemsize, start + out.numel()
+        for extent in tensor.extents:
+            if not extent.run:
+                continue
+            low = max(0, int(np.searchsorted(extent.first, start, side="right")) - 1)
+            high = int(np.searchsorted(extent.first, stop, side="left"))
+            if high - low == 1:
+                self._read_run(name, extent, low, start, stop, size, target)
+            elif high > low:
+                self._read_runs(name, extent, low, high, start, stop, size, target)
+
+    def _read_run(
+        self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
+    ) -> None:
+        begin = int(extent.first[index])
+        first, last = max(start, begin), min(stop, begin + extent.run)
+        if first < last:
+            offset = extent.offset + (index * extent.run + first - begin) * size
+            self._pread(name, extent.file, offset, target[(first - start) * size : (last - start) * size])
+
+    def _read_runs(
+        self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
+    ) -> None:
+        """Many short runs are fetched as one stretch of the file and put in their places."""
+        stretch = memoryview(bytearray((high - low) * extent.run * size))
+        self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
+        for index in range(low, high):
+            begin = int(extent.first[index])
+            first, last = max(start, begin), min(stop, begin + extent.run)
+            at = (index - low) * extent.run + first - begin
+            if first < last:
+                target[(first - start) * size : (last - start) * size] = stretch[at * size : (at + last - first) * size]
+
+    def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._open(file), [out[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
+            if count == 0:
+                raise CheckpointError(f"{file} ends before {name} does", RESTORE)
+            done += count
+
+    def _open(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
+
+
+def _check_complete(name: str, tensor: FileTensor) -> None:
+    starts = np.concatenate([extent.first for extent in tensor.extents] or [np.empty(0, np.int64)])
+    runs = np.concatenate([np.full(len(e.first), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)])
+    starts, runs = starts[runs > 0], runs[runs > 0]
+    order = np.argsort(starts, kind="stable")
+    ends = np.cumsum(runs[order])
+    expected = np.concatenate([[0], ends])
+    wrong = np.flatnonzero(starts[order] != expected[:-1])
+    if len(wrong) or expected[-1] != math.prod(tensor.shape):
+        at = int(expected[wrong[0]]) if len(wrong) else int(min(expected[-1], math.prod(tensor.shape)))
+        file = tensor.extents[0].file if tensor.extents else "the source"
+        raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
+
+
+def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **more: object) -> Source:
+    """A source whose tensors lie in files."""
+    files = FileTensors(tensors)
+    return Source(kind, path, tensors, files.read_into, files.close, **more)  # type: ignore[arg-type]
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """Each name → the same without what DDP, FSDP1, torch.compile and checkpoint wrappers put into it."""
+    found = list(names)
+    wrapped = bool(found) and all(name.startswith("module.") for name in found)
+    out = {}
+    for name in found:
+        plain = name.removeprefix("module.") if wrapped else name
+        for wrapper in _WRAPPERS:
+            plain = plain.replace(wrapper, "")
+        out[name] = plain
+    return out
+
+
+def logical(fqn: str, dtype: torch.dtype) -> str:
+    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics, and
+    what is not a float, are buffers."""
+    is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
+    return f"{'buffer' if is_buffer else 'model'}.{fqn}"

@@ -1,0 +1,199 @@
+"""Writing what a source holds: safetensors shards, a torch state dict, or a shardkit checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...errors import CheckpointError
+from ..format.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
+from ..format.planner import dtype_name
+from ..format.reader import TensorInfo
+from ..format.writer import _version, byte_view, data_file_name, write_file
+from .model_info import ModelInfo, save_config
+from .safetensors import INDEX, header_of
+from .source import Source
+from .torch_writer import write_state_dict
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB" (powers of 1000) or "5GiB" (of 1024).
+
+    Raises:
+        CheckpointError: it is no size, or none that a shard can have.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise CheckpointError(f"--max-shard-size {text!r} is no size", "write it as 5GB or 500MiB")
+    unit = match.group(2).upper()
+    n_bytes = int(float(match.group(1)) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[:1] or " "))
+    if n_bytes < 1:
+        raise CheckpointError(f"--max-shard-size {text!r} holds nothing", "write it as 5GB or 500MiB")
+    return n_bytes
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights and buffers of a source under the names they are exported by.
+
+    Attributes:
+        names: exported name → name in the source.
+        tensors: exported name → its shape and exported dtype.
+        ties: other exported name → exported name.
+    """
+
+    source: Source
+    names: dict[str, str]
+    tensors: dict[str, TensorInfo]
+    ties: dict[str, str]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(size_of(info) for info in self.tensors.values())
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor's elements in order, in the exported dtype."""
+        return self.source.pieces(self.names[name], self.tensors[name].dtype)
+
+
+def size_of(info: TensorInfo) -> int:
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Weights:
+    """What is exported: every weight (or its moving average) and saved buffer, floats in `dtype` (None: as they are).
+
+    Raises:
+        CheckpointError: the source has no moving average.
+    """
+    if average and not any(name.startswith("ema.") for name in source.tensors):
+        raise CheckpointError(
+            f"{source.path} holds no moving average of the weights", "leave --ema out; train.ema_decay keeps one"
+        )
+    names, tensors = {}, {}
+    for name, found in source.tensors.items():
+        kind, _, fqn = name.partition(".")
+        if kind not in ("ema" if average else "model", "buffer"):
+            continue
+        plain = fqn.removeprefix(info.prefix)
+        names[plain] = name
+        cast = dtype is not None and found.dtype.is_floating_point
+        tensors[plain] = TensorInfo(found.shape, dtype if cast and dtype is not None else found.dtype)
+    ties = {**info.ties, **source.ties}
+    return Weights(
+        source, names, tensors, {a.removeprefix(info.prefix): n.removeprefix(info.prefix) for a, n in ties.items()}
+    )
+
+
+def write_safetensors(weights: Weights, folder: Path, max_shard: int, info: ModelInfo) -> None:
+    """The layout of Hugging Face: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
+    shards = _shards(weights, max_shard)
+    count, placed = len(shards), dict[str, str]()
+    for index, names in enumerate(shards, 1):
+        file = "model.safetensors" if count == 1 else f"model-{index:05d}-of-{count:05d}.safetensors"
+        placed |= dict.fromkeys(names, file)
+        with (folder / file).open("xb") as out:
+            out.write(header_of((name, weights.tensors[name]) for name in names))
+            for name in names:
+                for piece in weights.pieces(name):
+                    out.write(byte_view(piece))
+    if count > 1:
+        total = {"total_size": weights.n_bytes, "total_parameters": _parameters(weights)}
+        text = json.dumps({"metadata": total, "weight_map": dict(sorted(placed.items()))}, indent=2)
+        (folder / INDEX).write_text(text + "\n")
+    save_config(info, folder, next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point))
+
+
+def _parameters(weights: Weights) -> int:
+    return sum(
+        math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
+    )
+
+
+def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
+    """Names per file, in order; within a file wider types first, so that every array begins aligned."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, info in weights.tensors.items():
+        if shards[-1] and filled + size_of(info) > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size_of(info)
+    return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
+
+
+def write_torch(weights: Weights, folder: Path) -> None:
+    """One state dict, `model.pt`, with every name of a tied weight."""
+    write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
+
+
+def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
+    """A checkpoint folder: masters, moments, buffers and step counters, bit for bit as the source has them.
+
+    Args:
+        dtype: of the weights, where there is nothing but weights; None = as they are.
+
+    Raises:
+        CheckpointError: optimizer state would be cast.
+    """
+    tensors = _as_saved(source, dtype)
+    cuts: list[tuple[str, int, int]] = []
+
+    def pieces() -> Iterator[torch.Tensor]:
+        for name, info in tensors.items():
+            start = 0
+            for piece in source.pieces(name, info.dtype):
+                cuts.append((name, start, piece.numel()))
+                start += piece.numel()
+                yield piece
+
+    placed = write_file(folder / data_file_name(0), pieces())
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for (name, start, length), (offset, crcs) in zip(cuts, placed, strict=True):
+        chunks[name].append(Chunk(start, length, 0, offset, crcs))
+    (folder / FILE_NAME).write_bytes(dump(_manifest(source, folder, tensors, chunks)))
+
+
+def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+    if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
+        raise CheckpointError(
+            "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
+            "leave --dtype out, or pass --weights-only",
+        )
+    tensors = {}
+    for name, info in source.tensors.items():
+        kept = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        dtype_name(kept)
+        tensors[name] = TensorInfo(info.shape, kept)
+    return tensors
+
+
+def _manifest(
+    source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
+) -> Manifest:
+    """What the folder holds; the data position of another tool means nothing here: a resumed run begins its data."""
+    data = data_file_name(0)
+    return Manifest(
+        run=source.run or RunState(step=source.step, extra={"imported": source.kind}),
+        strategy=source.kind,
+        world_size=1,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        versions={"shardkit": _version(), "torch": torch.__version__},
+        files=(DataFile(data, (folder / data).stat().st_size),),
+        tensors={
+            name: TensorEntry(name, dtype_name(info.dtype), tuple(info.shape), tuple(chunks[name]))
+            for name, info in tensors.items()
+        },
+        scalars=source.scalars,
+    )

@@ -1,0 +1,100 @@
+"""Writes what torch.save would write for a state dict, a piece of a tensor at a time.
+
+`torch.load(file, weights_only=True)` reads it, also with `mmap=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..format.reader import TensorInfo
+from ..format.writer import byte_view
+
+ALIGNMENT = 64
+"""Bytes: where arrays begin, as torch.save does it, so that a memory map of them is aligned."""
+_ROOT = "model"
+_FIXED_HEADER, _ZIP64_EXTRA = 30, 20
+_DATE = (1980, 1, 1, 0, 0, 0)
+
+Pieces = Callable[[str], Iterable[torch.Tensor]]
+
+
+class _Storage:
+    """Stands for a stored array in the pickle."""
+
+    def __init__(self, key: int, info: TensorInfo) -> None:
+        self.key, self.info = key, info
+
+
+class _Tensor:
+    """Stands for a tensor in the pickle."""
+
+    def __init__(self, storage: _Storage) -> None:
+        self.storage = storage
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        kind = torch.storage._dtype_to_storage_type_map().get(obj.info.dtype)
+        storage = torch.UntypedStorage if kind is None else getattr(torch, kind)
+        numel = math.prod(obj.info.shape)
+        count = numel if kind is not None else numel * obj.info.dtype.itemsize
+        return ("storage", storage, str(obj.key), "cpu", count)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Tensor):
+            return NotImplemented
+        info = obj.storage.info
+        strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        common = (obj.storage, 0, tuple(info.shape), strides, False, hooks)
+        if info.dtype in torch.storage._dtype_to_storage_type_map():
+            return torch._utils._rebuild_tensor_v2, common
+        return torch._utils._rebuild_tensor_v3, (*common, info.dtype)
+
+
+def write_state_dict(file: Path, tensors: Mapping[str, TensorInfo], ties: Mapping[str, str], pieces: Pieces) -> None:
+    """Write the tensors, and their other names, to a new file.
+
+    Args:
+        ties: other name → a name in `tensors`; both share their elements when the file is loaded.
+        pieces: name → its elements in order, 1-D and in the type that `tensors` says.
+    """
+    storages = {name: _Storage(key, info) for key, (name, info) in enumerate(tensors.items())}
+    state = OrderedDict((name, _Tensor(storage)) for name, storage in storages.items())
+    state.update({alias: _Tensor(storages[name]) for alias, name in ties.items()})
+    content = io.BytesIO()
+    _Pickler(content, protocol=2).dump(state)
+    with zipfile.ZipFile(file, "x", allowZip64=True) as archive:
+        archive.writestr(_info("data.pkl"), content.getvalue())
+        archive.writestr(_info("byteorder"), b"little")
+        for name, storage in storages.items():
+            with archive.open(_aligned(archive, f"data/{storage.key}"), "w", force_zip64=True) as out:
+                for piece in pieces(name):
+                    out.write(byte_view(piece))
+        archive.writestr(_info("version"), b"3\n")
+
+
+def _info(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=_DATE)
+
+
+def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """An entry whose data begins aligned: an extra field that readers skip fills the space before it."""
+    info = _info(name)
+    at = archive.start_dir + _FIXED_HEADER + len(info.filename) + _ZIP64_EXTRA + 4
+    padding = -at % ALIGNMENT
+    info.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)  # "FB", torch's own id for it
+    return info

@@ -1,0 +1,281 @@
+"""Saving and resuming a run: when, by whom, and what happens when a disk fails or a file is damaged."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..config.schema import CheckpointConfig
+from ..errors import CheckpointError
+from ..parallel.world import World
+from ..strategies import Strategy
+from ..strategies.base import Shard
+from . import rng
+from .format import layout
+from .format.manifest import CHUNK_BYTES, RunState, storable
+from .staging import Staging, give_way
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
+    from .format.planner import Ranges
+    from .format.writer import RangeWriter
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save went; the same on every rank but for the times.
+
+    Attributes:
+        blocking_s: how long training stood still for it.
+        total_s: from its beginning until it was on disk under its name.
+        staging_bytes: host memory of this rank's copy (async saves), 0 for others.
+        error: why it failed, `None` if it did not.
+    """
+
+    step: int
+    path: Path
+    blocking_s: float
+    total_s: float
+    staging_bytes: int
+    error: str | None
+
+
+class Checkpointer:
+    """Saves a strategy's state below `root`. All ranks construct it, and call `save`, at the same time.
+
+    Args:
+        root: the folder of the checkpoints; on a file system that all ranks share.
+        timeout_s: longest wait for the slowest rank's write.
+        meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
+        on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        world: World,
+        config: CheckpointConfig,
+        root: str | Path,
+        *,
+        timeout_s: float = 1800,
+        meeting_s: float = 30,
+        chunk_bytes: int = CHUNK_BYTES,
+        on_done: Callable[[SaveReport], None] | None = None,
+    ) -> None:
+        self._strategy, self._world, self._config = strategy, world, config
+        self.root = Path(root)
+        self._meeting_s = meeting_s
+        self._chunk_bytes = chunk_bytes
+        self._on_done = on_done
+        # Its own group: a save in a thread must not interleave with the collectives of the step.
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._staging = Staging(world.device)
+        self._thread: threading.Thread | None = None
+        self._ended: SaveReport | BaseException | None = None
+        self._last_save = time.monotonic()
+        self.last_step: int | None = None
+        self.failures = 0
+        if world.is_main:
+            try:
+                layout.sweep(self.root)
+            except OSError as error:  # saves will say the same, in time for all ranks to hear it
+                _LOG.warning("%s cannot be tidied up: %s", self.root, error)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that async saves keep on this rank between saves."""
+        return self._staging.n_bytes
+
+    @property
+    def saving(self) -> bool:
+        """Whether this rank's background save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The gloo group of saves and loads."""
+        return self._group
+
+    def time_is_up(self) -> bool:
+        """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`."""
+        minutes = self._config.every_minutes
+        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
+
+    def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
+        """Whether to save after `step`; `asked` is what the ranks agreed on (time, preemption)."""
+        every = self._config.every_steps
+        by_count = every is not None and step % every == 0
+        return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step
+
+    def save(self, run: RunState) -> SaveReport | None:
+        """Write a checkpoint of the state after `run.step`; collective.
+
+        With `async_save` training may go on when this returns: the report is `None` then, and comes with the next
+        `save` or `wait`. A save that is still being written is waited for first: there are never two.
+
+        A disk that is full or fails ends the save, not the run: the report says why and `failures` counts it.
+
+        Raises:
+            CheckpointError: the state cannot be saved at all, or ranks are missing (named).
+        """
+        from .format.writer import RangeWriter
+
+        began = time.monotonic()
+        self.wait()
+        self._meet(run.step)
+        ranges, scalars = self._ranges(), self._strategy.scalars()
+        run = storable(run, scalars)
+        if self._config.async_save:
+            ranges = self._staging.copy(ranges)
+        writer = RangeWriter(
+            self.root / layout.folder_name(run.step),
+            self._world.rank,
+            run,
+            self._strategy.name,
+            self._world.size,
+            scalars,
+        )
+        self._last_save, self.last_step = time.monotonic(), run.step
+        if not self._config.async_save:
+            return self._finished(self._write(writer, ranges, run.step, began, None))
+        blocking = time.monotonic() - began
+        self._thread = threading.Thread(
+            target=self._write_in_thread,
+            args=(writer, ranges, run.step, began, blocking),
+            name="checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+        return None
+
+    def _meet(self, step: int) -> None:
+        """Notice a rank that does not come before anything is written."""
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"not all ranks came to save step {step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
+                "look at the missing ranks' logs; every rank has to call save after the same step",
+            ) from error
+
+    def _ranges(self) -> Ranges:
+        from .format.planner import by_name
+
+        ranges = by_name(self._strategy.shards())
+        for kind, state in rng.capture(self._world.device).items():
+            name = f"rng.{self._world.rank}.{kind}"
+            ranges[name] = [Shard(name, tuple(state.shape), 0, state)]
+        return ranges
+
+    def _write_in_thread(self, *args: object) -> None:
+        give_way()
+        try:
+            self._ended = self._write(*args)  # type: ignore[arg-type]
+        except BaseException as error:  # handed to the thread that waits
+            self._ended = error
+
+    def _write(
+        self, writer: RangeWriter, ranges: Ranges, step: int, began: float, blocking_s: float | None
+    ) -> SaveReport:
+        from torch.distributed.checkpoint import state_dict_saver as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from .agree import first_failure
+        from .format.planner import RangeSavePlanner
+
+        problem: str | None = None
+        try:
+            dcp.save(
+                dict(ranges),
+                storage_writer=writer,
+                planner=RangeSavePlanner(self._chunk_bytes),
+                process_group=self._group,
+            )
+            if self._world.is_main:
+                self._after_save()
+        except CheckpointException as failure:
+            rank, error = first_failure(failure)
+            if self._world.is_main:
+                shutil.rmtree(writer.draft, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise error from failure
+            problem = f"rank {rank}: {error.strerror or error}"
+        total = time.monotonic() - began
+        staged = self._staging.n_bytes if self._config.async_save else 0
+        return SaveReport(step, writer.final, total if blocking_s is None else blocking_s, total, staged, problem)
+
+    def _after_save(self) -> None:
+        """What can wait, and may fail without harm to the checkpoint that was just made."""
+        try:
+            layout.point_latest(self.root)
+            for path in layout.prune(self.root, self._config.keep_last, self._config.keep_best):
+                _LOG.info("deleted %s", path.name)
+        except OSError as error:
+            _LOG.warning("%s: %s", self.root, error)
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save in the background, if there is one; its report."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        ended, self._ended = self._ended, None
+        if isinstance(ended, BaseException):
+            raise ended
+        assert ended is not None
+        return self._finished(ended)
+
+    def _finished(self, report: SaveReport) -> SaveReport:
+        if report.error is not None:
+            self.failures += 1
+            if self._world.is_main:
+                _LOG.warning("checkpoint of step %d failed, the run goes on: %s", report.step, report.error)
+        if self._on_done is not None:
+            self._on_done(report)
+        return report
+
+    def resume(
+        self, source: str | Path, accept: Callable[[RunState], None] | None = None
+    ) -> tuple[Path, RunState] | None:
+        """Load the newest intact checkpoint of a run or folder, or the one named; collective. `None`: there is none.
+
+        Args:
+            accept: raises if the run's state does not suit the caller; called before anything is changed.
+
+        Raises:
+            CheckpointError: it does not fit this run, or is damaged and `on_corrupt` or the lack of others forbids to
+                go on.
+        """
+        from .resume import resume
+
+        where, on_corrupt = Path(source), self._config.on_corrupt
+        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
+        if found is not None:
+            self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
+        return found
+
+    def close(self, failed: bool = False) -> None:
+        """Wait for the save in the background and leave the group.
+
+        Args:
+            failed: an error ends the run: what goes wrong here is logged, not raised in its place.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            if not failed:
+                raise
+            _LOG.warning("the checkpoint being written was lost: %s", error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)

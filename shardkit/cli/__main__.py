@@ -1,0 +1,131 @@
+"""The `shardkit` command. Each command imports what it needs when it runs, so that `--help` stays instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import ShardkitError, report
+from . import jobs
+from .checkpoint import app as checkpoint_app
+from .convert import convert
+from .plan import ladder, max_model, plan
+from .profile import profile
+from .report import report as report_command
+
+PACKAGE = Path(__file__).parent.parent
+
+# Without markup typer does not import rich, which would double the time that --help takes.
+app = typer.Typer(
+    name="shardkit",
+    help="Plan, launch, train and account for sharded PyTorch jobs.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardkit {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of user errors (or set SHARDKIT_DEBUG=1).")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["SHARDKIT_DEBUG"] = "1"  # child processes report the same way
+
+
+@app.command()
+def init(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where configs/ and slurm/ are put; made if missing.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that are already there.")] = False,
+) -> None:
+    """Copy the ready-to-run configs and Slurm templates into DIR."""
+    for path in copy_templates(directory, force):
+        typer.echo(path)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    import json
+
+    from ..config.load import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def capability() -> None:
+    """Print which strategy supports which feature."""
+    from ..config.capability import markdown_table
+
+    typer.echo(markdown_table())
+
+
+jobs.register(app)
+app.command()(plan)
+app.command()(ladder)
+app.command()(max_model)
+app.command()(profile)
+app.command("report")(report_command)
+app.add_typer(checkpoint_app)
+app.command()(convert)
+
+
+def copy_templates(directory: Path, force: bool = False) -> list[Path]:
+    """Copy the package's configs and Slurm templates; returns the files written. All are checked before any is written.
+
+    Raises:
+        ShardkitError: a file is there already and `force` is off, or the directory cannot be written.
+    """
+    targets = {
+        directory / folder / source.name: source
+        for folder in ("configs", "slurm")
+        for source in sorted((PACKAGE / folder).glob("[!.]*"))
+    }
+    present = [path for path in targets if path.exists()]
+    if present and not force:
+        more = f" and {len(present) - 1} more" if len(present) > 1 else ""
+        raise ShardkitError(
+            f"{present[0]}{more} would be overwritten", "pass another directory, or --force to overwrite"
+        )
+    try:
+        for path, source in targets.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise ShardkitError(
+            f"cannot write {error.filename}: {error.strerror}", "pass a directory you can write"
+        ) from error
+    return list(targets)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry of the console script; ends the process with the exit code of docs/reference.md."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="shardkit")
+    except ShardkitError as error:
+        sys.exit(report(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""An automatic plan: searched, proven by real steps if asked, and written as a config."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.load import LoadedConfig, load_config
+from ..errors import ConfigError
+from ..launch.ranks.gpus import visible_gpus
+from ..plan.search.ladder import Try, tried
+from ..plan.search.search import Found, Search, Setting
+from ..plan.search.trial import writing
+from ..plan.show_auto import Verified, named, show_found, show_verified
+from ..plan.target import Target, cap_setting
+
+VERIFY_STEPS = 6
+"""Steps of each run of --verify; the second is traced, those after it are timed."""
+
+
+def verify(found: Found, most: int, try_it: Try) -> list[Verified]:
+    """Run the settings that are predicted to be fastest; the fastest first, those that failed last."""
+    ran = [Verified(setting, try_it(setting.settings, place)) for place, setting in enumerate(found.fitting[:most])]
+    return sorted(ran, key=lambda one: -(one.trial.tokens_per_s or 0.0))
+
+
+def to_json(found: Found, verified: Sequence[Verified] = ()) -> dict[str, Any]:
+    """Everything, for programs."""
+
+    def one(setting: Setting) -> dict[str, Any]:
+        what = setting.combination
+        return {
+            "engine": what.engine, "policy": what.policy, "precision": what.precision,
+            "micro_batch": setting.micro_batch, "settings": list(setting.settings), "needed": setting.needed,
+            "filled": setting.filled, "tokens_per_s": setting.tokens_per_s, "waits": dict(setting.waits),
+            "exact": setting.estimate is not None,
+        }  # fmt: skip
+
+    return {
+        "schema": 1,
+        "best": one(found.best),
+        "front": [one(setting) for setting in found.front],
+        "fitting": [one(setting) for setting in found.fitting],
+        "misfits": [one(setting) for setting in found.misfits],
+        "refused": [{"settings": list(what.settings), "reason": why} for what, why in found.refused.items()],
+        "verified": [
+            {**one(v.setting), "outcome": v.trial.outcome, "peak": v.trial.peak, "measured": v.trial.tokens_per_s}
+            for v in verified
+        ],
+    }
+
+
+def plan_automatically(
+    path: str | None,
+    given: Sequence[str],
+    target: Target,
+    margin: float | None,
+    most: int,
+    memory_cap: str | None,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    """What `shardkit plan --auto` does: search, run the best `most`, print, write the chosen config.
+
+    Args:
+        path: a YAML file; `None` = defaults.
+        given: overrides of the command line; their keys stay as they are.
+        margin: share of the memory to leave free; `None` = as much as the estimate may be off.
+
+    Raises:
+        ConfigError: nothing fits; or none of those that were run, ran; or there are no GPUs to run them on.
+    """
+
+    def load(more: Sequence[str]) -> LoadedConfig:
+        return load_config(path, [*given, *more])
+
+    here = visible_gpus()
+    if most and target.gpu is not None and here < target.world_size:
+        raise ConfigError(
+            f"--verify {most} trains on {target.world_size} GPUs, this machine has {here}",
+            "leave --verify out here and pass it on a machine that has them",
+        )
+    keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # one inside a key keeps the key
+    with writing(folder):  # the search takes minutes: see now whether its result can be kept
+        pass
+    with Search(lambda more: load(more).config, target, keys, margin, _progress) as search:
+        found = search.run()
+    verified = []
+    if most:
+        try_it = tried(path, given, target.world_size, folder / "runs", VERIFY_STEPS, cap_setting(memory_cap))
+        verified = verify(found, most, try_it)
+        if verified[0].trial.outcome != "ok":
+            raise ConfigError(
+                f"no setting ran: {verified[0].trial.message}", f"see what they left in {folder / 'runs'}"
+            )
+    chosen = verified[0].setting if verified else found.best
+    with writing(folder):
+        (folder / "auto.json").write_text(json.dumps(to_json(found, verified), indent=1) + "\n")
+        (folder / "config.yaml").write_text(load(chosen.settings).render())
+    _save_plot(found, folder)
+    if as_json:
+        print(json.dumps(to_json(found, verified), indent=1))
+        return
+    print(show_found("the defaults" if path is None else Path(path).name, found, target))
+    if verified:
+        print("\n" + show_verified(verified, found.samples))
+    print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, found.samples)}")
+
+
+def _save_plot(found: Found, folder: Path) -> None:
+    from ..report.plot_auto import save_front
+
+    try:
+        save_front(found, folder)
+    except ConfigError as error:
+        print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)
+
+
+def _progress(said: str) -> None:
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{said:<40}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,208 @@
+"""`shardkit plan CONFIG`: what each rank will need, and whether that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from ..config.schema import RunConfig
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
+    typer.Argument(metavar="[section.key=value]...", help="Win over the file."),
+]
+Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job; as many ranks.")]
+GpusPerNode = Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")]
+GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
+GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Of each GPU, if not the card's.")]  # noqa: UP045
+HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Of each machine.")]  # noqa: UP045
+MemoryCap = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
+]
+
+
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Gpus = 1,
+    gpus_per_node: GpusPerNode = 8,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    memory_cap: MemoryCap = None,
+    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    advice: Annotated[bool, typer.Option(help="When it does not fit, plan what would.")] = True,
+    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False,
+    margin: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            min=0, max=0.9, help="--auto: share of the memory to leave free; default: what the estimate may be off."
+        ),
+    ] = None,
+    verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="--auto: for the chosen config.yaml, auto.json and the plot.")
+    ] = Path("auto"),
+) -> None:
+    """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
+
+    With --auto, search engine and offload, activation checkpointing, precision and micro-batch for the setting that is
+    predicted to be fastest among those that fit; the samples of a step stay as they are, and so does every key that is
+    set on the command line. Exit code 0 if it fits, 4 if it does not.
+    """
+    import json
+
+    from ..config.load import load_config
+    from ..errors import ConfigError
+    from ..plan.advise import changes_that_fit
+    from ..plan.client import Planner
+    from ..plan.show import show, show_changes
+    from ..plan.target import choose_target
+    from .auto import plan_automatically
+
+    if not auto and (verify or margin is not None or out != Path("auto")):
+        raise ConfigError("--verify, --margin and --out belong to --auto, which is not there", "add --auto")
+    path, given = (None if config == "-" else config), list(overrides or [])
+    loaded = load_config(path, given).config
+    target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
+    if auto:
+        plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output)
+        return
+    with Planner(target) as planner:
+        estimate = planner.predict(loaded)
+        misfit = estimate.verdict == "does not fit"
+        changes = []
+        if misfit and advice:
+            changes = changes_that_fit(lambda more: load_config(path, [*given, *more]).config, estimate, planner)
+    if json_output:
+        tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
+                  "verdict": c.estimate.verdict} for c in changes]  # fmt: skip
+        typer.echo(json.dumps({**estimate.to_json(), "changes": tried}, indent=1))
+    else:
+        name = "the defaults" if path is None else Path(path).name
+        typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
+        if misfit and advice:
+            typer.echo("\n" + show_changes(changes))
+    raise typer.Exit(4 if misfit else 0)
+
+
+def ladder(
+    config: Config,
+    overrides: Overrides = None,
+    gpus: Gpus = 1,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    memory_cap: MemoryCap = None,
+    rung: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated."),
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs, the table, the plot.")] = Path("ladder"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
+) -> None:
+    """Put one technique after the other on CONFIG's model: what each needs, predicted and tried, and how fast it is.
+
+    Every rung runs in fresh processes; running out of memory is a result.
+    """
+    from ..config.load import load_config
+    from ..errors import ConfigError
+    from ..plan.search import ladder as ladders
+    from ..plan.target import cap_setting, choose_target, target_here
+    from ..report.plot import save_ladder
+
+    path, given = (None if config == "-" else config), list(overrides or [])
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(path, [*given, *more]).config
+
+    rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, load([]))
+    first = load(rungs[0].settings)
+    if dry_run:
+        target, try_it = choose_target(first, gpus, gpus, gpu, gpu_memory, memory_cap=memory_cap), None
+    else:
+        _refuse_gpu_memory(gpu_memory)
+        target = target_here(first, gpus, gpu, memory_cap)
+        try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
+    found = []
+    for step in ladders.climb(load, rungs, target, try_it):
+        found.append(step)
+        typer.echo(ladders.table([step]).splitlines()[-1], err=True)
+    typer.echo(ladders.table(found))
+    typer.echo(f"written: {ladders.save(found, out, target.device_memory)}", err=True)
+    try:
+        typer.echo(f"written: {save_ladder(found, target.device_memory, out)}", err=True)
+    except ConfigError as error:
+        typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
+
+
+def _refuse_gpu_memory(gpu_memory: str | None) -> None:
+    from ..errors import ConfigError
+
+    if gpu_memory is not None:
+        raise ConfigError(
+            f"--gpu-memory {gpu_memory}: real runs have the memory of this machine's cards",
+            "pass --memory-cap for a smaller one, or predict only",
+        )
+
+
+def max_model(
+    config: Config,
+    overrides: Overrides = None,
+    find: Annotated[str, typer.Option(metavar="model|batch", help="The most parameters, or samples.")] = "model",
+    gpus: Gpus = 1,
+    gpu: GpuName = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
+    memory_cap: MemoryCap = None,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs of --confirm.")] = Path("max-model"),
+) -> None:
+    """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, and by real steps."""
+    from ..config.load import load_config, resolve_batch
+    from ..errors import ConfigError
+    from ..memory.units import gib
+    from ..plan.search.ladder import tried
+    from ..plan.search.max_model import batch_sizes, largest, model_sizes
+    from ..plan.target import cap_setting, choose_target, target_here
+
+    if find not in ("model", "batch"):
+        raise ConfigError(f"--find {find}", "pass model or batch")
+    path, given = (None if config == "-" else config), list(overrides or [])
+
+    def load(more: Sequence[str]) -> RunConfig:
+        return load_config(path, [*given, *more]).config
+
+    start = load([])
+    if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):
+        raise ConfigError(
+            "--find model varies the reference transformer's layers and width, but the task has another model",
+            "pass --find batch, or use task.name=causal_lm",
+        )
+    try_it = None
+    if confirm:
+        _refuse_gpu_memory(gpu_memory)
+        target = target_here(start, gpus, gpu, memory_cap)
+        try_it = tried(path, given, gpus, out, 3, cap_setting(memory_cap))
+    else:
+        target = choose_target(start, gpus, gpus, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
+    if find == "batch":
+        sizes = batch_sizes(resolve_batch(start, gpus) if start.train.global_batch_size is not None else None)
+    else:
+        limit = (target.device_memory or 0) * gpus + (1 << 40)
+        sizes = model_sizes(start.model, limit / 2, 16 if start.precision.mode == "fp8" else 1)
+    found = largest(load, sizes, target, try_it, look_ahead=6 if find == "model" else 0)
+    what = "samples" if find == "batch" else "parameters"
+    how = f"confirmed by {found.attempts} real runs: the next size ran out of memory" if confirm else "predicted"
+    typer.echo(f"largest   {found.largest.amount:,} {what}: {' '.join(found.largest.settings)}")
+    short = "; the next one is short of host memory" if found.limited_by == "host" else ""
+    typer.echo(f"needs     {gib(found.predicted)} of {gib(target.device_memory or 0)} (predicted){short}")
+    typer.echo(
+        f"next      {found.next_up.amount:,} {what} ({found.next_up.amount / found.largest.amount - 1:+.1%}): {how}"
+    )

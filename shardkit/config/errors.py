@@ -1,0 +1,201 @@
+"""What to say about a configuration that is not valid: the nearest known key, and what a key expects."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError
+from .schema import RunConfig
+from .yaml import Path, one_line, shown
+
+Locate = Callable[[Path], str]
+"""Where the value at a path was set: `configs/fsdp.yaml:12`, `command line`, or empty for a default."""
+
+# What other trainers call things that have a key here; closeness of spelling finds the rest.
+_SYNONYMS = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.micro_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "train_batch_size": "train.global_batch_size",
+    "gradient_clipping": "train.max_norm",
+    "max_grad_norm": "train.max_norm",
+    "clip_grad_norm": "train.max_norm",
+    "gradient_checkpointing": "activation.policy",
+    "activation_checkpointing": "activation.policy",
+    "zero_stage": "parallel.strategy",
+    "dtype": "precision.mode",
+    "amp": "precision.mode",
+    "block_size": "train.seq_len",
+    "hidden_size": "model.d_model",
+    "output_dir": "run.dir",
+}
+_VALUE_SYNONYMS = {
+    "gpu": "cuda",
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "disk": "nvme",
+}
+
+
+def section_fields() -> dict[str, dict[str, Any]]:
+    """Section name -> its fields, in the order they are documented."""
+    return {
+        name: dict(info.annotation.model_fields)
+        for name, info in RunConfig.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
+
+
+def suggest(path: Path) -> str:
+    """The dotted key most likely meant by an unknown one; empty when nothing is close."""
+    fields = section_fields()
+    dotted = [f"{section}.{key}" for section, keys in fields.items() for key in keys]
+    if len(path) == 1:
+        close = difflib.get_close_matches(path[0], fields, n=1, cutoff=0.7)
+        return close[0] if close else _by_key(path[0], dotted)
+    section, key = path[0], path[1]
+    if section in fields:
+        close = difflib.get_close_matches(key, fields[section], n=1, cutoff=0.75)
+        close += [name for name in fields[section] if len(key) >= 3 and name.startswith(key)]
+        if close:
+            return f"{section}.{close[0]}"
+        return _by_key(key, dotted) or _closest(f"{section}.{key}", dotted, 0.7)
+    for near in difflib.get_close_matches(section, fields, n=1, cutoff=0.6):
+        if f"{near}.{key}" in dotted:
+            return f"{near}.{key}"
+    return _by_key(key, dotted) or _closest(f"{section}.{key}", dotted, 0.6)
+
+
+def _by_key(key: str, dotted: Iterable[str]) -> str:
+    """Match on the part after the section, in whichever section has it."""
+    if key in _SYNONYMS:
+        return _SYNONYMS[key]
+    by_key: dict[str, str] = {}
+    for name in dotted:
+        by_key.setdefault(name.partition(".")[2], name)
+    close = difflib.get_close_matches(key, by_key, n=1, cutoff=0.75)
+    return by_key[close[0]] if close else ""
+
+
+def _closest(name: str, dotted: Iterable[str], cutoff: float) -> str:
+    return next(iter(difflib.get_close_matches(name, dotted, n=1, cutoff=cutoff)), "")
+
+
+def unknown_key(path: Path, where: str) -> ConfigError:
+    """The error for a key that no section has."""
+    fields = section_fields()
+    meant = suggest(path)
+    kind = "key" if path[0] in fields or "." in meant else "section"
+    name = ".".join(path[:2]) if kind == "key" else path[0]
+    if meant:
+        fix = f"did you mean {meant}?"
+    elif kind == "key":
+        fix = f"keys of {path[0]}: {', '.join(fields[path[0]])}"
+    else:
+        fix = f"sections: {', '.join(fields)}"
+    return ConfigError(f"unknown {kind} {one_line(name, 80)}{_in(where)}", fix)
+
+
+@lru_cache(maxsize=1)
+def json_schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a config file, with every field's description, for editors."""
+    schema = RunConfig.model_json_schema()
+    schema["title"] = "shardkit run configuration"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def expected(section: str, key: str) -> str:
+    """What a key takes, in words: `an integer >= 1, or null`."""
+    schema = json_schema()
+    ref = schema["properties"][section]["$ref"].rpartition("/")[2]
+    return _in_words(schema["$defs"][ref]["properties"][key])
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return ", or ".join(_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema["type"] == "array":
+        fixed = schema.get("minItems") == schema.get("maxItems", -1)
+        return f"a list of {schema['minItems']} numbers" if fixed else "a list of numbers"
+    words = {
+        "integer": "an integer",
+        "number": "a number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "a mapping",
+        "null": "null",
+    }[schema["type"]]
+    if schema.get("pattern"):
+        return f"{words} like package.module:Class"
+    if schema.get("minLength"):
+        return f"{words} that is not empty"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {_number(schema[name])}" for name, sign in signs.items() if name in schema]
+    return f"{words} {' and '.join(bounds)}" if bounds else words
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
+    """The error for a value of the wrong type or out of range."""
+    dotted, wanted = ".".join(path[:2]), expected(path[0], path[1])
+    default = section_fields()[path[0]][path[1]].default
+    fix = f"the default is {dotted}={shown(default, 100)}"
+    if isinstance(value, (int, float)) and wanted.startswith("text"):
+        fix = f'quote it: "{shown(value)}"'
+    elif isinstance(value, str) and wanted.startswith("one of "):
+        choices = wanted.removeprefix("one of ").removesuffix(", or null").split(", ")
+        meant = _VALUE_SYNONYMS.get(value.lower(), value.lower())
+        close = difflib.get_close_matches(meant, choices, n=1, cutoff=0.7)
+        fix = f"did you mean {dotted}={close[0]}?" if close else fix
+    return ConfigError(f"{dotted}={shown(value)}{_in(where)}, expected {wanted}", fix)
+
+
+def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> ConfigError:
+    """The first of pydantic's errors in our words, with the names of the others."""
+    errors: dict[str, ConfigError] = {}
+    for item in error.errors(include_url=False):
+        path = tuple(str(part) for part in item["loc"])
+        if item["type"] == "conflict":
+            cause = item["ctx"]["cause"]
+            errors.setdefault(cause, ConfigError(cause + _in(_origins(cause, tree, locate)), item["ctx"]["fix"]))
+        else:
+            dotted = ".".join(path[:2])
+            value = tree.get(path[0], {}).get(path[1])
+            errors.setdefault(dotted, wrong_value(path, value, locate(path[:2])))
+    return combined(list(errors.items()))
+
+
+def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
+    """Where the keys that a message names were set."""
+    paths = [(section, key) for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause)]
+    places = [locate(path) for path in paths if path[1] in tree.get(path[0], {})]
+    return ", ".join(dict.fromkeys(places))
+
+
+def combined(errors: list[tuple[str, ConfigError]]) -> ConfigError:
+    """One error out of several named ones: the first, and what else is wrong."""
+    first, others = errors[0][1], [one_line(name, 60) for name, _ in errors[1:]]
+    if not others:
+        return first
+    more = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+    return ConfigError(f"{first.cause} (+{len(others)} more: {more})", first.fix)
+
+
+def _in(where: str) -> str:
+    return f" ({where})" if where else ""

@@ -1,0 +1,141 @@
+"""Reads a run's configuration: defaults, then a YAML file, then `section.key=value` overrides.
+
+A later layer wins. `model.preset` expands in the layer that sets it: a preset on the command line also replaces sizes
+that the file sets, and a size set beside a preset wins over it. An override given twice: the last one holds.
+`python -m shardkit.config.load configs/schema.json` writes the JSON schema for editors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from ..errors import ConfigError
+from .errors import json_schema
+from .layers import Layers, split_override
+from .render import render
+from .schema import RunConfig
+from .yaml import Document, one_line, read_yaml
+
+__all__ = ["LoadedConfig", "json_schema", "load_config", "resolve_batch"]
+
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid configuration and where each value came from.
+
+    Attributes:
+        config: the configuration.
+        sources: dotted key -> "default", the file's path, "command line" or "preset <name>"; one entry per leaf, so
+            keys inside `task.args` and `parallel.ds_config` have their own.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+
+    def render(self) -> str:
+        """The whole configuration as YAML, a comment with its source behind each value; loads to the same config."""
+        return render(self.config, self.sources)
+
+
+def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -> LoadedConfig:
+    """Read a config file (None: defaults) and apply overrides.
+
+    Args:
+        path: a YAML file; an empty one gives the defaults.
+        overrides: `["optim.lr=1e-3", "parallel.ds_config.zero_optimization.overlap_comm=false"]`, values parsed as
+            YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or it or an override sets what cannot be.
+    """
+    layers = Layers()
+    if path is not None:
+        layers.add_file(str(path), _read(FilePath(path)))
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    items = overrides.items() if isinstance(overrides, Mapping) else [split_override(item) for item in overrides]
+    for dotted, value in items:
+        layers.add_override(dotted, value, raw=not isinstance(overrides, Mapping))
+    return LoadedConfig(*layers.resolve())
+
+
+def resolve_batch(config: RunConfig, world_size: int) -> int:
+    """Micro-batches per optimizer step: `train.grad_accum_steps`, or derived from `train.global_batch_size`.
+
+    Raises:
+        ConfigError: the global batch cannot be cut into whole micro-batches per rank, or contradicts grad_accum_steps.
+    """
+    train = config.train
+    if train.global_batch_size is None:
+        return train.grad_accum_steps or 1
+    pass_size = train.micro_batch_size * world_size
+    steps, left = divmod(train.global_batch_size, pass_size)
+    if left or not steps:
+        below = steps * pass_size
+        near = f"{below} or {below + pass_size}" if below else f"{pass_size}"
+        cause = "is not a multiple of" if steps else "is less than"
+        per_rank, uneven = divmod(train.global_batch_size, world_size)
+        fits = [] if uneven else [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        closest = min(fits, key=lambda size: abs(size - train.micro_batch_size), default=0)
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} {cause} "
+            f"micro_batch_size × world size = {train.micro_batch_size} × {world_size} = {pass_size}",
+            f"set train.global_batch_size={near}" + (f", or train.micro_batch_size={closest}" if closest else ""),
+        )
+    if train.grad_accum_steps is not None and train.grad_accum_steps != steps:
+        raise ConfigError(
+            f"train.grad_accum_steps={train.grad_accum_steps} contradicts train.global_batch_size="
+            f"{train.global_batch_size}: {train.global_batch_size} / ({train.micro_batch_size} × {world_size} ranks) "
+            f"= {steps}",
+            f"remove train.grad_accum_steps, or set train.global_batch_size={pass_size * train.grad_accum_steps}",
+        )
+    return steps
+
+
+def _read(path: FilePath) -> Document:
+    name = one_line(str(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {name} does not exist", _nearby(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(f"config file {name} is a directory", "name a YAML file inside it") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"config file {name} is not UTF-8 text (byte {error.start})", "save it as UTF-8; is it a YAML file at all?"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"config file {name} cannot be read: {reason}", "check the path and its permissions"
+        ) from None
+    return read_yaml(text, name)
+
+
+def _nearby(path: FilePath) -> str:
+    try:
+        names = sorted(item.name for item in path.parent.glob("*.yaml"))
+    except (OSError, ValueError):
+        names = []
+    if not names:
+        return "check the path; a relative one starts at the current directory"
+    return one_line(f"in {path.parent}: {', '.join(names)}")
+
+
+def _write_schema(path: str) -> None:
+    FilePath(path).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        _write_schema(sys.argv[1])
+    except (IndexError, OSError) as problem:
+        print(f"usage: python -m shardkit.config.load configs/schema.json ({problem})", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Cards and machines: what is known of them, and what is measured."""

@@ -1,0 +1,69 @@
+"""What `shardkit doctor --calibrate` measured on this machine, kept for planning; loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+Constants = dict[str, Any]
+"""Figures of one device in a world of one size; docs/launch.md lists them."""
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/shardkit: what this user's jobs on this machine learn from each other."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
+
+
+def path() -> Path:
+    return cache_dir() / "calibration.json"
+
+
+def cpu_name() -> str:
+    """What stands for a device's name where ranks compute on CPUs."""
+    return f"cpu ({os.uname().machine})"
+
+
+def load() -> dict[str, Constants]:
+    """Everything kept, by "device x world size"; empty before the first calibration.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no longer what was written.
+    """
+    try:
+        kept = json.loads(path().read_text())
+        return {name: dict(constants) for name, constants in kept.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path()} cannot be read: {error}", "delete it, and run shardkit doctor --calibrate again"
+        ) from error
+
+
+def find(device: str, world_size: int) -> Constants | None:
+    """The constants of a device in the world that is nearest in size; of a job of ranks, measured with ranks if any.
+
+    Args:
+        device: as `torch.cuda.get_device_name` says it, or `cpu_name()`.
+    """
+
+    def distance(constants: Constants) -> tuple[bool, float]:
+        measured = int(constants["world_size"])
+        return world_size > 1 and measured == 1, abs(math.log(measured / world_size))
+
+    same = [constants for constants in load().values() if constants.get("device") == device]
+    return min(same, key=distance, default=None)
+
+
+def save(constants: Constants) -> None:
+    """Keep constants, beside those of other devices and world sizes."""
+    known = {**load(), f"{constants['device']} x {constants['world_size']}": constants}
+    path().parent.mkdir(parents=True, exist_ok=True)
+    draft = path().with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(known, indent=1) + "\n")
+    draft.replace(path())

@@ -1,0 +1,122 @@
+"""GPUs that a job may be planned for: what the planner must know of a card that is not here.
+
+Figures of the makers' data sheets; usable memory is what the driver reports as total. What lies outside torch's
+allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` or a run measures it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+
+from ..config import sizes
+from ..errors import ConfigError
+
+GIB = 2**30
+TYPICAL = "typical"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card.
+
+    Attributes:
+        device_name: as `torch.cuda.get_device_name` says it.
+        memory: bytes that the driver reports.
+        capability: compute capability.
+        hbm_gb_s: memory bandwidth, GB/s.
+        link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe where there is none).
+        pcie_gb_s: GB/s to host memory in one direction.
+        network_gb_s: GB/s to other machines, as clusters of such cards usually have.
+        context: bytes of a CUDA context with torch's and cuBLAS's kernels.
+        per_communicator: bytes that NCCL takes for each process group that is used.
+        overhead_from: where `context` and `per_communicator` are known from.
+    """
+
+    name: str
+    device_name: str
+    memory: int
+    capability: tuple[int, int]
+    hbm_gb_s: float
+    link_gb_s: float
+    pcie_gb_s: float
+    network_gb_s: float
+    _: KW_ONLY
+    context: int = 520 * 2**20
+    per_communicator: int = 400 * 2**20
+    overhead_from: str = TYPICAL
+
+    @property
+    def blas_workspace(self) -> int:
+        """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp)."""
+        return 32 * 2**20 if self.capability[0] >= 9 else 8320 * 2**10
+
+
+def _gpu(
+    name: str, device_name: str, gib: float, capability: tuple[int, int],
+    hbm: float, link: float, pcie: float, network: float,
+) -> Gpu:  # fmt: skip
+    return Gpu(name, device_name, int(gib * GIB), capability, hbm, link, pcie, network)
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 8000, 900, 63, 50),
+        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 4800, 450, 63, 50),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 3350, 450, 63, 50),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 2000, 63, 63, 25),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 4000, 450, 450, 50),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 2039, 300, 31, 25),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 1555, 300, 31, 25),
+        _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 696, 31, 31, 12.5),
+        _gpu("a10g", "NVIDIA A10G", 22.1, (8, 6), 600, 31, 31, 3),
+        _gpu("l40s", "NVIDIA L40S", 44.4, (8, 9), 864, 31, 31, 12.5),
+        _gpu("l4", "NVIDIA L4", 22.0, (8, 9), 300, 16, 16, 3),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 31, 31, 1.2),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 936, 31, 31, 1.2),
+        _gpu("a6000", "NVIDIA RTX A6000", 47.4, (8, 6), 768, 31, 31, 3),
+        _gpu("v100", "Tesla V100-SXM2-32GB", 31.7, (7, 0), 900, 150, 15, 3),
+        _gpu("t4", "Tesla T4", 14.6, (7, 5), 320, 15, 15, 3),
+    )
+}
+DEFAULT = "h100"
+
+
+def find_gpu(name: str) -> Gpu:
+    """A card of the table, by its short name or words of what the driver calls it: rtx4090, RTX 4090, A100-SXM4-40GB.
+
+    Raises:
+        ConfigError: there is none of that name, or more than one.
+    """
+    words = _words(name)
+    found = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
+    if len(found) > 1:  # every A100 is called so, a100 is one of them
+        found = [gpu for gpu in found if _words(gpu.name) <= words] or found
+    if len(found) != 1:
+        close = [gpu.name for gpu in found] or get_close_matches(name.lower(), GPUS, n=1)
+        raise ConfigError(
+            f"--gpu {name!r} is {'more than one card' if found else 'not'} in the table of GPUs",
+            (f"did you mean {' or '.join(close)}? " if close else "")
+            + f"it has: {', '.join(GPUS)}; or give --gpu-memory, for example 80GB",
+        )
+    return found[0]
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """Bytes of "80GB" (10⁹), "24GiB" or "24G" (2³⁰), ….
+
+    Raises:
+        ConfigError: not a number with a unit, or not more than 0; names `what`.
+    """
+    try:
+        return sizes.parse_bytes(text, sizes.ANY)
+    except ValueError:
+        raise ConfigError(
+            f"{what} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"
+        ) from None

@@ -1,0 +1,241 @@
+"""What the ranks reach together: collectives, latency, matrix products and copies, and which rank is slow.
+
+Collectives are reported as bus bandwidth, which does not depend on the number of ranks n: bytes/s × 2(n−1)/n for
+all-reduce, × (n−1)/n for all-gather and reduce-scatter (NVIDIA nccl-tests, doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config.schema import RunConfig
+from ..launch.doctor.examine import Check
+from ..memory.probe import DeviceProbe
+from ..parallel.world import World, choose_device, process_groups, rank_env
+from . import calibration
+from .speed import copy_speed, matmul_flops, matmul_types, memory_speed, new_page_speed, operator_seconds, timed
+
+SLOW = 1.2
+"""A rank that takes this many times the median is named."""
+_SIZES = (2**10, 2**13, 2**16, 2**20, 2**24, 2**28)
+_LARGEST_ON_CPU = 2**24
+_SMALL = 2**20
+"""Collectives below this many bytes are repeated within a round."""
+_ROUNDS = 5
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | None:
+    """Measure together with the other ranks; (findings, constants) on rank 0, None on the others; collective.
+
+    Constants are medians over ranks, which all measure at once; docs/launch.md lists them.
+
+    Raises:
+        LaunchError: ranks cannot find each other.
+    """
+    env = rank_env()
+    device = choose_device(config, env)
+    context = _context(device)
+    with process_groups(config, env) as world:
+        sizes = [size for size in _SIZES if device.type == "cuda" or size <= _LARGEST_ON_CPU]
+        sizes = sizes if world.size > 1 else []
+        constants: dict[str, Any] = {
+            "world_size": world.size,
+            "device": _device_name(device),
+            "threads": torch.get_num_threads(),
+            "clock_skew_s": _clock_skew(world),
+            "latency_s": _latency(world),
+            "collective_s": _collective(world, "all_reduce", 4) if world.size > 1 else None,
+            "late_s": _late(world) if world.size > 1 and device.type == "cpu" else None,
+            **{name: [[size, _bus_speed(world, name, size)] for size in sizes] for name in _COLLECTIVES},
+            **_outside(world, context),
+            **_speeds(world),
+        }
+        hosts = [str(host) for host in world.gather(os.uname().nodename)]
+    return (findings(constants, hosts), constants) if world.is_main else None
+
+
+def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
+    """The constants judged: slow ranks by name, clocks that differ."""
+    checks = []
+    for key, what, unit, scale in (
+        ("matmul_flops", "matmul", "TFLOP/s", 1e12),
+        ("copy_bytes_per_s", "copies", "GB/s", 1e9),
+    ):
+        values = [float(v) for v in constants[key]]
+        middle = statistics.median(values)
+        slow = [f"rank {rank}@{hosts[rank]}" for rank, value in enumerate(values) if value * SLOW < middle]
+        found = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
+        fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)" if slow else ""
+        found += f"; slow: {', '.join(slow)}" if slow else ""
+        checks.append(Check(f"{what} per rank", "warn" if slow else "pass", found, fix))
+    for key in _COLLECTIVES:
+        for size, speed in constants[key]:
+            checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
+    if len(constants["latency_s"]) > 1:
+        far = max(range(1, len(hosts)), key=lambda rank: float(constants["latency_s"][rank]))
+        worst = float(constants["latency_s"][far])
+        checks.append(Check("latency", "pass", f"rank 0 to rank {far}@{hosts[far]}: {worst * 1e6:.0f} µs, the longest"))
+    products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
+    checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
+    places = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
+    speeds = ", ".join(f"{place} {constants[key] / 1e9:.3g}" for place, key in places)
+    checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
+    skew = float(constants["clock_skew_s"])
+    late = skew > 1.0
+    fix = "run chrony or ntpd on every node" if late else ""
+    checks.append(Check("clocks", "warn" if late else "pass", f"differ by at most {skew:.3f} s", fix))
+    return checks
+
+
+def _speeds(world: World) -> dict[str, Any]:
+    """What each rank's device reaches while the others are as busy as it is."""
+    on_cpu = torch.device("cpu")
+    kinds = [set(map(str, found)) for found in world.gather(matmul_types(world.device)) if isinstance(found, list)]
+    products = {
+        kind: _each(world, lambda kind=kind: matmul_flops(world.device, kind))  # type: ignore[misc]
+        for kind in matmul_types(world.device)
+        if all(kind in others for others in kinds)
+    }
+    memory = statistics.median(_each(world, lambda: memory_speed(world.device)))
+    return {
+        "matmul_flops": products["bf16" if world.device.type == "cuda" else "fp32"],
+        "matmul_flops_by_dtype": {kind: statistics.median(found) for kind, found in products.items()},
+        "memory_bytes_per_s": memory,
+        "host_bytes_per_s": (
+            memory if world.device.type == "cpu" else statistics.median(_each(world, lambda: memory_speed(on_cpu)))
+        ),
+        "new_page_bytes_per_s": statistics.median(_each(world, new_page_speed)),
+        "copy_bytes_per_s": _each(world, lambda: copy_speed(world.device)),
+        "operator_s": statistics.median(_each(world, lambda: operator_seconds(world.device))),
+    }
+
+
+def _each(world: World, figure: Callable[[], float]) -> list[float]:
+    """Every rank's figure, taken by all of them at the same time."""
+    dist.barrier(world.books)
+    return _all(world, figure())
+
+
+def _all(world: World, value: float) -> list[float]:
+    return [float(str(found)) for found in world.gather(value)]
+
+
+def _context(device: torch.device) -> int | None:
+    """Bytes that the driver says are in use on the card, beyond torch's allocator, once torch has computed there.
+
+    Other processes' memory on the card counts too: `shardkit doctor` names them.
+    """
+    if device.type != "cuda":
+        return None
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(256, 256, device=device, dtype=dtype)
+        (x @ x).add_(x).sum().item()
+    return _beyond_allocator(device)
+
+
+def _outside(world: World, context: int | None) -> dict[str, float | None]:
+    """What a card needs beyond torch's allocator; called when the ranks' one communicator has been used."""
+    now = _beyond_allocator(world.device)
+    if context is None or now is None:
+        return {"context_bytes": None, "communicator_bytes": None}
+    contexts, communicators = _all(world, context), _all(world, max(0, now - context))
+    return {
+        "context_bytes": statistics.median(contexts),
+        "communicator_bytes": statistics.median(communicators) if world.size > 1 else None,
+    }
+
+
+def _beyond_allocator(device: torch.device) -> int | None:
+    probe = DeviceProbe(device)
+    in_use, counters = probe.in_use(), probe.read()
+    return None if in_use is None or counters is None else in_use - counters.reserved
+
+
+def _bus_speed(world: World, name: str, n_bytes: int) -> float:
+    factor = 2 if name == "all_reduce" else 1
+    return n_bytes / _collective(world, name, n_bytes) * factor * (world.size - 1) / world.size
+
+
+def _collective(world: World, name: str, n_bytes: int) -> float:
+    """Seconds of one collective over `n_bytes` in all, which in a gather is what every rank has in the end."""
+    part = torch.zeros(max(1, n_bytes // 4 // world.size), device=world.device)
+    whole = torch.zeros(
+        max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * world.size, device=world.device
+    )
+    works: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: _ALL_GATHER(whole, part),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole),
+    }
+    return _together(world, works[name], 1 if n_bytes >= _SMALL else 20)
+
+
+def _late(world: World) -> float:
+    """Seconds that a collective takes longer after some work than back to back: CPUs do not finish at the same time."""
+    square, whole = torch.ones(1024, 1024), torch.zeros(2**14)
+
+    def both() -> None:
+        square @ square
+        dist.all_reduce(whole)
+
+    def mean(work: Callable[[], object]) -> float:
+        dist.barrier(world.books)
+        return statistics.mean(_all(world, timed(world.device, work, 10)))
+
+    rounds = [
+        mean(both) - mean(lambda: square @ square) - mean(lambda: dist.all_reduce(whole)) for _ in range(_ROUNDS + 2)
+    ]
+    return max(0.0, statistics.median(rounds))
+
+
+# Named so since torch 2.13, which warns about the older names.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _together(world: World, work: Callable[[], object], calls: int = 1) -> float:
+    """The slowest rank's median, after one round to warm up."""
+    times = [timed(world.device, work, calls) for _ in range(_ROUNDS + 1)]
+    return max(_all(world, statistics.median(times[1:])))
+
+
+def _latency(world: World) -> list[float]:
+    """Half a round trip of one number between rank 0 and each rank, in seconds; 0 for rank 0 itself."""
+    ball = torch.zeros(1, device=world.device)
+    found = [0.0]
+    for peer in range(1, world.size):
+        if world.rank == 0:
+
+            def round_trip(peer: int = peer) -> None:
+                dist.send(ball, peer)
+                dist.recv(ball, peer)
+
+            found.append(statistics.median([timed(world.device, round_trip) for _ in range(_ROUNDS + 1)][1:]) / 2)
+        elif world.rank == peer:
+            for _ in range(_ROUNDS + 1):
+                dist.recv(ball, 0)
+                dist.send(ball, 0)
+        dist.barrier(world.books)
+    return found
+
+
+def _clock_skew(world: World) -> float:
+    dist.barrier(world.books)
+    clocks = _all(world, time.time())
+    return max(clocks) - min(clocks)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else calibration.cpu_name()
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes // 2**20} MiB" if n_bytes >= 2**20 else f"{n_bytes // 2**10} KiB"

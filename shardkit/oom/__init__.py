@@ -1,0 +1,1 @@
+"""Out of memory: what failed, what held the memory, what would help."""

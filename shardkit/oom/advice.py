@@ -1,0 +1,77 @@
+"""What to change in a configuration so that it needs less memory, with what each change saves.
+
+The savings are rules over what was counted, not a plan: of state they are as exact as the count, of activations they
+are estimates, and of a run that failed in the middle of a forward pass they are lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..config import capability
+from ..config.load import resolve_batch
+from ..config.schema import RunConfig
+from ..errors import ConfigError
+from .advice_rules import Numbers, Used, outside, rules
+
+__all__ = ["Advice", "Used", "advise"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change.
+
+    Attributes:
+        change: settings as on the command line, `activation.policy=full`, several separated by a space; or what to do.
+        saving_bytes: on the rank and memory in question; `None` if it helps by an amount that cannot be told.
+        cost: what it costs.
+        why: where the saving comes from.
+    """
+
+    change: str
+    saving_bytes: int | None
+    cost: str
+    why: str
+
+
+def advise(config: RunConfig, world_size: int, local_world_size: int, device: str, used: Used) -> list[Advice]:
+    """Changes that would lower what was used, the largest saving first; those whose saving cannot be told come last.
+
+    Only what the configuration may be changed to: what the capability table refuses, and what is set already, is left
+    out.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    n = Numbers(config, world_size, resolve_batch(config, world_size), device, used)
+    found = [Advice(*rule) for rule in outside(n)] if used.where == "device" else []
+    for settings, saving, cost, why in rules(n):
+        if (saving is None or saving >= 1) and _allowed(config, settings, world_size, local_world_size, device):
+            change = " ".join(f"{key}={_shown(value)}" for key, value in settings.items())
+            found.append(Advice(change, None if saving is None else round(saving), cost, why))
+    return sorted(found, key=lambda advice: -(advice.saving_bytes or 0))
+
+
+def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_world: int, device: str) -> bool:
+    """Whether the changed configuration differs, is valid, and works on these ranks."""
+    changed = config.model_dump()
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        changed[section][name] = value
+    try:
+        new = RunConfig.model_validate(changed)
+        capability.check(new, device=device, world_size=world, local_world_size=local_world)
+        resolve_batch(new, world)
+    except (ConfigError, ValidationError):
+        return False
+    return new != config
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,293 @@
+"""The rules behind `advice`: what each change of a configuration saves, from what was counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from ..config.schema import RunConfig
+from ..memory.rows import StateBytes, StateKind
+
+_CHUNK = 1024
+# A block's activations take 34 bytes per token and feature, its input 2 (Korthikanti et al. 2022, section 4.1).
+_KEPT_INPUTS = 2 / 34
+_LARGE = 0.1
+_SHARDED = {
+    "fsdp": ("params", "master_params", "grads", "optimizer"),
+    "zero3": ("params", "master_params", "grads", "optimizer"),
+    "zero2": ("master_params", "grads", "optimizer"),
+    "zero1": ("master_params", "optimizer"),
+}
+_STRONGER = {
+    "ddp": ("zero1", "zero2", "fsdp"),
+    "zero1": ("zero2", "zero3", "fsdp"),
+    "zero2": ("zero3", "fsdp"),
+    "hsdp": ("fsdp",),
+}
+_SHARD_COST = {
+    "zero1": "the same traffic as ddp",
+    "zero2": "the same traffic as ddp; gradients are reduced in every micro-batch",
+    "zero3": "parameters are gathered for each forward and backward: 1.5 times ddp's traffic",
+    "fsdp": "parameters are gathered for each forward and backward: 1.5 times ddp's traffic",
+}
+_NAMES = {
+    "params": "parameters", "master_params": "fp32 weights", "grads": "gradients", "optimizer": "optimizer states"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Used:
+    """What held the memory of one rank when it ran out, in bytes.
+
+    Attributes:
+        where: the memory that is short: of the device that trains, or of the host.
+        state: categories as the ledger counts them; `None` before there was any.
+        other: what was no state, the failed request included; activations if `phase` is forward or backward.
+        phase: what ran.
+        missing: what would have had to be free besides; `None` if not known.
+        fragmentation: held by the allocator without a tensor in it.
+        n_blocks: blocks of the model that can be recomputed; 0 if there are none.
+        workers: what data-loader workers hold.
+        staging: copies of background saves.
+    """
+
+    where: Literal["device", "host"] = "device"
+    state: Mapping[StateKind, StateBytes] | None = None
+    other: int = 0
+    phase: str | None = None
+    missing: int | None = None
+    fragmentation: int = 0
+    n_blocks: int = 0
+    workers: int = 0
+    staging: int = 0
+
+
+Rule = tuple[dict[str, Any], float | None, str, str]
+"""Settings, saving, cost, why."""
+
+
+class Numbers:
+    """The figures that rules need, in bytes on this rank."""
+
+    def __init__(self, config: RunConfig, world_size: int, accum: int, device: str, used: Used) -> None:
+        self.config, self.world, self.accum, self.device, self.used = config, world_size, accum, device, used
+        state = used.state or {}
+
+        def held(kind: StateKind) -> int:
+            return state[kind].device if kind in state else 0
+
+        self.params, self.masters = held("params"), held("master_params")
+        if not self.params and used.phase == "wrap":
+            self.params = used.other  # nothing was counted yet, but what is there while wrapping are weights
+        self.grads, self.optimizer = held("grads"), held("optimizer")
+        if used.phase != "wrap" and config.parallel.offload_optimizer == config.parallel.offload_param == "none":
+            self._expect(config)
+        in_pass = used.phase in ("forward", "backward", None)
+        self.activations = used.other if in_pass else 0
+
+    def _expect(self, config: RunConfig) -> None:
+        """Gradients and moments come to life in the first step: whoever dies before would meet them in the next."""
+        updated = self.masters or self.params
+        self.grads = self.grads or (0 if config.optim.in_backward else self.params)
+        per_byte = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 1.0 if config.optim.momentum else 0.0, "muon": 1.0}
+        self.optimizer = max(self.optimizer, int(per_byte.get(config.optim.name, 0.0) * updated))
+
+    def held(self, *kinds: str) -> int:
+        by_name = {
+            "params": self.params, "master_params": self.masters, "grads": self.grads, "optimizer": self.optimizer
+        }  # fmt: skip
+        return sum(by_name[kind] for kind in kinds)
+
+    def listed(self, *kinds: str) -> str:
+        """Those of these categories that there are, in words."""
+        return ", ".join(text for kind, text in _NAMES.items() if kind in kinds and self.held(kind))
+
+
+def rules(n: Numbers) -> Iterator[Rule]:
+    """Every change of settings that touches the memory that is short, whether or not it is allowed."""
+    if n.used.where == "host":
+        yield from _host(n)
+    if n.used.where == "device" or n.device == "cpu":
+        yield from _activations(n)
+        yield from _sharding(n)
+        yield from _offload(n)
+        yield from _optimizer(n)
+
+
+def _activations(n: Numbers) -> Iterator[Rule]:
+    config, held = n.config, n.activations
+    micro, blocks = config.train.micro_batch_size, n.used.n_blocks
+    if held <= 0:
+        return
+    if blocks > 1:
+        kept = 1 / blocks + _KEPT_INPUTS
+        yield (
+            {"activation.policy": "full"},
+            held * (1 - kept) if config.activation.policy == "none" else None,
+            "forward runs twice: about a third more compute",
+            f"of {blocks} blocks only their inputs, and one block's activations, exist at a time",
+        )
+        if n.device == "cuda":
+            yield (
+                {"activation.offload": "cpu"},
+                held * (1 - 2 / blocks) if config.activation.policy == "none" else None,
+                "as much pinned host memory, copied out and back in each micro-batch",
+                "what blocks keep for backward waits in host memory",
+            )
+    for smaller in _smaller(micro, held, n.used.missing):
+        settings: dict[str, Any] = {"train.micro_batch_size": smaller}
+        if config.train.global_batch_size is None or config.train.grad_accum_steps is not None:
+            settings["train.grad_accum_steps"] = n.accum * (micro // smaller)
+        yield (
+            settings,
+            held * (1 - smaller / micro),
+            f"{micro // smaller} times as many passes for the same samples per step",
+            "activations grow with the samples in a pass",
+        )
+    if config.precision.mode in ("fp32", "tf32"):
+        yield (
+            {"precision.mode": "bf16"},
+            held / 2 - n.params / 2,
+            "8 bits of mantissa in forward and backward; weights stay fp32",
+            "activations take 2 bytes instead of 4",
+        )
+    yield from _logits(n)
+
+
+def _smaller(micro: int, held: int, missing: int | None) -> Iterator[int]:
+    """The largest divisor of the micro-batch that saves enough, else 1; nothing for a micro-batch of one."""
+    divisors = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
+    enough = [size for size in divisors if missing is None or held * (1 - size / micro) >= missing]
+    yield from (enough or divisors[-1:])[:1]
+
+
+def _logits(n: Numbers) -> Iterator[Rule]:
+    config = n.config
+    if config.task.factory is not None or config.model.loss_chunk_size != 0:
+        return
+    vocab = config.model.hf.get("vocab_size") if config.task.name != "causal_lm" else config.model.vocab_size
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    yield (
+        {"model.loss_chunk_size": _CHUNK},
+        max(0, tokens - _CHUNK) * vocab * 8 if isinstance(vocab, int) else None,
+        "none to speak of",
+        "fp32 logits and their gradient never exist for all tokens at once",
+    )
+
+
+def _sharding(n: Numbers) -> Iterator[Rule]:
+    parallel = n.config.parallel
+    for target in _STRONGER.get(parallel.strategy, ()):
+        kinds = set(_SHARDED[target])
+        parts = n.world
+        if parallel.strategy == "hsdp":
+            parts = max(1, n.world // (parallel.dp_shard or n.world))
+        else:
+            kinds -= set(_SHARDED.get(parallel.strategy, ()))
+        gathered = 2 * n.params // n.used.n_blocks if "params" in kinds and n.used.n_blocks else 0
+        settings: dict[str, Any] = {"parallel.strategy": target}
+        if parallel.strategy == "hsdp":
+            given = [key for key in ("dp_replicate", "dp_shard") if getattr(parallel, key) is not None]
+            settings |= {f"parallel.{key}": None for key in given}
+        yield (
+            settings,
+            n.held(*kinds) * (1 - 1 / parts) - gathered,
+            _SHARD_COST[target],
+            f"{n.listed(*kinds)} are shared out among {n.world} ranks",
+        )
+    if parallel.strategy in ("fsdp", "hsdp"):
+        copies = n.params * (n.world - 1)
+        yield (
+            {"parallel.reshard_after_forward": True},
+            copies,
+            "parameters are gathered again in backward",
+            "a block's gathered parameters are freed after its forward",
+        )
+        if parallel.no_sync:
+            yield (
+                {"parallel.no_sync": False},
+                n.grads * (n.world - 1),
+                "gradients are reduced in every micro-batch",
+                "gradients exist as shards only",
+            )
+
+
+def _offload(n: Numbers) -> Iterator[Rule]:
+    parallel = n.config.parallel
+    if n.device != "cuda":
+        return
+    slow = "the update runs on the CPU; gradients and parameters cross PCIe in each step"
+    if parallel.strategy in ("zero1", "zero2", "zero3"):
+        why = "optimizer states and fp32 weights live in host memory"
+        yield {"parallel.offload_optimizer": "cpu"}, n.held("optimizer", "master_params"), slow, why
+    elif parallel.strategy in ("single", "ddp"):
+        saved = n.optimizer + n.grads * (1 - 1 / n.world)
+        why = "optimizer states live in host memory"
+        yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, why
+    if parallel.strategy in ("fsdp", "hsdp", "zero3"):
+        kinds = ("params",) if parallel.strategy == "zero3" else ("params", "grads", "optimizer")
+        saved = n.held(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
+        why = f"{n.listed(*kinds)} live in host memory between uses"
+        yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, why
+
+
+def _optimizer(n: Numbers) -> Iterator[Rule]:
+    config = n.config
+    if config.optim.name == "adamw" and find_spec("torchao") is not None:
+        yield (
+            {"optim.name": "adamw8bit"},
+            n.optimizer * (1 - (1 + 4 / 256) / 4),
+            "moments in 8 bits",
+            "a moment takes one byte, and a scale for every 256",
+        )
+    if config.train.max_norm is None and n.accum == 1:
+        yield (
+            {"optim.in_backward": True},
+            n.grads,
+            "no clipping, no accumulation",
+            "each parameter is updated as soon as its gradient is there",
+        )
+    if config.train.ema_decay is not None:
+        yield {"train.ema_decay": None}, None, "evaluation uses the last weights", "no moving average is kept"
+
+
+def _host(n: Numbers) -> Iterator[Rule]:
+    """The host's memory is short: what fills it beside the process itself."""
+    config, state = n.config, n.used.state or {}
+    if config.data.workers:
+        fewer = config.data.workers // 2
+        yield (
+            {"data.workers": fewer},
+            n.used.workers * (1 - fewer / config.data.workers) or None,
+            "fewer processes load data",
+            f"each of {config.data.workers} loader processes has its own copy of what it touches",
+        )
+    if config.checkpoint.async_save:
+        yield {"checkpoint.async_save": False}, n.used.staging or None, "training waits for saves", (
+            "no copy of the state is kept for background saves"
+        )  # fmt: skip
+    if n.device == "cuda":
+        for key, kinds in (("offload_param", ("params",)), ("offload_optimizer", ("optimizer", "master_params"))):
+            held = sum(bytes_.host for kind, bytes_ in state.items() if kind in kinds)
+            why = "state stays on the GPU"
+            yield {f"parallel.{key}": "none"}, held or None, "as much memory of the GPU", why
+        why = "activations stay on the GPU"
+        yield {"activation.offload": "none"}, None, "as much memory of the GPU", why
+
+
+def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
+    """(what to do, saving, cost, why) of what is no setting of the configuration."""
+    strategy = n.config.parallel.strategy
+    kinds = _SHARDED.get(strategy)
+    if kinds is not None and n.used.state:
+        why = f"{n.listed(*kinds)} are shared out among twice as many"
+        yield f"{2 * n.world} ranks", n.held(*kinds) // 2, "twice the devices", why
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    idle = n.used.fragmentation
+    large = idle >= max(1, n.used.missing or 0, int(_LARGE * (idle + n.held("params", "grads", "optimizer"))))
+    if n.device == "cuda" and large and "expandable_segments:True" not in settings:
+        why = "the allocator holds memory in pieces that no request fits into"
+        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", idle, "none to speak of", why

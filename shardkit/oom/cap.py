@@ -1,0 +1,133 @@
+"""`memory.cap`: run out of memory at a chosen size, on the GPU by the allocator, on the CPU by counting tensors."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from ..errors import ConfigError
+from ..memory.state import local_tensors
+from ..memory.units import gib
+from ..tracing.tracker import TensorTracker
+from .shortage import Shortage
+from .source_location import innermost
+
+_NOTED_SHARE = 1024  # storages of at least this fraction of the cap are noted with where they were made
+_PRUNE = 4096
+
+
+@dataclass(frozen=True)
+class Made:
+    """Where a storage that is still alive came from.
+
+    Attributes:
+        by: operator and line, `aten.mm at task.py:33 in loss`.
+    """
+
+    n_bytes: int
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    by: str
+
+
+class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
+    """Raises `torch.OutOfMemoryError` as soon as live tensors on the CPU hold more than `limit` bytes.
+
+    An operator's result counts before anyone gets it, and is dropped. What grows outside of operators
+    (`UntypedStorage.resize_`, by which FSDP2 gathers) is noticed at the next one. Counts what `TensorTracker` counts.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self._last, self._over = 0, False
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Made]] = {}
+
+    def __enter__(self) -> MemoryCap:
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.current("cpu")
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        now = self.current("cpu")
+        grown, self._last = now - (before if now > before else self._last), now
+        self._over = self._over and before > self.limit
+        if now <= self.limit:
+            if grown * _NOTED_SHARE >= self.limit:
+                self._note(out, func)
+        elif not self._over and get_worker_info() is None:  # a forked loader process counts its parent's tensors, too
+            self._over = True  # who handles the error may need a tensor or two for it
+            del out  # this frame lives as long as the error's traceback
+            raise self._error(grown, now, str(func))
+        return out
+
+    def made(self) -> list[Made]:
+        """The larger storages that are alive and were made under the cap."""
+        return [made for ref, made in self._made.values() if ref() is not None]
+
+    def _error(self, grown: int, now: int, op: str) -> torch.OutOfMemoryError:
+        before = now - grown
+        error = torch.OutOfMemoryError(
+            f"CPU out of memory. Tried to allocate {gib(grown)} ({op}). memory.cap={gib(self.limit)}, of which "
+            f"{gib(before)} is allocated."
+        )
+        free = max(0, self.limit - before)
+        error.shortage = Shortage(  # type: ignore[attr-defined]
+            "cap", grown, self.limit, free, allocated=before, reserved=before, op=op
+        )
+        return error
+
+    def _note(self, out: Any, func: Any) -> None:
+        where = innermost(sys._getframe(1))
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            for local in local_tensors(tensor):
+                storage = local.untyped_storage()
+                if storage.nbytes() * _NOTED_SHARE < self.limit or local.device.type != "cpu":
+                    continue
+                known = self._made.get(storage._cdata)
+                if known is None or known[0]() is None:
+                    made = Made(
+                        storage.nbytes(), storage.data_ptr(), tuple(local.shape), str(local.dtype), f"{func} at {where}"
+                    )
+                    self._made[storage._cdata] = (weakref.ref(storage), made)
+        if len(self._made) > _PRUNE:
+            self._made = {key: item for key, item in self._made.items() if item[0]() is not None}
+
+
+@contextmanager
+def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | None]:
+    """Hold this rank to `limit` bytes of tensors while entered; `None` changes nothing and costs nothing.
+
+    On a GPU the caching allocator is told (`torch.cuda.set_per_process_memory_fraction`): what it reserves counts, and
+    memory that NCCL and libraries take beside it does not.
+
+    Raises:
+        ConfigError: the GPU has less memory than the cap.
+    """
+    if limit is None:
+        yield None
+    elif device.type != "cuda":
+        with MemoryCap(limit) as cap:
+            yield cap
+    else:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if limit > total:
+            raise ConfigError(
+                f"memory.cap={gib(limit)}, but the GPU has {gib(total)}", "lower memory.cap, or remove it"
+            )
+        torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        try:
+            yield None
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)

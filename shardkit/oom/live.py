@@ -1,0 +1,133 @@
+"""Which tensors hold the memory: a walk over all objects, for when nobody waits any more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..memory.rows import KINDS, StateKind
+from ..memory.state import local_tensors
+from .cap import Made
+
+
+class Named(Protocol):
+    """A shard of a strategy: a name and the local memory it is in."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+
+@dataclass
+class Live:
+    """One storage that is alive.
+
+    Attributes:
+        n_bytes: of the whole storage, however much of it a tensor shows.
+        shape, dtype: of the largest tensor on it; `None` where only the allocator knows of it: most of what autograd
+            keeps for backward belongs to no Python object.
+        category: `params`, `master_params`, `grads`, `optimizer`, `buffers`; `None` for activations and the rest.
+        name: `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer.
+        made: operator and line; known under a memory cap, or while the allocator keeps its history.
+    """
+
+    n_bytes: int
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    category: StateKind | None = None
+    name: str | None = None
+    made: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {"bytes": fields.pop("n_bytes"), **fields}
+
+
+def biggest(
+    count: int,
+    device: torch.device,
+    state: Iterable[tuple[StateKind, torch.Tensor]] = (),
+    shards: Iterable[Named] = (),
+    made: Iterable[Made] = (),
+    blocks: Mapping[int, tuple[int, str | None]] | None = None,
+) -> list[Live]:
+    """The `count` largest live storages on a device.
+
+    Args:
+        state: (kind, tensor) pairs, as a strategy yields them.
+        shards: what names state.
+        made: storages that a memory cap noted.
+        blocks: address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`.
+    """
+    found: dict[int, Live] = {}
+    for tensor in _tensors():
+        for local in _plain(tensor, device):
+            _add(found, local)
+    for note in made:
+        known = found.setdefault(note.address, Live(note.n_bytes, note.shape, note.dtype))
+        known.made = note.by
+    for address, (n_bytes, frames) in (blocks or {}).items():
+        known = found.setdefault(address, Live(n_bytes))
+        known.made = known.made or frames
+    order = {kind: index for index, kind in enumerate(KINDS)}
+    for kind, tensor in state:
+        for local in _plain(tensor, device):
+            known = found.setdefault(local.untyped_storage().data_ptr(), Live(local.untyped_storage().nbytes()))
+            if known.category is None or order[kind] < order[known.category]:
+                known.category = kind
+    for shard in shards:
+        for local in _plain(shard.local, device):
+            owner = found.get(local.untyped_storage().data_ptr())
+            if owner is not None and owner.name is None:
+                owner.name = shard.name
+    return sorted(found.values(), key=lambda live: -live.n_bytes)[:count]
+
+
+def snapshot_blocks(snapshot: Mapping[str, Any] | None, index: int | None) -> dict[int, tuple[int, str | None]]:
+    """Address → (bytes, line of Python that allocated it, if history was kept) of one device's blocks in use."""
+    blocks: dict[int, tuple[int, str | None]] = {}
+    for segment in (snapshot or {}).get("segments", ()):
+        if index is not None and segment["device"] != index:
+            continue
+        for block in segment["blocks"]:
+            if block["state"].startswith("active"):
+                blocks[block["address"]] = (block["size"], _frame(block.get("frames") or ()))
+    return blocks
+
+
+def _frame(frames: Iterable[Mapping[str, Any]]) -> str | None:
+    lines = [frame for frame in frames if frame["filename"].endswith(".py")]
+    own = next((frame for frame in lines if "/torch/" not in frame["filename"]), None)
+    return None if own is None else f"{own['filename']}:{own['line']} in {own['name']}"
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that Python knows. By type: `isinstance` would ask proxies, which may do anything."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing) is not FakeTensor:
+            yield thing
+
+
+def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+    """The strided tensors with memory of their own on the device."""
+    for local in local_tensors(tensor):
+        here = local.device
+        if here.type != device.type or (device.index is not None and here.index != device.index):
+            continue
+        if local.layout == torch.strided and type(local) is not FakeTensor and local.untyped_storage().nbytes():
+            yield local
+
+
+def _add(found: dict[int, Live], local: torch.Tensor) -> None:
+    storage = local.untyped_storage()
+    known = found.setdefault(storage.data_ptr(), Live(storage.nbytes()))
+    shown = 0 if known.shape is None else torch.Size(known.shape).numel()
+    if known.shape is None or local.numel() > shown:
+        known.shape, known.dtype = tuple(local.shape), str(local.dtype)

@@ -1,0 +1,258 @@
+"""The post-mortem of a rank that runs out of memory: written before it dies, for the launcher, the report and people.
+
+`RUN_DIR/oom/rank{r}.json` is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or goes away.
+While all goes well nothing here runs: what happened is read from the exception, its traceback and the allocator.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from ..config.schema import RunConfig
+from ..errors import OutOfMemoryError
+from ..memory.ledger import MemoryLedger
+from ..memory.phases import phase_of
+from ..memory.rows import RankRow, StateKind
+from ..memory.units import gib
+from ..parallel.blocks import find_blocks
+from . import shortage as shortages
+from .advice import Advice, Used, advise
+from .cap import MemoryCap
+from .live import Live, Named, biggest, snapshot_blocks
+from .shortage import Shortage
+from .source_location import module_of, raised_at
+
+SCHEMA = 1
+FOLDER = "oom"
+TENSORS = 20
+"""How many of the largest tensors are listed."""
+
+_LOG = logging.getLogger(__name__)
+_DOING = {"init": "while loading the task", "wrap": "while wrapping the model"}
+_T = TypeVar("_T")
+
+
+class Subject(Protocol):
+    """What is trained: a strategy."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]: ...
+
+    def shards(self) -> Iterable[Named]: ...
+
+
+class PostMortem:
+    """Writes down why one rank lacks memory, and says what would help.
+
+    Args:
+        subject: its model may not exist yet.
+        local_world_size: ranks on this machine.
+        cap: the rank's memory cap on the CPU.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: MemoryLedger,
+        subject: Subject,
+        local_world_size: int = 1,
+        cap: MemoryCap | None = None,
+    ) -> None:
+        self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
+        self._local_world_size = local_world_size
+        self._gaps: list[str] = []
+        shortages.observe(ledger.device)
+
+    @property
+    def path(self) -> Path:
+        """This rank's file."""
+        return Path(self._config.run.dir) / FOLDER / f"rank{self._ledger.rank}.json"
+
+    def explain(self, error: BaseException) -> OutOfMemoryError | None:
+        """Write the post-mortem of an exception and return what to raise instead; `None` if it is about something else.
+
+        Whatever cannot be found out is missing from the file, and named there: nothing hides the error itself.
+        """
+        found = shortages.of(error)
+        if found is None:
+            return None
+        model = self._attempt("the model", lambda: self._subject.model, None)
+        phase = phase_of(error) or self._ledger.open_phase
+        row = self._row()
+        shortage = self._completed(found, row)
+        advice = self._advice(shortage, row, phase, model)
+        record = {
+            **self._head(shortage, row),
+            "phase": phase,
+            "module": self._attempt("the module", lambda: module_of(error, model), None),
+            "at": raised_at(error),
+            "message": str(error)[:4000],
+            "tensors": [live.to_json() for live in self._tensors(shortage)],
+            "advice": [asdict(one) for one in advice],
+            "snapshot": self._save_snapshot(shortage),
+        }
+        problem = self._write(record)
+        return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, shortage, self.path, problem))
+
+    def at_risk(self, row: RankRow) -> None:
+        """Write what there is to say while the host's memory is almost used up: who is killed cannot."""
+        memory = row.host_mem
+        used = memory.in_use or 0
+        shortage = Shortage("host-risk", limit=memory.limit, free=max(0, memory.limit - used), allocated=memory.rss)
+        advice = self._advice(shortage, row, None, None)
+        record = {**self._head(shortage, row), "phase": None, "module": None, "at": None}
+        problem = self._write(
+            {**record, "message": None, "tensors": [], "advice": [asdict(one) for one in advice], "snapshot": None}
+        )
+        if problem:
+            _LOG.warning("cannot write %s: %s", self.path, problem)
+
+    def _head(self, shortage: Shortage, row: RankRow) -> dict[str, Any]:
+        identity = row.identity
+        return {
+            "schema": SCHEMA,
+            "kind": shortage.kind,
+            "time": time.time(),
+            "rank": identity.rank,
+            "host": identity.host,
+            "local_rank": identity.local_rank,
+            "device": identity.device,
+            "world_size": self._ledger.world_size,
+            "step": self._ledger.step,
+            "request": shortage.request,
+            "op": shortage.op,
+            "memory": {
+                "limit": shortage.limit,
+                "free": shortage.free,
+                "allocated": shortage.allocated,
+                "reserved": shortage.reserved,
+                "fragmentation": shortage.fragmentation,
+                "missing": shortage.missing,
+                "exact": shortage.exact,
+            },
+            "row": row.to_json(),
+        }
+
+    def _row(self) -> RankRow:
+        """The ledger's row with state as it is now."""
+        self._attempt("state", lambda: self._ledger.count_state(self._subject.state_tensors()), None)
+        return self._ledger.row()
+
+    def _completed(self, shortage: Shortage, row: RankRow) -> Shortage:
+        """On a GPU, with the allocator's figures where the error had none, and under `memory.cap` with its limit."""
+        now, cap = row.device_mem, self._config.memory.cap_bytes
+        if shortage.kind == "host":
+            return replace(shortage, limit=row.host_mem.limit)
+        if shortage.kind != "device" or now is None:
+            return shortage
+        if shortage.allocated is None or shortage.reserved is None:
+            shortage = replace(shortage, limit=now.total, allocated=now.allocated, reserved=now.reserved, exact=False)
+        if cap is not None:
+            shortage = replace(shortage, limit=cap, free=max(0, cap - (shortage.reserved or 0)))
+        return shortage
+
+    def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
+        on_host = shortage.kind in ("host", "host-risk")
+        held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
+        none: list[nn.Module] = []
+        blocks = none if model is None else self._attempt("blocks", lambda: find_blocks(model), none)
+        used = Used(
+            where="host" if on_host else "device",
+            state=row.state,
+            other=max(0, held + (shortage.request or 0)),
+            phase=phase,
+            missing=shortage.missing,
+            fragmentation=shortage.fragmentation or 0,
+            n_blocks=len(blocks),
+            workers=row.host_mem.children_rss or 0,
+            staging=row.host_mem.staging,
+        )
+        size, local_size, device = self._ledger.world_size, self._local_world_size, self._ledger.device.type
+        return self._attempt("advice", lambda: advise(self._config, size, local_size, device, used), [])
+
+    def _tensors(self, shortage: Shortage) -> list[Live]:
+        device, subject = self._ledger.device, self._subject
+        none: list[Any] = []
+        state = self._attempt("state", lambda: list(subject.state_tensors()), none)
+        shards = self._attempt("names", lambda: list(subject.shards()), none)
+        made = [] if self._cap is None else self._cap.made()
+        blocks = snapshot_blocks(shortage.snapshot, device.index)
+        return self._attempt("tensors", lambda: biggest(TENSORS, device, state, shards, made, blocks), [])
+
+    def _attempt(self, what: str, find: Callable[[], _T], otherwise: _T) -> _T:
+        """Something to put into the file, or a note there why it is not known: the state may be broken half-way."""
+        try:
+            return find()
+        except Exception as problem:
+            gap = f"{what}: {type(problem).__name__}: {problem}"
+            if gap not in self._gaps:
+                self._gaps.append(gap)
+            return otherwise
+
+    def _save_snapshot(self, shortage: Shortage) -> str | None:
+        """The CUDA allocator's segments, with their history where it was recorded, for https://pytorch.org/memory_viz."""
+        if shortage.snapshot is None:
+            return None
+        path = self.path.with_name(f"{self.path.stem}_snapshot.pickle")
+        problem = _replace(path, pickle.dumps(shortage.snapshot))
+        if problem:
+            self._gaps.append(f"snapshot: {problem}")
+        return None if problem else path.name
+
+    def _write(self, record: dict[str, Any]) -> str | None:
+        """Write the file; what went wrong, if anything did."""
+        record = {**record, "gaps": self._gaps}
+        self._gaps = []
+        return _replace(self.path, json.dumps(record, indent=1, default=str).encode() + b"\n")
+
+
+def _replace(path: Path, content: bytes) -> str | None:
+    """Write a file whole or not at all; the reason why not."""
+    draft = path.with_name(f"{path.name}.part{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError as problem:
+        with suppress(OSError):
+            draft.unlink()
+        return problem.strerror or str(problem)
+    return None
+
+
+def _cause(record: dict[str, Any], cap: str | None) -> str:
+    memory, request, phase = record["memory"], record["request"], record["phase"]
+    doing = f"in {phase} of step {record['step']}" if record["step"] else "before the first step"
+    doing = _DOING.get(phase, doing)
+    inside = f" ({record['module']})" if record["module"] else ""
+    whole = {"host": "the host's memory", "cap": f"memory.cap={cap}"}.get(
+        record["kind"], f"{record['device']}'s memory"
+    )
+    if record["kind"] == "device" and cap is not None:
+        whole = f"memory.cap={cap}"
+    asked = "it asked for more than there was" if request is None else f"it asked for {gib(request)}"
+    free = "" if memory["free"] is None else f", {gib(memory['free'])} were free"
+    idle = memory["fragmentation"] or 0
+    pieces = f" and {gib(idle)} held in pieces" if request is not None and idle >= request else ""
+    return f"rank {record['rank']} ran out of memory {doing}{inside}: {asked} of {whole}{free}{pieces}"
+
+
+def _fix(advice: list[Advice], shortage: Shortage, path: Path, problem: str | None) -> str:
+    best = [f"{one.change} (saves {gib(one.saving_bytes)})" for one in advice[:2] if one.saving_bytes]
+    tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
+    file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
+    return f"{tips}; {file}"

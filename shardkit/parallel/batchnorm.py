@@ -1,0 +1,127 @@
+"""Batch normalisation over ranks: statistics of all ranks' micro-batches, on CPU too."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..config.load import resolve_batch
+from ..config.schema import RunConfig
+from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class CPUSyncBatchNorm(_BatchNorm):
+    """`nn.SyncBatchNorm`, which needs a GPU, for the CPU: sums are exchanged, ranks may hold unequal shares."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        dims = [d for d in range(input.dim()) if d != 1]
+        wide = input.float()
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        count = wide.new_full((1,), input.numel() / input.shape[1])
+        total = _sum_over_ranks(torch.cat([wide.sum(dims), count]))
+        n = total[-1].detach()
+        mean = total[:-1] / n
+        centred = wide - mean.view(shape)
+        var = _sum_over_ranks(centred.square().sum(dims)) / n
+        self._track(mean.detach(), var.detach(), float(n))
+        out = centred * (var.view(shape) + self.eps).rsqrt()
+        if self.affine:
+            out = out * self.weight.view(shape)
+            if self.bias is not None:
+                out = out + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
+        """Running statistics, the variance unbiased; `momentum` None = the plain average so far."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_((var * n / max(n - 1, 1)).to(self.running_var.dtype), weight)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of every rank's values; its gradient is the sum of every rank's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if not dist.is_initialized():
+        return values
+    total: torch.Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
+    return total
+
+
+def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Synchronise batch norms if `model.sync_batchnorm` asks for it, in place; say once what batch norm does not do.
+
+    Raises:
+        ConfigError: it is asked for, but the model has no batch norm.
+    """
+    sync = config.model.sync_batchnorm
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if sync and not norms:
+        raise ConfigError(
+            f"model.sync_batchnorm=true, but {type(model).__name__} has no batch norm", "remove model.sync_batchnorm"
+        )
+    if sync:
+        for name in norms:
+            _replace(model, name, CPUSyncBatchNorm if device.type == "cpu" else nn.SyncBatchNorm)
+    if not norms or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    _warn(norms[0], resolve_batch(config, world), apart=world > 1 and not sync)
+
+
+def _warn(name: str, accum: int, apart: bool) -> None:
+    if accum > 1:
+        logger.warning(
+            "batch norm (%s) sees one micro-batch at a time: %d accumulated ones are not one large batch to it",
+            name,
+            accum,
+        )
+    if apart:
+        logger.warning(
+            "batch norm (%s) sees each rank's micro-batch alone, and the losses depend on the number of ranks: "
+            "model.sync_batchnorm=true makes them the same",
+            name,
+        )
+
+
+def _replace(model: nn.Module, name: str, kind: Any) -> None:
+    """The synchronised twin, with the same parameters and buffers, in the place of a batch norm."""
+    old: Any = model.get_submodule(name)
+    if isinstance(old, (nn.SyncBatchNorm, CPUSyncBatchNorm)):
+        return
+    with torch.device("meta"):
+        new = kind(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+    new._parameters, new._buffers = old._parameters, old._buffers
+    new.train(old.training)
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, new)

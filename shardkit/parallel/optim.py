@@ -1,0 +1,154 @@
+"""Optimizers, their parameter groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.schema import OptimConfig
+from ..errors import ConfigError
+from .blocks import find_blocks
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or the optimizer is not to be had here.
+    """
+    groups = parameter_groups(config, model)
+    if not groups:
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameter", "set requires_grad on what is to be trained"
+        )
+    lr, weight_decay = config.lr, config.weight_decay
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    adam: dict[str, Any] = dict(lr=lr, betas=config.betas, eps=config.eps, weight_decay=weight_decay)
+    if config.name == "adamw8bit":
+        return _adamw8bit(groups, adam)
+    kernel = _kernel(config, groups[0]["params"][0])
+    if config.name == "muon":
+        return MuonAdamW(groups, matrices_of_blocks(model), adam, kernel)
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **adam, **kernel)
+    return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, weight_decay=weight_decay, **kernel)
+
+
+def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.name=adamw8bit needs torchao, which does not import: {error}",
+            "pip install 'shardkit[torchao]', or set optim.name=adamw",
+        ) from error
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+
+    def lr_as_tensor(*_: Any) -> None:
+        """Its compiled update reads the rate from a tensor, a schedule writes a number."""
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+
+    optimizer.register_step_pre_hook(lr_as_tensor)
+    return optimizer
+
+
+def matrices_of_blocks(model: nn.Module) -> set[int]:
+    """ids of the 2-D parameters inside the model's repeated blocks: not embeddings, not the output head."""
+    return {id(p) for block in find_blocks(model) for p in block.parameters() if p.dim() == 2}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for some matrices, AdamW for everything else, as one optimizer with one state.
+
+    Muon's updates are rescaled to AdamW's usual size (Liu et al. 2025, section 2.2), so that one learning rate and one
+    weight decay serve both.
+
+    Args:
+        matrices: ids of the parameters that Muon updates.
+        settings: AdamW's lr, betas, eps, weight_decay; Muon takes over lr and weight_decay.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], matrices: set[int], settings: dict[str, Any], kernel: dict[str, Any]
+    ) -> None:
+        if not matrices:
+            raise ConfigError(
+                "optim.name=muon, but the model has no matrix inside repeated blocks", "set optim.name=adamw"
+            )
+        both: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for is_matrix in both:
+                params = [p for p in group["params"] if (id(p) in matrices) is is_matrix]
+                if params:
+                    both[is_matrix].append({**group, "params": params})
+        self._muon = torch.optim.Muon(
+            both[True], lr=settings["lr"], weight_decay=settings["weight_decay"], adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = torch.optim.AdamW(both[False], **settings, **kernel) if both[False] else None
+        parts = [self._muon, *([self._adamw] if self._adamw else [])]
+        super().__init__([{**group, "muon": part is self._muon} for part in parts for group in part.param_groups], {})
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` is not supported."""
+        for part, is_muon in ((self._muon, True), (self._adamw, False)):
+            groups = [group for group in self.param_groups if group["muon"] is is_muon]
+            if part is not None and groups:
+                part.param_groups = groups
+                part.step()  # type: ignore[no-untyped-call]
+
+
+def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
+    """The optimizer's `fused` and `foreach` arguments; `None` leaves the choice to torch."""
+    # torch registers no sharding rule for the fused SGD kernel on DTensors (importing that class takes 0.4 s).
+    has_fused = config.name == "adamw" or not hasattr(param, "placements")
+    if config.implementation == "auto":
+        return {"fused": True if has_fused else None, "foreach": None}
+    if config.implementation == "fused" and not has_fused:
+        raise ConfigError(
+            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards", "set optim.implementation=auto"
+        )
+    return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+
+
+def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """A group with weight decay and one without (norms, biases, embeddings), in model order; empty ones left out."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        spared = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in seen or not param.requires_grad:
+                continue
+            seen.add(id(param))
+            no_decay = (spared or name.endswith("bias")) and not config.decay_norm_bias_embed
+            (plain if no_decay else decayed).append(param)
+    groups: list[dict[str, Any]] = []
+    if decayed:
+        groups.append({"params": decayed, "weight_decay": config.weight_decay})
+    if plain:
+        groups.append(
+            {"params": plain, "weight_decay": 0.0 if not config.decay_norm_bias_embed else config.weight_decay}
+        )
+    return groups
+
+
+def lr_at(config: OptimConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1-based): linear warm-up, then the schedule down to lr·min_lr_ratio."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, max_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps - 1) / span)
+    floor = config.min_lr_ratio
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.lr * (floor + (1 - floor) * shape)

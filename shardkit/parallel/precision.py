@@ -1,0 +1,114 @@
+"""Compute types: what forward and backward run in, what the optimizer updates, and what scales the loss."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from ..config.schema import PrecisionConfig
+from ..errors import ConfigError
+
+_COMPUTE = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
+    "pure_bf16": torch.bfloat16,
+}  # fmt: skip
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(config: PrecisionConfig) -> torch.dtype:
+    """The type of matrix products' inputs (tf32 keeps fp32 tensors, fp8 casts the bf16 ones of linear layers)."""
+    return _COMPUTE[config.mode]
+
+
+def master_dtype(config: PrecisionConfig) -> torch.dtype:
+    """The type of the weights that the optimizer updates."""
+    return torch.bfloat16 if config.mode == "pure_bf16" else torch.float32
+
+
+def reduce_dtype(config: PrecisionConfig) -> torch.dtype:
+    """The type in which DDP and FSDP2 reduce gradients over ranks."""
+    return master_dtype(config) if config.reduce_dtype == "auto" else _TYPES[config.reduce_dtype]
+
+
+def set_matmul_precision(config: PrecisionConfig) -> None:
+    """Allow or forbid TF32 tensor cores for fp32 products and convolutions, process-wide."""
+    torch.set_float32_matmul_precision("high" if config.mode == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = config.mode == "tf32"  # torch allows it, if not told otherwise
+
+
+def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
+    """Dynamic loss scaling for fp16; for every other mode one that does nothing."""
+    return GradScaler(
+        device.type,
+        init_scale=2.0**config.loss_scale_init_power,
+        growth_interval=config.loss_scale_window,
+        enabled=config.mode == "fp16",
+    )
+
+
+def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
+    """pure_bf16: make every floating parameter bf16, in place (buffers keep their type, tied parameters stay tied)."""
+    if config.mode != "pure_bf16":
+        return
+    for param in model.parameters():
+        if param.is_floating_point() and not hasattr(param, "ds_tensor"):
+            param.data = param.data.to(torch.bfloat16)
+
+
+def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:
+    """Run the model's forward under autocast, in place; backward follows the types forward chose."""
+    dtype = compute_dtype(config)
+    to_fp32 = config.output_dtype == "fp32"
+    if dtype == torch.float32:
+        return
+    forward: Any = model.forward
+
+    @functools.wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=dtype):
+            out = forward(*args, **kwargs)
+        return torch.utils._pytree.tree_map(_as_fp32, out) if to_fp32 else out
+
+    model.forward = under_autocast
+
+
+def _as_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool = False) -> None:
+    """fp8: let torchao's `Float8Linear` compute the products of the model's linear layers, in place.
+
+    Layers whose sizes are not multiples of 16 (what the hardware multiplies) and output heads stay bf16.
+
+    Args:
+        emulate: compute in fp32 what the hardware would, on any device; for tests.
+
+    Raises:
+        ConfigError: torchao is not installed, or no layer qualifies.
+    """
+    if config.mode != "fp8":
+        return
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError(
+            f"precision.mode=fp8 needs torchao, which does not import: {error}",
+            "pip install 'shardkit[torchao]', or set precision.mode=bf16",
+        ) from error
+
+    def qualifies(module: nn.Module, fqn: str) -> bool:
+        if not isinstance(module, nn.Linear) or "head" in fqn.rsplit(".", 1)[-1]:
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    if not any(qualifies(module, fqn) for fqn, module in model.named_modules()):
+        raise ConfigError(
+            "precision.mode=fp8, but no linear layer has sizes that are multiples of 16",
+            "choose a width that is a multiple of 16, or set precision.mode=bf16",
+        )
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=qualifies)

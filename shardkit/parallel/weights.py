@@ -1,0 +1,97 @@
+"""How parameters come to life: the same values whatever the strategy and the world size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import ConfigError
+
+Init = Callable[[str, torch.Tensor, torch.Generator], None]
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside keep their parameters on the meta device, and their buffers real.
+
+    A parameter is allocated and dropped again when it is registered: no two exist at once, and memory that nothing
+    wrote to costs nothing. Buffers hold what the constructor computed (rotary frequencies, position ids, statistics).
+    """
+    register = nn.Module.register_parameter
+    shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in shared:
+                shared[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = shared[param]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Weights:
+    """Initial values of a model's parameters.
+
+    With `init_parameter` the model is built on the meta device and each parameter is drawn whole on CPU from its own
+    generator, seeded by (seed, name): a rank may then keep any slice of it and no rank holds the whole model.
+    Without it every rank builds the real model under the same seed.
+    """
+
+    def __init__(self, seed: int, init_parameter: Init | None = None) -> None:
+        self.seed = seed
+        self.init_parameter = init_parameter
+
+    def build(
+        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+    ) -> nn.Module:
+        """The model, its parameters on meta if they can be drawn later; `construction`: an engine's own build context.
+
+        Raises:
+            ConfigError: the task put buffers on meta, whose values are lost.
+        """
+        if self.init_parameter is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                return make_model()
+        with construction or parameters_on_meta():
+            model = make_model()
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ConfigError(
+                    f"the task's model has a buffer on the meta device: {name}",
+                    "build the model without torch.device('meta'): parameters are put on meta as they are registered",
+                )
+        return model
+
+    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
+        """The whole parameter in fp32 on CPU."""
+        assert self.init_parameter is not None
+        digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        full = torch.empty(shape, dtype=torch.float32)
+        with torch.no_grad():
+            self.init_parameter(fqn, full, generator)
+        return full
+
+    def materialise(self, model: nn.Module, device: torch.device) -> None:
+        """Put a whole, unsharded model on `device`; meta parameters are drawn, tied ones stay tied."""
+        real: dict[int, nn.Parameter] = {}
+        for fqn, param in model.named_parameters():
+            if param.is_meta:
+                value = self.draw(fqn, param.shape).to(device=device, dtype=param.dtype)
+                real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+        for module in model.modules():
+            for name, held in module._parameters.items():
+                if held is not None and id(held) in real:
+                    module._parameters[name] = real[id(held)]
+        model.to(device)

@@ -1,0 +1,253 @@
+"""Process groups: who takes part, over which backend, and how they are torn down."""
+
+from __future__ import annotations
+
+import gc
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from ..config.schema import RunConfig
+from ..errors import ConfigError, LaunchError
+from ..launch.ranks.env import RankEnv, detect
+from ..launch.ranks.gpus import flight_recorder
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place in the job and the groups it talks through.
+
+    Attributes:
+        env: where the rank came from and how many there are.
+        device: where the model is trained.
+        books: gloo group for bookkeeping (token counts, flags, loss), beside the engine's own group.
+        ledger: gloo group for the memory ledger, so that a gather never interleaves with the step's reduction.
+    """
+
+    env: RankEnv
+    device: torch.device
+    books: dist.ProcessGroup
+    ledger: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.env.rank
+
+    @property
+    def size(self) -> int:
+        return self.env.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.env.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks in fp64 on the bookkeeping group; one collective."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.books)
+        return [float(v) for v in total]
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's `value`, on every rank; for rare events (start, errors), not for steps."""
+        out: list[object] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.books)
+        return out
+
+    def shorten_timeout(self, seconds: float) -> None:
+        """After the first step a collective that takes longer than `seconds` is an error."""
+        for group in (dist.group.WORLD, self.books, self.ledger):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
+    """The device of `run.device` for this rank.
+
+    Raises:
+        ConfigError: `cuda` asked for, but torch sees no GPU.
+        LaunchError: more ranks on this machine than GPUs.
+    """
+    wanted = config.run.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.device=cuda, but torch {torch.__version__} sees no GPU on this machine",
+            "set run.device=cpu, or install a CUDA build of torch and check nvidia-smi",
+        )
+    n_gpus = torch.cuda.device_count()
+    if n_gpus == 1 and env.source == "slurm" and env.local_world_size > 1 and _one_gpu_each():
+        return torch.device("cuda", 0)
+    if env.local_world_size > n_gpus:
+        raise LaunchError(
+            f"{env.local_world_size} ranks on this machine, but torch sees {n_gpus} GPU(s)",
+            f"start at most {n_gpus} ranks per machine (--nproc-per-node {n_gpus}), or set run.device=cpu",
+        )
+    return torch.device("cuda", env.local_rank)
+
+
+def _one_gpu_each() -> bool:
+    """Whether srun gave each task a GPU of its own (--gpus-per-task=1), which the task then sees as its first."""
+    return os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+
+
+def rank_env() -> RankEnv:
+    """Who this process is: a process group that exists already, else the launcher's environment."""
+    if not dist.is_initialized():
+        return detect()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return RankEnv(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=rank // local_size,
+        n_nodes=-(-size // local_size),
+        source="group",
+        master_addr=None,
+        master_port=None,
+        restart_count=0,
+    )
+
+
+@contextmanager
+def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
+    """Join the job's ranks, yield the world, and leave no group behind on success, error or Ctrl-C.
+
+    A default group that exists already is used as it is and left alone.
+
+    Raises:
+        LaunchError: the rendezvous port is taken, or ranks did not arrive within `run.init_timeout_s`.
+    """
+    device = choose_device(config, env)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.update(flight_recorder(config.run.dir, os.environ))
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        _join(config, env, device)
+    failed = True
+    try:
+        # Before anything can hang: bookkeeping must work while an engine's own group is stuck.
+        books, ledger = (dist.new_group(backend="gloo") for _ in range(2))
+        yield World(env, device, books, ledger)
+        failed = False
+    finally:
+        if joined_here:
+            _leave(failed)
+        elif not failed:
+            dist.destroy_process_group(books)
+            dist.destroy_process_group(ledger)
+
+
+def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
+    timeout = timedelta(seconds=config.run.init_timeout_s)
+    backend, device_id = _backend(config, env, device)
+    try:
+        dist.init_process_group(
+            backend,
+            store=_store(config, env, timeout),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
+    except dist.DistNetworkError as error:
+        where = f"{env.master_addr}:{env.master_port}"
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        if taken and env.source == "torchelastic":
+            raise  # nobody chose that port: the next attempt gets another one
+        if taken:
+            raise LaunchError(
+                f"rank 0 cannot listen on MASTER_PORT={env.master_port}: the port is in use",
+                "start with torchrun --standalone (it picks a free port), or set another MASTER_PORT",
+            ) from error
+        raise LaunchError(
+            f"rank {env.rank} cannot reach rank 0 at {where}: {str(error).splitlines()[0]}",
+            "check that MASTER_ADDR resolves on every node and that a firewall leaves the port open",
+        ) from error
+    except dist.DistStoreError as error:
+        raise LaunchError(
+            f"not all {env.world_size} ranks joined within run.init_timeout_s={config.run.init_timeout_s:g} s",
+            "look at the other ranks' logs for the first error, or raise run.init_timeout_s",
+        ) from error
+
+
+def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str, torch.device | None]:
+    """The default group's backend, and the device it is bound to: connected at once, later groups split off it."""
+    if device.type != "cuda":
+        return "gloo", None
+    if config.parallel.strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu":
+        # The norm of gradients on the CPU is summed there. Not bound: NCCL would split off groups without gloo.
+        return "cpu:gloo,cuda:nccl", None
+    # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and nobody is there to connect to.
+    return "nccl", device if env.world_size > 1 else None
+
+
+def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
+    if env.world_size == 1:
+        return HashStore()
+    if env.master_addr is not None and env.master_port is not None:
+        # Under torchrun the agent mostly holds the store and every rank, 0 included, is its client.
+        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serve = env.rank == 0 and not kept
+        store = TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
+        # Restarted workers must not read the previous round's keys. Nodes that joined later count restarts anew, but
+        # then the store is new as well.
+        return PrefixStore(f"shardkit/{env.restart_count}", store) if kept else store
+    return _published_store(config, env, timeout)
+
+
+def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
+    """Ranks without an address (plain srun): rank 0 binds a free port and publishes it through the run directory."""
+    import socket
+    import time
+
+    job = os.environ.get("SLURM_JOB_ID", "0") + "." + os.environ.get("SLURM_STEP_ID", "0")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    path = Path(config.run.dir) / ".rendezvous" / f"{job}.{restart}"
+    if env.rank == 0:
+        host = socket.gethostname()
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            host = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        tcp = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        draft.write_text(f"{host} {tcp.port}")
+        draft.replace(path)
+        return tcp
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"rank {env.rank} found no address of rank 0 in {path} within {timeout.total_seconds():g} s",
+                "check that run.dir lies on a file system all nodes share",
+            )
+        time.sleep(0.1)
+    host, port = path.read_text().split()
+    return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+
+
+def _leave(failed: bool) -> None:
+    if not dist.is_initialized():
+        return
+    # Wrapped models are reference cycles that hold gloo's threads: outliving the group they abort the process.
+    gc.collect()
+    if failed and "nccl" in dist.get_backend():
+        # A peer may be stuck in a collective: destroying would wait for it, aborting does not.
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

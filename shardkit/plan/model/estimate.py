@@ -1,0 +1,164 @@
+"""The planner's answer: per-rank memory by phase and category, in the ledger's terms, and a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import ConfigError
+from ...hardware.cards import TYPICAL
+from ...memory.rows import Category, PhaseName
+from ..history import digest
+from .cost import StepTime
+
+if TYPE_CHECKING:
+    from ...config.schema import RunConfig
+
+SCHEMA = 1
+Verdict = Literal["fits", "tight", "does not fit"]
+Method = Literal["cuda", "cpu"]
+
+
+class DoesNotFit(ConfigError):
+    """Not one of the settings that were looked at fits."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True)
+class PhaseEstimate:
+    """Largest bytes while a phase runs."""
+
+    allocated: int
+    reserved: int
+    host: int
+
+
+@dataclass(frozen=True)
+class PeakEstimate:
+    """Where and how large the peak on the device is.
+
+    Attributes:
+        allocated: bytes of tensors, each rounded as the allocator does.
+        reserved: bytes that the allocator takes from the GPU when it has more than enough.
+        required: bytes that it cannot do without: cached blocks released.
+    """
+
+    allocated: int
+    reserved: int
+    required: int
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True)
+class CategoryEstimate:
+    """Bytes at the peak on the device, and at the peak on the host."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What one rank will need.
+
+    Attributes:
+        rank: whose figures these are; 0 holds the largest shard.
+        n_params, n_blocks: parameters of the model, and its repeated blocks.
+        method: fake tensors of which device were traced; "cpu" for a GPU job means that the shim did not hold.
+        extrapolated_from: numbers of layers that were traced instead of all; empty = all.
+        resident: bytes on the device between two steps.
+        overhead: bytes on the GPU outside torch's allocator: context and communicators.
+        overhead_from: where `overhead` is known from: typical, or measured on this machine.
+        device_memory, host_memory: bytes that there are; `None` = not asked.
+        uncertainty: relative error to reckon with, 0 to 1.
+        time: how long a step takes; `None` = not asked.
+    """
+
+    device: str
+    world_size: int
+    rank: int
+    n_params: int
+    n_blocks: int
+    method: Method
+    phases: Mapping[PhaseName, PhaseEstimate]
+    peak: PeakEstimate
+    resident: int
+    host_peak: int
+    categories: Mapping[Category, CategoryEstimate]
+    overhead: int = 0
+    overhead_from: str = TYPICAL
+    device_memory: int | None = None
+    host_memory: int | None = None
+    uncertainty: float = 0.03
+    extrapolated_from: tuple[int, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    time: StepTime | None = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether it fits: surely, only if the estimate is not too low, or not; `None` where no limit was given."""
+        verdicts = [
+            _verdict(need, limit, self.uncertainty)
+            for need, limit in (
+                (self.peak.required + self.overhead, self.device_memory),
+                (self.host_peak, self.host_memory),
+            )
+            if limit is not None
+        ]
+        if not verdicts:
+            return None
+        order: list[Verdict] = ["fits", "tight", "does not fit"]
+        return max(verdicts, key=order.index)
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device, with what lies outside torch's allocator."""
+        return self.peak.required + self.overhead
+
+    def limited(self, device_memory: int | None, host_memory: int | None) -> MemoryEstimate:
+        return replace(self, device_memory=device_memory, host_memory=host_memory)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+
+    def save(self, run_dir: Path, config: RunConfig, others: Sequence[MemoryEstimate] = ()) -> None:
+        """Write `plan.json`, which the report shows beside what was measured.
+
+        Args:
+            config: what was planned; a run of another one does not take the plan for its own.
+            others: what was planned of ranks whose shards differ.
+        """
+        obj = {
+            "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),
+            "device_memory": self.device_memory, "ranks": [asdict(one) for one in (self, *others)],
+        }  # fmt: skip
+        draft = run_dir / "plan.json.tmp"
+        draft.write_text(json.dumps(obj, indent=1) + "\n")
+        draft.replace(run_dir / "plan.json")
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:
+        """Inverse of `to_json`."""
+        known = {key: value for key, value in obj.items() if key in cls.__dataclass_fields__}
+        return cls(
+            **{
+                **known,
+                "phases": {name: PhaseEstimate(**phase) for name, phase in obj["phases"].items()},
+                "peak": PeakEstimate(**obj["peak"]),
+                "categories": {name: CategoryEstimate(**one) for name, one in obj["categories"].items()},
+                "extrapolated_from": tuple(obj["extrapolated_from"]),
+                "notes": tuple(obj["notes"]),
+                "time": StepTime.from_json(obj["time"]) if obj.get("time") else None,
+            }
+        )
+
+
+def _verdict(need: int, limit: int, uncertainty: float) -> Verdict:
+    if need > limit:
+        return "does not fit"
+    return "tight" if need * (1 + uncertainty) > limit else "fits"

@@ -1,0 +1,267 @@
+"""Predict one rank's memory by tracing its step on fake tensors; runs in a process of its own (see `worker`)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import capability
+from ...config.load import resolve_batch
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...hardware.cards import TYPICAL
+from ...memory.rows import CATEGORIES, PHASES, PhaseName
+from ...strategies.zero.config import STAGES
+from ...tasks.load import load_task
+from ...tracing.events import EventLog
+from ...tracing.tracing import BETWEEN, Tracing
+from ...tracing.tracker import TensorTracker
+from ..simulate import shim
+from ..simulate.step import on_fake, run_steps, sample_batch
+from ..simulate.world import FakeWeights, fake_world
+from ..target import Target
+from .allocator import ROUND, Arena, replay, whole_pages
+from .cost import Segment, StepTime, step_time
+from .depth import Depth, Edges, edges, extended, find_depth, line
+from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
+from .speeds import Speeds, speeds_of
+from .work import WorkCounter
+
+MICRO_BATCHES = 3
+"""Micro-batches that are traced of a step: a first one, one like all in the middle, and the last."""
+
+
+def prepare(target: Target, fakes: str = "cuda") -> Method:
+    """Make this process able to trace for the target; once, before anything else.
+
+    Args:
+        fakes: "cpu" does without the fake CUDA device.
+    """
+    os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    gpu = target.gpu
+    if gpu is None or fakes == "cpu":
+        return "cpu"
+    shim.install(gpu.capability, gpu.memory, gpu.device_name, target.ranks_per_node)
+    return "cuda"
+
+
+def predict(
+    config: RunConfig, target: Target, method: Method, whole: bool = False, timed: bool = False, rough: bool = False
+) -> MemoryEstimate:
+    """One rank's memory for a config.
+
+    Args:
+        method: what `prepare` returned, or "cpu" for a GPU job whose shim does not hold: less accurate.
+        whole: trace every layer of a deep model.
+        timed: also predict how long a step takes.
+        rough: trace less: two micro-batches of a step, and ZeRO's deep models at two depths, whose buckets then come
+            out inexact.
+
+    Raises:
+        ConfigError: the config cannot work on that world or card, or its task cannot be made.
+    """
+    kind = "cpu" if target.gpu is None else "cuda"
+    capability.check(
+        config,
+        device=kind,
+        world_size=target.world_size,
+        local_world_size=min(target.ranks_per_node, target.world_size),
+    )
+    if config.precision.mode == "fp8" and target.gpu is not None and target.gpu.capability < (8, 9):
+        raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {capability.CUDA_ONLY['fp8']}", "use a newer card")
+    micro_batches = resolve_batch(config, target.world_size)
+    config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES))
+    speeds = speeds_of(target) if timed else None
+    depth = None if whole else find_depth(config, rough)
+    if depth is None:
+        traced: tuple[int, ...] = ()
+        trace = _traced(config, target, method, speeds)
+    else:
+        first, second = (
+            _traced(depth.at(layers), target, method, speeds, (layers, depth.kept)) for layers in depth.traced
+        )
+        trace, traced = _whole(depth, first, second), depth.traced
+    time = None
+    if speeds is not None:
+        targets = trace.targets * micro_batches * target.world_size
+        time = step_time(trace.segments, micro_batches, targets, speeds.overlap, speeds.measured)
+    return _estimate(trace, target, method, traced, notes, time)
+
+
+def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
+    """The whole model on the line through two traces."""
+    device = extended(depth, first.device, second.device)
+    arenas = {key: line(depth, (first.arenas.get(key, 0), size)) for key, size in second.arenas.items()}
+    rounding = whole_pages(arenas) - sum(arenas.values())
+    reserved = {
+        phase: line(depth, (first.reserved_by_phase[phase], second.reserved_by_phase[phase])) + rounding
+        for phase in first.reserved_by_phase
+    }
+    # Where blocks lie decides what could be released; the share is that of the deeper trace.
+    releasing = second.required / max(1, second.peak)
+    peak = max(edge.n_bytes for edge in device.values())
+    return _Trace(
+        line(depth, (first.n_params, second.n_params)),
+        depth.layers,
+        device,
+        extended(depth, first.host, second.host),
+        max(reserved.values(), default=peak),
+        round(peak * releasing),
+        reserved,
+        arenas,
+        [one.along(other, depth.position) for one, other in zip(first.segments, second.segments, strict=True)],
+        second.targets,
+    )
+
+
+def _traceable(config: RunConfig, micro_batches: int) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config without what fake tensors cannot go through, and what that means for the answer."""
+    changes: dict[str, Any] = {}
+    notes = []
+    few = {"grad_accum_steps": micro_batches, "global_batch_size": None}
+    changes["train"] = config.train.model_copy(update=few)
+    if config.compile.enabled:
+        changes["compile"] = config.compile.model_copy(update={"enabled": False})
+        notes.append("compile is planned as eager: fused kernels keep less")
+    if config.activation.policy == "budget":
+        changes["activation"] = config.activation.model_copy(update={"policy": "none"})
+        notes.append("activation.policy=budget is planned as none: at most this much")
+    return config.model_copy(update=changes), tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What a traced run comes down to."""
+
+    n_params: int
+    n_blocks: int
+    device: Edges
+    host: Edges
+    reserved: int
+    required: int
+    reserved_by_phase: dict[str, int]
+    arenas: dict[Arena, int]
+    segments: list[Segment]
+    targets: float
+
+    @property
+    def peak(self) -> int:
+        return max(peak.n_bytes for peak in self.device.values())
+
+
+def _traced(
+    config: RunConfig, target: Target, method: Method, speeds: Speeds | None, ends: tuple[int, int] | None = None
+) -> _Trace:
+    """A trace come down to figures.
+
+    Args:
+        ends: of a model that stands for a deeper one: its layers, and how many at each end are told apart.
+    """
+    device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
+    log, counts, segments, targets = trace(config, target, device, speeds=speeds)
+    on_gpu = target.gpu is not None
+    on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
+    on_host = edges(log, "cpu", 1, *ends or ()) if method == "cuda" else {}
+    if not on_gpu:
+        exact = max(peak.n_bytes for peak in on_device.values())
+        return _Trace(
+            **counts, device=on_device, host=on_host, reserved=exact, required=exact, reserved_by_phase={}, arenas={},
+            segments=segments, targets=targets,
+        )  # fmt: skip
+    real = replay(log, str(device), target.expandable)
+    # Steps of 20 MiB would hide what a layer adds.
+    smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
+    return _Trace(
+        **counts, device=on_device, host=on_host, reserved=smooth.reserved, required=real.required,
+        reserved_by_phase=smooth.reserved_by_phase, arenas=smooth.arenas, segments=segments,
+        targets=targets,
+    )  # fmt: skip
+
+
+def trace(
+    config: RunConfig, target: Target, device: torch.device, steps: int = 2, speeds: Speeds | None = None
+) -> tuple[EventLog, dict[str, int], list[Segment], float]:
+    """The wrap and some steps on fake tensors.
+
+    Args:
+        speeds: of the target's hardware; without them no work is counted.
+
+    Returns:
+        every allocation; what `run_steps` counts; the last step's work; targets of a micro-batch.
+    """
+    log = EventLog(stream=shim.current_stream)
+    if target.gpu is not None:
+        for thread in ("forward", "backward"):
+            log.kept(str(device), f"cuBLAS in {thread}", target.gpu.blas_workspace)
+    work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
+    task = load_task(config)
+    batch = sample_batch(task, config)
+    zero = config.parallel.strategy in STAGES
+    n_targets = float(task.n_targets(batch))
+    weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
+    tracker = TensorTracker(log, work.ran if work else None)
+    with (
+        fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world,
+        Tracing(tracker) as tracing,
+    ):
+        counts = run_steps(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+    return log, counts, work.segments if work else [], n_targets
+
+
+def _estimate(
+    trace: _Trace,
+    target: Target,
+    method: Method,
+    extrapolated_from: tuple[int, ...],
+    notes: tuple[str, ...],
+    time: StepTime | None,
+) -> MemoryEstimate:
+    peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
+    host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)
+    phases: dict[PhaseName, PhaseEstimate] = {}
+    for phase in PHASES:
+        allocated = max((p.n_bytes for p in trace.device.values() if p.phase == phase), default=0)
+        on_host = max((p.n_bytes for p in trace.host.values() if p.phase == phase), default=0)
+        if allocated or on_host:
+            phases[phase] = PhaseEstimate(allocated, trace.reserved_by_phase.get(phase, allocated), on_host)
+    host_categories = host.categories if host else {}
+    gpu = target.gpu
+    if gpu is not None and method == "cpu":
+        notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
+    return MemoryEstimate(
+        device=gpu.name if gpu else "cpu",
+        world_size=target.world_size,
+        rank=target.rank,
+        n_params=trace.n_params,
+        n_blocks=trace.n_blocks,
+        method=method,
+        phases=phases,
+        peak=PeakEstimate(peak.n_bytes, max(trace.reserved, peak.n_bytes), max(trace.required, peak.n_bytes),
+                          peak.phase, peak.module),
+        resident=trace.device[BETWEEN, ""].n_bytes,
+        host_peak=host.n_bytes if host else 0,
+        categories={
+            category: CategoryEstimate(peak.categories.get(category, 0), host_categories.get(category, 0))
+            for category in CATEGORIES
+            if peak.categories.get(category) or host_categories.get(category)
+        },
+        overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
+        overhead_from="" if gpu is None else gpu.overhead_from,
+        uncertainty=_uncertainty(target, method),
+        extrapolated_from=extrapolated_from,
+        notes=notes,
+        time=time,
+    )  # fmt: skip
+
+
+def _uncertainty(target: Target, method: Method) -> float:
+    """What comparing with real runs has shown; a card whose overheads are only typical adds how drivers differ."""
+    if target.gpu is not None and method == "cpu":
+        return 0.15
+    return 0.03 if target.gpu is None or target.gpu.overhead_from != TYPICAL else 0.05

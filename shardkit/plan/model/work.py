@@ -1,0 +1,181 @@
+"""What a traced step makes the hardware do: time by segment of the step, from each operator's FLOPs and bytes.
+
+An operator takes as long as the slower of its arithmetic and its memory traffic (the roofline model, Williams et al.
+2009). FLOPs are counted as torch counts them; half of attention's where it is causal. Traffic is what it reads
+and writes, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ...config.schema import RunConfig
+from ...tracing.events import EventLog
+from .cost import Segment
+from .speeds import Speeds
+
+_PHASES = ("forward", "backward", "step")
+_MODES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
+}  # fmt: skip
+_NO_WORK = (
+    "aten::empty", "aten::new_empty", "aten::detach", "aten::resize_", "aten::set_", "aten::_local_scalar_dense",
+    "aten::lift_fresh", "aten::record_stream", "aten::is_pinned", "_c10d_functional::wait_tensor", "prim::device",
+)  # fmt: skip
+_SPECIAL = tuple(
+    f"aten::{name}"
+    for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "log", "erf", "_softmax", "_log_softmax", "pow", "bernoulli",
+                 "native_dropout", "sin", "cos")
+)  # fmt: skip
+_WATCHING = 1.1e-5
+"""Seconds that each operator of forward waits for `selective_op`, which looks at all of them in Python (torch 2.13, one
+core of a shared x86-64 machine: 400 small operators with and without it)."""
+_LARGE = 2**24
+"""Bytes from which a new tensor on the CPU is made of new pages: the C library gives blocks of this size back."""
+# Of these inputs only as much is read as comes out.
+_LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
+
+
+class WorkCounter:
+    """Adds up segments of traced steps; each step replaces the one before.
+
+    Args:
+        log: tells which phase runs.
+        speeds: of the hardware that the step would run on.
+    """
+
+    def __init__(
+        self, config: RunConfig, log: EventLog, speeds: Speeds, device: torch.device, ranks_per_node: int
+    ) -> None:
+        self._log, self._speeds, self._device, self._ranks_per_node = log, speeds, device, ranks_per_node
+        self._fp32 = "tf32" if config.precision.mode == "tf32" else "fp32"
+        self._recomputes = config.activation.recomputes
+        self._watching = _WATCHING if config.activation.policy == "selective_op" else 0.0
+        self._groups: dict[str, tuple[int, int]] = {}
+        self.segments: list[Segment] = []
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operator ran; called with the tensors that it really works on."""
+        phase, name = self._log.phase, func._schema.name
+        if phase not in _PHASES or _is_view(func):
+            return
+        if not self.segments or self.segments[-1].phase != phase:
+            if phase == "forward" and self.segments and self.segments[-1].phase == "step":
+                self.segments = []
+            self.segments.append(Segment(phase))
+        segment = self.segments[-1]
+        collective = name.startswith(("c10d::", "_c10d_functional::"))
+        if not collective:
+            segment.compute += self._new_pages(func, out)
+        if name.startswith(_NO_WORK):
+            return
+        if collective:
+            self._collective(segment, name, args, out)
+            return
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        results = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        places = {tensor.device.type for tensor in (*tensors, *results) if tensor.dim()}
+        if places == {"cpu", "cuda"}:
+            segment.copies += _sum_bytes(results) / self._speeds.copies
+            return
+        traffic = _traffic(func, name, (*args, *kwargs.values()), out)
+        if places != {self._device.type}:
+            segment.host += traffic / self._speeds.host
+            return
+        flops = _flops(func, name, args, kwargs, out)
+        special = name.startswith(_SPECIAL)
+        through = traffic / (self._speeds.special if special else self._speeds.memory)
+        busy = max(flops / self._flop_speed(name, tensors), through)
+        if self._recomputes and phase == "backward" and torch.is_grad_enabled():
+            segment.recompute += busy
+        else:
+            segment.compute += busy
+        segment.flops += flops
+        segment.dispatch += self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
+
+    def _new_pages(self, func: Any, out: Any) -> float:
+        """Seconds until the system has given what a large result needs."""
+        returns = func._schema.returns
+        if self._device.type != "cpu" or not returns or returns[0].alias_info is not None:
+            return 0.0
+        sizes = [_n_bytes(leaf) for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        return sum(size for size in sizes if size >= _LARGE) / self._speeds.new_pages
+
+    def _flop_speed(self, name: str, tensors: list[torch.Tensor]) -> float:
+        share = self._speeds.attention if "attention" in name else 1.0
+        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        return share * self._speeds.matmul[_MODES.get(dtype, self._fp32)]
+
+    def _collective(self, segment: Segment, name: str, args: Any, out: Any) -> None:
+        ranks, nodes = self._group(args)
+        if ranks == 1:
+            return
+        n_bytes = max(map(_sum_bytes, (*args, out)))  # of a gather what comes out, of a scatter what goes in
+        said = name.partition("::")[2].replace("_", "")
+        kind = "all_reduce" if "allreduce" in said else "reduce_scatter" if "reduce" in said else "all_gather"
+        segment.links += self._speeds.collective_seconds(kind, n_bytes, ranks, nodes)
+        segment.collectives += 1
+
+    def _group(self, args: Any) -> tuple[int, int]:
+        """(ranks, machines) of the group that a collective's arguments name."""
+        found = next((a for a in tree_iter(args) if isinstance(a, torch.ScriptObject)), None)
+        group = _resolve_process_group(args[-1]) if found is None else dist.ProcessGroup.unbox(found)
+        known = self._groups.get(group.group_name)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            nodes = len({rank // self._ranks_per_node for rank in ranks})
+            known = self._groups[group.group_name] = len(ranks), nodes
+        return known
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    alias = returns[0].alias_info if returns else None
+    return alias is not None and not alias.is_write
+
+
+def _n_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel reads or writes: an expanded tensor is read from less."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _sum_bytes(tree: Any) -> int:
+    return sum(_n_bytes(leaf) for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _traffic(func: Any, name: str, args: Any, out: Any) -> int:
+    """Bytes read and written, each argument and result once."""
+    written = _sum_bytes(out)
+    if name in _LOOKUPS:
+        return 2 * written
+    schema = func._schema
+    if not schema.returns:  # else what is written in place is returned
+        changed = [alias is not None and alias.is_write for alias in (a.alias_info for a in schema.arguments)]
+        written = sum(_sum_bytes(arg) for arg, is_changed in zip(args, changed, strict=False) if is_changed)
+    return _sum_bytes(args) + written
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    flops: float
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
+    elif name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        flops = sdpa_backward_flop_count(*(t.shape for t in args[:4]))  # type: ignore[no-untyped-call]
+    elif (count := flop_registry.get(func._overloadpacket)) is not None:
+        flops = count(*args, **kwargs, out_val=out)
+    else:
+        return 0.0
+    return flops / 2 if _is_causal(func, args, kwargs) else flops
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    if "is_causal" in kwargs:
+        return bool(kwargs["is_causal"])
+    place = next((at for at, arg in enumerate(func._schema.arguments) if arg.name == "is_causal"), len(args))
+    return place < len(args) and args[place] is True

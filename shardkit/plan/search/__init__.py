@@ -1,0 +1,1 @@
+"""Trying settings, predicted or real: the fastest that fits, the ladder, the largest model."""

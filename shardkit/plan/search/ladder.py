@@ -1,0 +1,209 @@
+"""The ladder: one technique after the other on the same model, each rung predicted and then tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...config.schema import RunConfig
+from ...errors import ConfigError, ShardkitError
+from ...memory.units import gib
+from ..client import Planner
+from ..model.estimate import MemoryEstimate
+from ..target import Target
+from .trial import Trial, run_trial, writing
+
+Load = Callable[[Sequence[str]], RunConfig]
+"""The config with more overrides."""
+Try = Callable[[Sequence[str], int], Trial]
+"""Runs the config with these overrides, as the n-th attempt."""
+_VOCABULARIES = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
+"""Built-in tasks whose loss is a cross-entropy over a vocabulary."""
+_SAME_LOSS = 2e-2  # bf16 rounds: a wrong gradient scale or a lost technique is further off
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A technique, and what it adds to the rungs below it."""
+
+    name: str
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rung with all that is below it: what was predicted, and how it went.
+
+    Attributes:
+        predicted: bytes on the device; `None` where it cannot be planned, with the reason in `refused`.
+        trial: `None` if it was not tried.
+        same_loss: whether its losses are those of the first rung that ran, to 2 %.
+    """
+
+    rung: Rung
+    settings: tuple[str, ...]
+    predicted: int | None
+    verdict: str | None
+    refused: str = ""
+    trial: Trial | None = None
+    same_loss: bool | None = None
+
+
+def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
+    """The classic experiment: fp32 without anything, then each technique on top of the others.
+
+    Args:
+        config: what else it sets of these techniques is put back to the defaults; the cross-entropy of a task that has
+            no logits of a vocabulary is not chunked.
+    """
+    plain = "single" if world_size == 1 else "ddp"
+    base = [f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none"]
+    chunks = []
+    if config is None or (config.task.factory is None and config.task.name in _VOCABULARIES):
+        base.append("model.loss_chunk_size=0")
+        chunks.append(Rung("+ chunked cross-entropy", ("model.loss_chunk_size=1024",)))
+    return [
+        Rung("fp32", (*([] if config is None else _without_techniques(config)), *base)),
+        Rung("+ checkpointing", ("activation.policy=full",)),
+        Rung("+ bf16", ("precision.mode=bf16",)),
+        *chunks,
+        Rung("+ ZeRO-2", ("parallel.strategy=zero2",)),
+        Rung(
+            "+ ZeRO-3, CPU offload",
+            ("parallel.strategy=zero3", "parallel.offload_optimizer=cpu", "parallel.offload_param=cpu"),
+        ),
+    ]
+
+
+def _without_techniques(config: RunConfig) -> Iterator[str]:
+    """What puts the sections that the rungs change back to their defaults."""
+    for name in ("parallel", "precision", "activation"):
+        own = getattr(config, name)
+        defaults = type(own)()
+        for key in type(own).model_fields:
+            if getattr(own, key) != getattr(defaults, key):
+                yield f"{name}.{key}={json.dumps(getattr(defaults, key))}"
+
+
+def parse_rung(text: str) -> Rung:
+    """`NAME: key=value key=value`.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    name, sign, settings = text.partition(":")
+    items = settings.split()
+    if not sign or not name.strip() or not items or not all("=" in item for item in items):
+        raise ConfigError(f"--rung {text!r} is not a rung", "write NAME: key=value key=value")
+    return Rung(name.strip(), tuple(items))
+
+
+def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
+    """Each rung on top of those below it.
+
+    A rung that cannot be planned is tried all the same: what planning cannot follow may train.
+
+    Args:
+        try_it: runs a rung, given its overrides and its place; `None` only predicts.
+
+    Raises:
+        ConfigError: a rung sets what cannot be, or has the name of another; before anything runs.
+    """
+    stacked = list(_stacked(rungs, load))
+    reference: tuple[float, ...] = ()
+    with Planner(target) as planner:
+        for place, (rung, overrides) in enumerate(stacked):
+            estimate, refused = _predicted(planner, load, overrides)
+            trial = None if try_it is None else try_it(overrides, place)
+            same = None
+            if trial is not None and trial.losses:
+                reference = reference or trial.losses
+                pairs = zip(trial.losses, reference, strict=True)
+                same = all(abs(one - other) <= _SAME_LOSS * abs(other) for one, other in pairs)
+            yield Step(
+                rung, overrides, estimate.needed if estimate else None, estimate.verdict if estimate else None,
+                refused, trial, same,
+            )  # fmt: skip
+
+
+def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[str, ...]]]:
+    """Each rung with all that is set up to it."""
+    settings: dict[str, str] = {}
+    names: set[str] = set()
+    for rung in rungs:
+        if rung.name in names:
+            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung a name of its own")
+        names.add(rung.name)
+        settings |= dict(item.split("=", 1) for item in rung.settings)
+        overrides = tuple(f"{key}={value}" for key, value in settings.items())
+        try:
+            load(overrides)
+        except ConfigError as error:
+            raise ConfigError(f"rung {rung.name!r}: {error.cause}", error.fix) from error
+        yield rung, overrides
+
+
+def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[MemoryEstimate | None, str]:
+    try:
+        return planner.predict(load(overrides)), ""
+    except ShardkitError as error:
+        return None, error.cause
+
+
+def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int, cap: str | None) -> Try:
+    """Tries in fresh processes, in `folder/NUMBER`.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    with writing(folder):
+        pass
+    return lambda settings, place: run_trial(
+        config, [*overrides, *settings], ranks, folder / str(place + 1), steps, cap
+    )
+
+
+HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
+
+
+def cells(step: Step) -> list[str]:
+    """A row of the table; `HEAD` says what is in it."""
+    trial = step.trial
+    measured, reserved, speed, loss, outcome = "–", "–", "–", "–", step.verdict or step.refused
+    if trial is not None:
+        outcome = "fits" if trial.outcome == "ok" else trial.outcome
+        if trial.outcome == "failed":
+            outcome += f": {trial.message}"
+        measured = "–" if trial.peak is None else gib(trial.peak)
+        reserved = "–" if trial.reserved is None else gib(trial.reserved)
+        speed = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+        if trial.losses:
+            loss = f"{trial.losses[-1]:.4f}" + ("" if step.same_loss else " (differs)")
+    predicted = "–" if step.predicted is None else gib(step.predicted)
+    return [step.rung.name, predicted, measured, reserved, speed, loss, outcome]
+
+
+def table(steps: Sequence[Step]) -> str:
+    """The ladder as a Markdown table."""
+    rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+
+
+def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
+    """Write `ladder.json` and `ladder.md`; the latter's path.
+
+    Args:
+        limit: bytes that a rank may use; `None` = no limit was given.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    found = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
+    path = folder / "ladder.md"
+    with writing(folder):
+        (folder / "ladder.json").write_text(json.dumps(found, indent=1))
+        path.write_text(table(steps) + "\n")
+    return path

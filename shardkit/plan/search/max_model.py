@@ -1,0 +1,215 @@
+"""The largest model, or the largest micro-batch, that can be trained: by prediction first, then by real steps."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...config.schema import ModelConfig
+from ...errors import ConfigError, ShardkitError
+from ..client import Planner
+from ..model.estimate import DoesNotFit, MemoryEstimate
+from ..submit_check import misfit
+from ..target import Target
+from .ladder import Load, Try
+from .trial import Trial
+
+FINEST = 1.02
+"""Neighbouring sizes differ by no more, where layers, widths and heads allow."""
+_STEP = 0.004  # of widths and depths, where they are large: with the square of the width well below `FINEST`
+_LARGEST_BATCH = 65536
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, or a micro-batch, by what is set for it.
+
+    Attributes:
+        amount: parameters, or samples.
+    """
+
+    settings: tuple[str, ...]
+    amount: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The largest size that works and the next one, which does not.
+
+    Attributes:
+        predicted: bytes of the largest on the device.
+        limited_by: the memory that the next size has too little of; the host's is looked at if the target has a limit.
+        below, above: how they went; `None` if they were only predicted.
+        attempts: real runs that were made.
+    """
+
+    largest: Size
+    next_up: Size
+    predicted: int
+    limited_by: Literal["device", "host"] = "device"
+    below: Trial | None = None
+    above: Trial | None = None
+    attempts: int = 0
+
+
+def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
+    """Reference transformers around the given one, by layers, width and heads, each at most 2 % larger than the last.
+
+    Of the models in reach the next is the one whose depth to width, and whose heads, are nearest to the config's, so
+    that what they need grows with their size, as far as whole layers and heads allow. Where a large vocabulary is most
+    of a small model, a step of the width by one is more than 2 %.
+
+    Args:
+        most: parameters beyond which no size is made.
+        multiple: what widths have to be a multiple of; fp8 takes 16.
+    """
+    found = sorted(_around(model, most, multiple), key=lambda one: one[:2])
+    kept: list[Size] = []
+    at = 0
+    while at < len(found):
+        last = kept[-1].amount if kept else found[0][0]
+        reach = range(at, bisect_right(found, last * FINEST, at, key=lambda one: one[0]))
+        far = [i for i in reach if found[i][0] > last * (1 + FINEST) / 2] or reach or [at]
+        chosen = min(far, key=lambda i: found[i][1])
+        kept.append(found[chosen][2])
+        at = chosen + 1
+    return kept
+
+
+def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, float, Size]]:
+    """(parameters, how far its shape is from the config's, the model).
+
+    Widths are multiples of the heads; half to twice as many heads make up for the widths of small models in between.
+    """
+    rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
+    known: set[int] = set()
+    all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
+    for heads in sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads))):
+        own = heads == model.n_heads
+        width = unit = math.lcm(heads, multiple)
+        while rows * width <= most and (own or width <= model.n_heads / _STEP):
+            usual = width * model.n_layers / model.d_model
+            spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
+            depths = range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP))
+            for layers in depths if width not in known else ():
+                n_params = 12 * layers * width**2 + 13 * layers * width + (rows + 2) * width
+                if n_params > most:
+                    break
+                other = () if own else (f"model.n_heads={heads}",)
+                size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *other), n_params)
+                yield n_params, abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads)), size
+            known.add(width)
+            width += unit * (1 + int(width * _STEP / unit))
+
+
+def batch_sizes(accumulated: int | None = None) -> list[Size]:
+    """Micro-batches of every size.
+
+    Args:
+        accumulated: micro-batches of a step, whatever their size, in the place of a global batch that only some divide.
+    """
+    step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
+    return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
+
+
+def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:
+    """The last size that fits, and the first that does not.
+
+    Sizes are bisected by prediction; real runs then step from the predicted boundary, up while they work or down while
+    they do not, until one works and its neighbour runs out of memory.
+
+    Args:
+        sizes: smallest first.
+        try_it: runs a size; `None` only predicts.
+        look_ahead: sizes beyond the first that does not fit that are looked at too, where need does not always grow.
+
+    Raises:
+        DoesNotFit: not even the smallest fits.
+        ConfigError: there is no limit, or even the largest fits; or a run fails for another reason than memory.
+    """
+    limit = target.device_memory
+    if limit is None:
+        raise ConfigError("there is no limit to find the largest size for", "pass --gpu, --gpu-memory or --memory-cap")
+    with Planner(target) as planner:
+        needs = _Needs(planner, load)
+
+        def fits(index: int) -> bool:
+            return needs.estimate(sizes[index]).verdict != "does not fit"
+
+        if not fits(0):
+            raise DoesNotFit(
+                f"not even {' '.join(sizes[0].settings)} fits: {misfit(needs.estimate(sizes[0]))}",
+                "use a larger or another card, or a setting that needs less",
+            )
+        low = _bisected(fits, len(sizes), sizes)
+        # A size that does not fit can be a deep one: a larger one may.
+        while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
+            low = beyond[-1]
+        limited_by: Literal["device", "host"] = "host" if needs.of(sizes[low + 1]) <= limit else "device"
+        boundary = Boundary(sizes[low], sizes[low + 1], needs.of(sizes[low]), limited_by)
+        return boundary if try_it is None else _confirmed(boundary, low, sizes, needs, try_it)
+
+
+class _Needs:
+    """Estimates of sizes, each asked for once."""
+
+    def __init__(self, planner: Planner, load: Load) -> None:
+        self._planner, self._load = planner, load
+        self._known: dict[Size, MemoryEstimate] = {}
+
+    def estimate(self, size: Size) -> MemoryEstimate:
+        if size not in self._known:
+            self._known[size] = self._planner.predict(self._load(size.settings))
+        return self._known[size]
+
+    def of(self, size: Size) -> int:
+        """Bytes on the device."""
+        return self.estimate(size).needed
+
+
+def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
+    """The last index that fits, found by doubling and then halving: large sizes are costly to ask for."""
+    low, step = 0, 1
+    while low + step < count and fits(low + step):
+        low += step
+        step *= 2
+    high = min(low + step, count - 1)
+    if low == count - 1 or (high == count - 1 and fits(high)):
+        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "this is as large as it is looked for")
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Needs, try_it: Try) -> Boundary:
+    """Step from the predicted boundary until one size works and the next does not."""
+    trials: dict[int, Trial] = {}
+
+    def works(at: int) -> bool:
+        if at not in trials:
+            trials[at] = trial = try_it(sizes[at].settings, len(trials))
+            if trial.outcome == "failed":
+                raise ShardkitError(
+                    f"{' '.join(sizes[at].settings)} failed: {trial.message}", "look at its run directory"
+                )
+        return trials[at].outcome == "ok"
+
+    while not works(index):
+        index -= 1
+        if index < 0:
+            raise ConfigError("not even the smallest size could be trained", "use a setting that needs less")
+    while works(index + 1):
+        index += 1
+        if index + 2 == len(sizes):
+            raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "this is as large as it is looked for")
+    return replace(
+        boundary, largest=sizes[index], next_up=sizes[index + 1], predicted=needs.of(sizes[index]), below=trials[index],
+        above=trials[index + 1], attempts=len(trials),
+    )  # fmt: skip

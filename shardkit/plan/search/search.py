@@ -1,0 +1,273 @@
+"""The fastest setting that fits: every combination is traced roughly at its ends, the promising ones then exactly."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from ...config.schema import RunConfig
+from ...errors import ConfigError, ShardkitError
+from ...memory.units import gib
+from ..client import Planner
+from ..model.estimate import DoesNotFit, MemoryEstimate
+from ..target import Target
+from .axes import Combination, batch_settings, combinations, micro_batches
+
+Load = Callable[[Sequence[str]], RunConfig]
+"""The config with more overrides."""
+_LOOSE = 1.25
+"""Rough needs this far beyond the room are worth an exact look."""
+_MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A combination at a micro-batch, and what is predicted for it.
+
+    Attributes:
+        settings: as on the command line.
+        needed: bytes on the device.
+        filled: share of the room that it takes, on the device or on the host, whichever is larger; it fits up to 1.
+        waits: seconds per token of all ranks, by what the step waits for (see `StepTime`).
+        estimate: what the figures are from; `None` where they lie between two rough traces.
+    """
+
+    combination: Combination
+    micro_batch: int
+    settings: tuple[str, ...]
+    needed: int
+    filled: float
+    waits: Mapping[str, float]
+    estimate: MemoryEstimate | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / sum(self.waits.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        fitting: the best micro-batch of every combination that fits, fastest first; the first was traced exactly, and
+            so were those on the `front`.
+        misfits: combinations that fit at no micro-batch, at the smallest.
+        refused: combinations that cannot work, with the reason.
+        sizes: the best combination at every micro-batch.
+        samples: of each rank in a step.
+    """
+
+    fitting: tuple[Setting, ...]
+    misfits: tuple[Setting, ...]
+    refused: Mapping[Combination, str]
+    sizes: tuple[Setting, ...]
+    samples: int
+
+    @property
+    def best(self) -> Setting:
+        return self.fitting[0]
+
+    @property
+    def front(self) -> tuple[Setting, ...]:
+        """Those that nothing beats in both memory and speed, fastest first."""
+        return tuple(pareto(self.fitting))
+
+
+def pareto(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """The settings that no faster one needs less memory than; fastest first."""
+    least: float = float("inf")
+    for setting in sorted(settings, key=lambda s: -s.tokens_per_s):
+        if setting.needed < least:
+            least = setting.needed
+            yield setting
+
+
+class Search:
+    """Compares combinations on one target; a context manager, whose planning processes end with it.
+
+    Args:
+        load: the config with more overrides.
+        given: dotted keys that must not change.
+        margin: share of the memory to leave free; `None` = as much as the estimate may be off, so that the choice fits
+            by its own verdict.
+        told: called with what is being done, every time something is done.
+
+    Raises:
+        ConfigError: (from `run`) there is no limit, nothing fits, or nothing can be traced.
+    """
+
+    def __init__(
+        self, load: Load, target: Target, given: Collection[str], margin: float | None, told: Callable[[str], None]
+    ) -> None:
+        if target.device_memory is None:
+            raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")
+        self._load, self._target, self._given, self._margin, self._told = load, target, given, margin, told
+        self.samples, self._sizes = micro_batches(load(()), target, given)
+        self._stack = ExitStack()
+        self._planners: list[Planner] = []
+        self._idle: queue.Queue[Planner] = queue.Queue()
+        self._workers = max(1, min(_MOST_WORKERS, os.cpu_count() or 1))
+
+    def __enter__(self) -> Search:
+        self._planners = [self._stack.enter_context(Planner(self._target)) for _ in range(self._workers)]
+        for planner in self._planners:
+            self._idle.put(planner)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def run(self) -> Found:
+        """Trace, and sort what was found."""
+        every = combinations(self._load(()), self._target, self._given)
+        if not every:
+            raise ConfigError(
+                f"of what is compared on {self._target.world_size} ranks nothing has all of "
+                f"{', '.join(sorted(self._given))}",
+                "leave keys of parallel out of the command line, or plan without --auto",
+            )
+        ends = sorted({self._sizes[0], self._sizes[-1]})
+        rough: dict[Combination, list[Setting]] = {}
+        refused: dict[Combination, str] = {}
+        todo = [(combination, size) for combination in every for size in ends]
+        for (combination, _), answer in zip(todo, self._traced(todo, rough=True), strict=True):
+            if isinstance(answer, str):
+                refused[combination] = answer
+            else:
+                rough.setdefault(combination, []).append(answer)
+        working = [found for combination, found in rough.items() if combination not in refused]
+        known = {(s.combination, s.micro_batch): s for found in working for s in self._between(found)}
+        if not known:
+            raise ConfigError(f"no setting can be planned: {next(iter(refused.values()))}", "plan without --auto first")
+        self._look_exactly(known)
+        return self._sorted_out(known, refused)
+
+    def _look_exactly(self, known: dict[tuple[Combination, int], Setting]) -> None:
+        """Trace exactly until the fastest that fits and the front are all exact; rough figures are replaced."""
+        while True:
+            fastest = sorted(known.values(), key=lambda s: -s.tokens_per_s)
+            best = next((s for s in fastest if s.estimate is not None and s.filled <= 1), None)
+            hopes = [
+                s for s in fastest
+                if s.estimate is None and s.filled <= _LOOSE and (best is None or s.tokens_per_s > best.tokens_per_s)
+            ]  # fmt: skip
+            if not hopes:
+                able = [s for s in best_of_each(known.values()) if s.filled <= 1]
+                hopes = [s for s in pareto(able) if s.estimate is None]
+            if not hopes:
+                return
+            todo = [(setting.combination, setting.micro_batch) for setting in hopes[: self._workers]]
+            for key, answer in zip(todo, self._traced(todo), strict=True):
+                if isinstance(answer, Setting):
+                    known[key] = answer
+                else:
+                    del known[key]
+
+    def _traced(self, todo: Sequence[tuple[Combination, int]], rough: bool = False) -> Iterator[Setting | str]:
+        """Predictions in order, each a setting or why it cannot work."""
+        with ThreadPoolExecutor(self._workers) as pool:
+            answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
+            try:
+                for done, answer in enumerate(answers, 1):
+                    found = answer.result()
+                    self._told(f"{'traced' if rough else 'looked at'} {done} of {len(todo)}")
+                    yield found
+            except BaseException:  # Ctrl-C: nobody waits for the rest
+                pool.shutdown(wait=False, cancel_futures=True)
+                for planner in self._planners:
+                    planner.stop()
+                raise
+
+    def _predict(self, combination: Combination, size: int, rough: bool) -> Setting | str:
+        settings = self._settings(combination, size)
+        planner = self._idle.get()
+        try:
+            estimate = planner.predict(self._load(settings), timed=True, rough=rough)
+        except ShardkitError as error:
+            return error.cause
+        finally:
+            self._idle.put(planner)
+        assert estimate.time is not None
+        filled = self._filled(estimate, estimate.needed, estimate.host_peak)
+        waits = {name: seconds / estimate.time.targets for name, seconds in estimate.time.parts.items()}
+        return Setting(combination, size, settings, estimate.needed, filled, waits, estimate)
+
+    def _settings(self, combination: Combination, size: int) -> tuple[str, ...]:
+        if len(self._sizes) == 1:
+            return combination.settings
+        return (*combination.settings, *batch_settings(self.samples, size, self._target))
+
+    def _filled(self, estimate: MemoryEstimate, needed: float, on_host: float) -> float:
+        usable = 1 / (1 + estimate.uncertainty) if self._margin is None else 1 - self._margin
+        limits = ((needed, self._target.device_memory), (on_host, self._target.host_memory))
+        return max(need / (limit * usable) for need, limit in limits if limit is not None)
+
+    def _between(self, ends: Sequence[Setting]) -> Iterator[Setting]:
+        """A combination at every micro-batch: the peaks of phases on straight lines, time on one in 1 / micro-batch.
+
+        A phase's peak is the largest of several lines, so that in between a straight one is never too low.
+        """
+        first, last = ends[0], ends[-1]
+        assert first.estimate is not None and last.estimate is not None
+        for size in self._sizes:
+            settings = self._settings(first.combination, size)
+            if first is last:
+                yield replace(first, micro_batch=size, settings=settings, estimate=None)
+                continue
+            up = (size - first.micro_batch) / (last.micro_batch - first.micro_batch)
+            in_time = (1 / size - 1 / first.micro_batch) / (1 / last.micro_batch - 1 / first.micro_batch)
+            waits = {name: max(0.0, _line(first.waits[name], last.waits[name], in_time)) for name in first.waits}
+            needed = _needed_between(first.estimate, last.estimate, up)
+            on_host = _line(first.estimate.host_peak, last.estimate.host_peak, up)
+            filled = self._filled(last.estimate, needed, on_host)
+            yield Setting(first.combination, size, settings, round(needed), filled, waits)
+
+    def _sorted_out(
+        self, known: Mapping[tuple[Combination, int], Setting], refused: Mapping[Combination, str]
+    ) -> Found:
+        best = best_of_each(known.values())
+        fitting = sorted((s for s in best if s.filled <= 1), key=lambda s: -s.tokens_per_s)
+        misfits = sorted((s for s in best if s.filled > 1), key=lambda s: s.needed)
+        if not best:
+            raise ConfigError("no setting can be traced exactly", "plan without --auto to see why")
+        if not fitting:
+            least = misfits[0]
+            raise DoesNotFit(
+                f"no setting fits: the least, {least.combination.engine} with activation.policy="
+                f"{least.combination.policy} and micro_batch_size={least.micro_batch}, needs {gib(least.needed)} of "
+                f"{gib(self._target.device_memory or 0)}",
+                "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
+            )
+        sizes = tuple(s for (combination, _), s in known.items() if combination == fitting[0].combination)
+        return Found(tuple(fitting), tuple(misfits), refused, sizes, self.samples)
+
+
+def best_of_each(settings: Iterable[Setting]) -> list[Setting]:
+    """Of every combination the fastest micro-batch that fits, or else the one that needs least."""
+    best: dict[Combination, Setting] = {}
+    for setting in settings:
+        other = best.get(setting.combination)
+        if other is None or _rank(setting) > _rank(other):
+            best[setting.combination] = setting
+    return list(best.values())
+
+
+def _rank(setting: Setting) -> tuple[bool, float]:
+    return setting.filled <= 1, setting.tokens_per_s if setting.filled <= 1 else -setting.filled
+
+
+def _needed_between(first: MemoryEstimate, last: MemoryEstimate, up: float) -> float:
+    beyond = _line(first.needed - first.peak.allocated, last.needed - last.peak.allocated, up)
+    return beyond + max(_line(phase.allocated, last.phases[name].allocated, up) for name, phase in first.phases.items())
+
+
+def _line(first: float, last: float, at: float) -> float:
+    return first + (last - first) * at

@@ -1,0 +1,116 @@
+"""A few real steps of a config in fresh processes: what they needed, how fast they were, or that memory ran out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from ...errors import ConfigError
+from ...memory import read_jsonl
+
+TRACED = 2  # step 1 makes the optimizer's states: the second is like all later ones
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make the folder that results go to, and see whether it takes them: before what takes long, and while it does.
+
+    Raises:
+        ConfigError: it cannot be written, or is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"?")
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder} cannot be written: {error.strerror or error}",
+            "pass a directory you can write, with room in it",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a short run went.
+
+    Attributes:
+        peak: largest bytes of tensors on any rank: the allocator's on a GPU, those of a traced step on the CPU.
+        reserved: the allocator's largest; `None` on the CPU.
+        tokens_per_s: of all ranks, the median over the steps after the traced one.
+        losses: of every step.
+        message: why it failed.
+    """
+
+    outcome: Literal["ok", "out of memory", "failed"]
+    peak: int | None = None
+    reserved: int | None = None
+    tokens_per_s: float | None = None
+    losses: tuple[float, ...] = ()
+    message: str = ""
+
+
+def run_trial(
+    config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int = 4, cap: str | None = None
+) -> Trial:
+    """Train for `steps` steps; an out-of-memory error is a result.
+
+    Args:
+        config: a YAML file; `None` = defaults.
+        folder: the run directory; what it holds is replaced.
+        cap: stand for a smaller card (`memory.cap`).
+    """
+    settings = [
+        *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
+        "train.eval_batches=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
+        "memory.interval=1", "memory.plan=false", f"memory.trace_step={TRACED}",
+        *([f"memory.cap={cap}"] if cap else []),
+    ]  # fmt: skip
+    if ranks == 1:
+        command = [sys.executable, "-m", "shardkit.train", *(["--config", config] if config else []), *settings]
+    else:
+        launch = ["-m", "shardkit.cli", "launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *launch]
+    shutil.rmtree(folder / "oom", ignore_errors=True)  # of a run before: this one may fail sooner than it clears up
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return read_trial(folder, done.returncode, done.stderr)
+
+
+def read_trial(folder: Path, exit_code: int, said: str = "") -> Trial:
+    """What a run of `run_trial` left."""
+    if exit_code:
+        if list((folder / "oom").glob("rank*.json")):
+            return Trial("out of memory", message=_last_line(said))
+        return Trial("failed", message=_last_line(said))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for _, gathered in read_jsonl(folder / "memory.jsonl") for row in gathered]
+    on_device = [row.device_mem for row in rows if row.device_mem is not None]
+    traces = [json.loads(path.read_text()) for path in sorted((folder / "trace").glob("rank*.json"))]
+    peaks = [memory.peak_allocated for memory in on_device] or [trace["peak"]["bytes"] for trace in traces]
+    return Trial(
+        "ok",
+        peak=max(peaks, default=None),
+        reserved=max((memory.peak_reserved for memory in on_device), default=None),
+        tokens_per_s=_speed(metrics),
+        losses=tuple(record["loss"] for record in metrics),
+    )
+
+
+def _speed(metrics: Sequence[dict[str, Any]]) -> float | None:
+    speeds = [record["tokens_per_s"] for record in metrics if record["step"] > TRACED]
+    return median(speeds) if speeds else None
+
+
+def _last_line(said: str) -> str:
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    lines = errors or said.strip().splitlines() or ["it said nothing"]
+    return lines[0] if errors else lines[-1]

@@ -1,0 +1,120 @@
+"""Turns what fake tensors cannot do into one line of cause and one of fix."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from types import FrameType, TracebackType
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from ...errors import ConfigError, ShardkitError
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_LIBRARIES = tuple(
+    str(path)
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    for path in (Path(sysconfig.get_path(name)), Path(sysconfig.get_path(name)).resolve())
+)
+_INSTALLED_ANYWHERE = ("torch", "deepspeed", "transformers")
+"""Packages that are no user's code wherever they lie, such as in a folder on PYTHONPATH."""
+_FIX = (
+    "planning knows shapes, not values: give the task plan_loss(model, batch) that needs none, "
+    "or plan_batch(n) if it is the data"
+)
+_NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((.+?)\)>")
+_CHANGE = "change the setting that it names"
+
+
+class Untraceable(ShardkitError):
+    """The step failed on fake tensors, in a way that is not known."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise ConfigError for operators and branches that fake tensors cannot go through.
+
+    Raises:
+        ConfigError: names the user's line that needs a tensor's value, or the operator that has no fake kernel.
+        Untraceable: anything else went wrong.
+    """
+    try:
+        yield
+    except UnsupportedOperatorException as error:
+        raise _no_fake_kernel(str(error.func), _at(error.__traceback__)) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(f"{error.func} needs the values of a tensor{_at(error.__traceback__)}", _FIX) from error
+    except ShardkitError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = _at(error.__traceback__)
+        said = next(iter(str(error).strip().splitlines()), "")
+        if custom := _NO_FAKE.match(said):
+            raise _no_fake_kernel(custom[1], where) from error
+        raise Untraceable(
+            f"this step cannot be traced: {type(error).__name__}: {shorten(said, 200)}{where}",
+            ("if it trains, give the task a plan_loss(model, batch) that goes round it" if where else _CHANGE)
+            + "; SHARDKIT_DEBUG=1 shows the traceback",
+        ) from error
+
+
+def _no_fake_kernel(operator: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"planning cannot follow the operator {operator}{where}: it has no fake kernel",
+        "register one with torch.library.register_fake",
+    )
+
+
+def refuse_value(frame: FrameType | None) -> None:
+    """Refuse that code of the user's reads a tensor's value; libraries may, what they are told is a constant.
+
+    Raises:
+        ConfigError: the innermost frame outside the libraries belongs to neither them nor shardkit.
+    """
+    while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or _is_torch(frame.f_code.co_filename)):
+        frame = frame.f_back
+    if frame is not None and _is_users(frame.f_code.co_filename):
+        raise ConfigError(
+            f"the model needs the value of a tensor{_line(frame.f_code.co_filename, frame.f_lineno)}", _FIX
+        )
+
+
+def _at(trace: TracebackType | None) -> str:
+    """Where the user's own code was, innermost."""
+    found = ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if _is_users(name):
+            found = _line(name, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _line(name: str, number: int) -> str:
+    text = linecache.getline(name, number).strip()
+    return f" at {name}:{number}" + (f" ({text})" if text else "")
+
+
+def _is_torch(name: str) -> bool:
+    return name.startswith("<") or _is_of("torch", name)
+
+
+def _is_users(name: str) -> bool:
+    if name.startswith(("<", *_LIBRARIES)) or Path(name).is_relative_to(_PACKAGE):
+        return False
+    return not any(_is_of(package, name) for package in _INSTALLED_ANYWHERE)
+
+
+def _is_of(package: str, name: str) -> bool:
+    module = sys.modules.get(package)
+    return module is not None and Path(name).is_relative_to(Path(module.__file__ or "").parent)

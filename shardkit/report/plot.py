@@ -1,0 +1,107 @@
+"""What planning found, as pages that a browser opens: plots, and their figures in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..plan.search.ladder import HEAD, Step, cells
+from ..plan.search.trial import writing
+from .html import LINES, Cell, Figure, Page, esc, label, table, unit_of, words
+
+_BAD = "#b3261e"
+
+
+def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
+    """Predicted and measured peak of every rung as bars, its speed as a line, and what the card has.
+
+    Args:
+        limit: bytes that a rank may use; `None` = no limit was given.
+    """
+    names = [label(step.rung.name) for step in steps]
+    predicted = [step.predicted for step in steps]
+    measured = [step.trial.peak if step.trial else None for step in steps]
+    unit, scale = unit_of([*predicted, *measured, limit])
+
+    def bars(name: str, values: Sequence[int | None], colour: str) -> dict[str, Any]:
+        heights = [None if value is None else value / scale for value in values]
+        hover = f"%{{y:.3f}} {unit}<extra>{name}</extra>"
+        return {"type": "bar", "name": name, "x": names, "y": heights, "marker": {"color": colour},
+                "hovertemplate": hover}  # fmt: skip
+
+    data = [bars("predicted", predicted, "#9ecae9")]
+    if any(value is not None for value in measured):
+        data.append(bars("measured", measured, LINES[0]))
+    speeds = [step.trial.tokens_per_s if step.trial else None for step in steps]
+    layout: dict[str, Any] = {
+        "height": 420, "barmode": "group", "bargap": 0.35, "showlegend": True,
+        "margin": {"l": 70, "r": 70, "t": 12, "b": 60},
+        "xaxis": {"type": "category", "categoryarray": names},
+        "yaxis": {"title": {"text": f"peak of a rank, {unit}"}, "rangemode": "tozero"},
+    }  # fmt: skip
+    if any(speed is not None for speed in speeds):
+        data.append({
+            "type": "scatter", "mode": "lines+markers", "name": "tokens/s", "x": names, "y": speeds, "yaxis": "y2",
+            "connectgaps": True, "line": {"color": LINES[1], "width": 2}, "marker": {"size": 9},
+            "hovertemplate": "%{y:,.0f} tokens/s<extra></extra>",
+        })  # fmt: skip
+        layout["yaxis2"] = {
+            "title": {"text": "tokens/s of all ranks"}, "overlaying": "y", "side": "right", "rangemode": "tozero",
+            "showgrid": False, "tickmode": "auto", "tickformat": ",",
+        }  # fmt: skip
+    ended = {name: step.trial.outcome for name, step in zip(names, steps, strict=True) if step.trial}
+    for outcome in sorted(set(ended.values()) - {"ok"}):
+        at = [name for name in names if ended.get(name) == outcome]
+        heights = [0.0 if limit is None else limit / scale] * len(at)
+        data.append({
+            "type": "scatter", "mode": "markers", "name": outcome, "x": at, "y": heights,
+            "marker": {"symbol": "x", "size": 13, "color": _BAD}, "hovertemplate": f"{outcome}<extra></extra>",
+        })  # fmt: skip
+    if limit is not None:
+        layout["shapes"] = [level(limit / scale)]
+        layout["annotations"] = [{
+            "text": f"limit {limit / scale:.2f} {unit}", "xref": "paper", "x": 0.995, "y": limit / scale,
+            "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": {"color": _BAD},
+        }]  # fmt: skip
+    return Figure(data, layout, "no rung")
+
+
+def level(y: float) -> dict[str, Any]:
+    """A dashed line across a plot."""
+    return {
+        "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
+        "line": {"color": _BAD, "dash": "dash", "width": 1.5},
+    }  # fmt: skip
+
+
+def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
+    """Write `ladder.html`; its path.
+
+    Raises:
+        ConfigError: Plotly is not installed.
+    """
+    rows = [[words(name), *map(Cell, figures), words(outcome)] for name, *figures, outcome in map(cells, steps)]
+    head = [HEAD[0], *(f">{title}" for title in HEAD[1:-1]), HEAD[-1]]
+    return write_page(folder / "ladder.html", "Ladder", ladder_plot(steps, limit), head, rows)
+
+
+def write_page(
+    path: Path, title: str, figure: Figure, head: Sequence[str], rows: Sequence[Sequence[Cell]], *notes: str
+) -> Path:
+    """One plot, the table behind it, and what is to be said of them, as one file that needs no network; its path.
+
+    Raises:
+        ConfigError: Plotly is not installed, or the file cannot be written.
+    """
+    page = Page(title)
+    page.section("plot", "Plot", page.figure("plot", figure))
+    page.section("table", "Figures", table(head, rows))
+    if notes:
+        page.section("notes", "Notes", *(f"<p>{esc(note)}</p>" for note in notes))
+    text = page.render()
+    draft = path.with_name(path.name + ".part")
+    with writing(path.parent):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    return path

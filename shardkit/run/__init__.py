@@ -1,0 +1,1 @@
+"""One training run: from the job and its trainer to its directory, watchdog and end."""

@@ -1,0 +1,233 @@
+"""shardkit as a library: join the ranks, wrap your model, take steps in your own loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..config import capability
+from ..config.load import LoadedConfig, load_config, resolve_batch
+from ..config.schema import RunConfig
+from ..errors import ConfigError, TrainingError
+from ..memory.ledger import MemoryLedger
+from ..oom.cap import MemoryCap, memory_cap
+from ..oom.postmortem import PostMortem
+from ..parallel.optim import make_optimizer as default_optimizer
+from ..parallel.precision import set_matmul_precision
+from ..parallel.weights import Init, Weights
+from ..parallel.world import World, choose_device, process_groups, rank_env
+from ..strategies import OptimizerFactory, Strategy, make_strategy
+from ..strategies.build import parallelize
+from ..strategies.step import train_step
+from .dtypes import check_masters
+from .unused import refuse_unused
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step over all ranks.
+
+    Attributes:
+        loss: mean over the step's target tokens, all ranks.
+        grad_norm: global norm before clipping.
+        n_targets: target tokens of all ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    n_targets: int
+
+
+@dataclass
+class Job:
+    """The ranks, the ledger, and the wrapped model once `wrap` was called."""
+
+    loaded: LoadedConfig
+    world: World
+    ledger: MemoryLedger
+    strategy: Strategy
+    cap: MemoryCap | None = None
+    step_index: int = 0
+    _last_step: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        local_size = self.world.env.local_world_size
+        self.post_mortem = PostMortem(self.config, self.ledger, self.strategy, local_size, self.cap)
+        self.ledger.risk.on_risk = self.post_mortem.at_risk
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model: call this one."""
+        return self.strategy.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its parameter groups carry the `lr` that the next step uses."""
+        return self.strategy.optimizer
+
+    def wrap(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        make_optimizer: OptimizerFactory | None = None,
+        *,
+        block_classes: Sequence[type[nn.Module]] = (),
+        attention_classes: Sequence[type[nn.Module]] = (),
+        init_parameter: Init | None = None,
+    ) -> nn.Module:
+        """Shard the model by the config's strategy and build its optimizer; returns what to call in the loop.
+
+        Args:
+            model: a module whose values are the same on every rank, or a function that builds it.
+            make_optimizer: from the wrapped model; default: the config's `optim` section.
+            block_classes: what to shard, checkpoint and compile as one unit; default: the longest list of equal blocks.
+            attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
+            init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
+        """
+        if isinstance(model, nn.Module) and init_parameter is not None:
+            raise ConfigError(
+                "init_parameter was given with a model that is already built", "pass a function that builds it"
+            )
+        build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
+        factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped))
+        with self.ledger.phase("wrap"):
+            weights = Weights(self.config.train.seed, init_parameter)
+            parallelize(
+                self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
+            )
+            refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
+            check_masters(self.config.precision, self.strategy)
+        if self.cap is not None:  # a model may have been built before the cap was there
+            self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
+        return self.strategy.model
+
+    def step(
+        self,
+        batches: Sequence[Any],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        n_targets: Callable[[Any], int],
+    ) -> StepResult:
+        """One optimizer step over this rank's micro-batches.
+
+        Args:
+            batches: as many on every rank; `train.grad_accum_steps` of them under ZeRO.
+            loss_fn: (model, batch) → the loss summed over the batch's targets.
+            n_targets: how many targets a batch has; the step's loss is divided by their sum over all ranks.
+
+        Raises:
+            TrainingError: the loss is not finite on some rank.
+        """
+        config, world = self.config, self.world
+        expected = resolve_batch(config, world.size)
+        if len(batches) != expected:
+            raise ConfigError(
+                f"step() got {len(batches)} micro-batches, but train.grad_accum_steps is {expected}",
+                "pass as many micro-batches as the config accumulates",
+            )
+        self.step_index += 1
+        self.ledger.begin_step(self.step_index)
+        micro = [(batch, False) for batch in batches]
+        count = world.sum([float(sum(n_targets(batch) for batch in batches))])[0]
+        out = train_step(
+            self.strategy, self.ledger, micro, loss_fn, count, world.size, world.device, config.train.max_norm
+        )
+        loss = world.sum([out.loss_sum.item()])[0] / max(count, 1.0)
+        now = time.perf_counter()
+        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.forward.seconds())
+        self._last_step = now
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            raise not_finite(world, self.step_index, out.loss_sum.item())
+        return StepResult(loss, out.grad_norm.item(), int(count))
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that says what would help.
+
+        Raises:
+            OutOfMemoryError: in the place of torch's, as whose consequence it is raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            explained = self.post_mortem.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def explained(self, items: Iterator[T]) -> Iterator[T]:
+        """`items`, made inside `explaining`."""
+        with self.explaining():
+            yield from items
+
+
+def not_finite(world: World, step: int, local_loss: float) -> TrainingError:
+    """The error that names the ranks whose loss is not finite; collective."""
+    losses = [float(v) for v in world.gather(local_loss)]  # type: ignore[arg-type]
+    bad = [rank for rank, value in enumerate(losses) if value != value or value in (float("inf"), float("-inf"))]
+    ranks = ", ".join(str(r) for r in bad) or "none alone, but their sum is"
+    return TrainingError(
+        f"the loss is not finite at step {step} on rank {ranks} (summed loss {[losses[r] for r in bad][:4]})",
+        "lower optim.lr, set train.max_norm, or look at that step's data; nothing after it was saved",
+    )
+
+
+@contextmanager
+def start(
+    config: LoadedConfig | str | Path | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()
+) -> Iterator[Job]:
+    """Join the job's ranks and yield a `Job`; every group is torn down at the end, also on errors.
+
+    Args:
+        config: a YAML file, or what `load_config` returned; `None` = defaults.
+        overrides: `{"parallel.strategy": "fsdp"}` or `["parallel.strategy=fsdp"]`.
+
+    Raises:
+        ConfigError: the config cannot work on this world; checked before anything is joined or written.
+        LaunchError: the environment contradicts itself, or ranks cannot find each other.
+        OutOfMemoryError: memory ran out inside and nobody dealt with it; `RUN_DIR/oom` says more.
+    """
+    loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
+    env = rank_env()
+    device = choose_device(loaded.config, env)
+    capability.check(
+        loaded.config, device=device.type, world_size=env.world_size, local_world_size=env.local_world_size
+    )
+    resolve_batch(loaded.config, env.world_size)
+    set_matmul_precision(loaded.config.precision)
+    _seed(loaded.config, env.rank)
+    memory = loaded.config.memory
+    with process_groups(loaded.config, env) as world, memory_cap(memory.cap_bytes, world.device) as cap:
+        ledger = MemoryLedger(
+            world.device, world.ledger, world.rank, world.size, env.local_rank,
+            interval=memory.interval, host_warn=memory.host_warn,
+        )  # fmt: skip
+        strategy = make_strategy(loaded.config, world)
+        job = Job(loaded, world, ledger, strategy, cap)
+        try:
+            with job.explaining():
+                yield job
+        finally:
+            strategy.teardown()
+
+
+def _seed(config: RunConfig, rank: int) -> None:
+    """Dropout and the like differ between ranks; weights do not come from this generator."""
+    torch.manual_seed(config.train.seed * 1_000_003 + rank)
+    if config.train.deterministic:
+        import os
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

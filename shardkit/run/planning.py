@@ -1,0 +1,165 @@
+"""The plan of a run that goes on already: predicted beside its first steps, on rank 0's machine, and shown there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ..config.schema import RunConfig
+from ..errors import ShardkitError
+from ..hardware.cards import DEFAULT, GPUS
+from ..memory.limits import tightest_limit
+from ..memory.state import local_tensors
+from ..memory.units import gib
+from ..plan.client import Planner
+from ..plan.history import digest
+from ..plan.model.estimate import MemoryEstimate
+from ..plan.target import Target, known_here
+from .job import Job
+
+LIMIT_S = 60.0
+"""A plan that takes longer than this is given up."""
+RANKS = 4
+"""At most so many ranks are planned, of those whose shards differ in size."""
+_HOST_BYTES = 8 * 2**30
+"""Of host memory must be free, of which the planning process takes one or two GiB."""
+_STOP_S = 10.0
+_LOG = logging.getLogger(__name__)
+
+
+class RunPlan:
+    """Predicts the memory of the run that this process takes part in; a context manager, whose end ends the planning.
+
+    It works in a process of its own, at the lowest priority and with a limit on its time. Whatever becomes of it, the
+    run does not fail by it.
+    """
+
+    def __init__(self) -> None:
+        self._planner: Planner | None = None
+        self._thread: threading.Thread | None = None
+        self._deadline = 0.0
+        self._over = self._stopped = False
+
+    def __enter__(self) -> RunPlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        self._stop()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
+
+    def begin(self, job: Job, run_dir: Path) -> None:
+        """Start planning, if `memory.plan` asks for it; the job is wrapped. Collective."""
+        asked = job.config.memory.plan
+        if job.world.is_main:
+            _forget_another(run_dir / "plan.json", job.config, job.world.size)
+        if asked is False or (asked == "auto" and job.world.device.type != "cuda"):
+            return
+        shards = [str(found) for found in job.world.gather(_shard_bytes(job))]
+        if not job.world.is_main or (run_dir / "plan.json").exists() or (asked == "auto" and not _room()):
+            return
+        ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
+        self._deadline = time.monotonic() + LIMIT_S
+        try:
+            target = _target(job)
+        except ShardkitError as error:
+            _LOG.warning("this run is not planned: %s", error)
+            return
+        what = job.config, [replace(target, rank=rank) for rank in ranks], run_dir
+        self._thread = threading.Thread(target=self._plan, args=what, daemon=True)
+        self._thread.start()
+
+    def wait(self, config: RunConfig) -> None:
+        """Let a plan that was asked for be finished; one that only was worth its while is not waited for."""
+        if config.memory.plan is True and self._thread is not None:
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
+
+    def _plan(self, config: RunConfig, targets: list[Target], run_dir: Path) -> None:
+        limit = threading.Timer(LIMIT_S, self._stop)
+        limit.daemon = True
+        limit.start()
+        estimates: list[MemoryEstimate] = []
+        try:
+            for target in targets:
+                with Planner(target, niceness=19) as self._planner:
+                    if self._stopped:
+                        break
+                    estimates.append(self._planner.predict(config))
+                estimates[0].save(run_dir, config, estimates[1:])
+                if len(estimates) == 1:
+                    print(f"plan: {said(estimates[0])}", file=sys.stderr, flush=True)
+        except (ShardkitError, OSError, ValueError) as error:
+            late = time.monotonic() >= self._deadline
+            if not self._over:
+                why = f"not ready after {LIMIT_S:g} s" if late else str(error).partition("\n")[0]
+                _LOG.warning("this run is not planned%s: %s", " to the end" if estimates else "", why)
+        finally:
+            limit.cancel()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._planner is not None:
+            self._planner.stop()
+
+
+def said(estimate: MemoryEstimate) -> str:
+    """An estimate in one line."""
+    if estimate.device_memory is None:
+        return f"{gib(estimate.needed)} predicted"
+    on = "" if estimate.device == "cpu" else " on each GPU"
+    return f"{gib(estimate.needed)} of {gib(estimate.device_memory)}{on} predicted ({estimate.verdict})"
+
+
+def _shard_bytes(job: Job) -> int:
+    """What this rank holds of weights, without the padding that makes all ranks' storages equal."""
+    tensors = (local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
+    """Delete the plan of another config or world, which an earlier run left here."""
+    try:
+        kept = json.loads(path.read_text())
+        same = kept["config"] == digest(config) and kept["ranks"][0]["world_size"] == world_size
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        same = False
+    if not same:
+        path.unlink(missing_ok=True)
+
+
+def _room() -> bool:
+    """Whether a process beside this one takes nothing away from it: a CPU of its own, and memory."""
+    limit = tightest_limit()
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cpus > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
+
+
+def _target(job: Job) -> Target:
+    """The very world of the job, and its card."""
+    world, cap = job.world, job.config.memory.cap_bytes
+    if world.device.type != "cuda":
+        return Target(world.size, None, world.env.local_world_size, cap=cap)
+    properties = torch.cuda.get_device_properties(world.device)
+    table = {gpu.device_name: gpu for gpu in GPUS.values()}
+    card = replace(
+        table.get(properties.name) or replace(GPUS[DEFAULT], name=properties.name, device_name=properties.name),
+        memory=min(int(properties.total_memory), cap or sys.maxsize),
+        capability=(properties.major, properties.minor),
+    )
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    growing = "expandable_segments:True" in settings
+    return Target(world.size, known_here(card, world.size), world.env.local_world_size, expandable=growing)

@@ -1,0 +1,96 @@
+"""What rank 0 does with every step: records it, shows it, answers Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config.schema import LoggingConfig
+from ..memory.rows import RankRow
+from ..models.flops import gpu_peak_flops
+from ..parallel.world import World
+from ..tasks.base import Task
+from ..telemetry.metrics import MetricsWriter
+from ..telemetry.progress import Progress
+from . import directory
+from .job import Job
+
+if TYPE_CHECKING:
+    from ..telemetry.prometheus import MetricsServer
+
+
+class Recorder:
+    """`metrics.jsonl`, TensorBoard, the terminal and the Prometheus endpoint of a run; on rank 0 only.
+
+    Args:
+        done: steps already recorded by the run that is resumed.
+
+    Raises:
+        ConfigError: Weights & Biases cannot start, or the endpoint's port is taken.
+    """
+
+    def __init__(self, job: Job, task: Task, run_dir: Path, done: int) -> None:
+        logging, self._world_size = job.config.logging, job.world.size
+        self._seen: Sequence[RankRow] = ()
+        self._server, self._address = _serve(logging), run_dir / "logs" / "prometheus.txt"
+        if self._server is not None:
+            self._address.write_text(self._server.url + "\n")
+        try:
+            settings = job.config.model_dump(mode="json")
+            self._writer = MetricsWriter(run_dir, logging.tensorboard, done, logging.wandb_project, settings)
+        except BaseException:
+            self._stop_serving()
+            raise
+        self._progress = _progress(job, task, done)
+
+    def step(self, record: Mapping[str, float], rows: Sequence[RankRow]) -> None:
+        """A step is over; `rows` are those of the last gather."""
+        self._writer.write(dict(record))
+        if rows is not self._seen:
+            self._writer.write_memory(int(record["step"]), rows)
+            self._seen = rows
+        self._progress.update(record, self._world_size, rows)
+        if self._server is not None:
+            self._server.update(record, rows)
+
+    def close(self) -> None:
+        self._stop_serving()
+        self._progress.close()
+        self._writer.close()
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._address.unlink(missing_ok=True)
+
+
+def open_recorder(job: Job, task: Task, run_dir: Path, done: int) -> Recorder | None:
+    """Rank 0's recorder, None elsewhere; collective, so that every rank stops when rank 0 cannot record."""
+    opened: list[Recorder] = []
+    directory.on_main(job.world, run_dir, lambda: opened.append(Recorder(job, task, run_dir, done)))
+    return opened[0] if opened else None
+
+
+def _serve(logging: LoggingConfig) -> MetricsServer | None:
+    if logging.prometheus_port is None:
+        return None
+    from ..telemetry.prometheus import MetricsServer
+
+    return MetricsServer(logging.prometheus_host, logging.prometheus_port)
+
+
+def _progress(job: Job, task: Task, done: int) -> Progress:
+    flops = getattr(task, "flops_per_token", None)
+    return Progress(
+        job.config.train.max_steps, done, job.config.logging.every, flops() if flops else None, _peak_flops(job)
+    )
+
+
+def _peak_flops(job: Job) -> float | None:
+    world: World = job.world
+    if world.device.type != "cuda":
+        return None
+    return gpu_peak_flops(torch.cuda.get_device_name(world.device), job.config.precision.mode)

@@ -1,0 +1,377 @@
+"""The loop: batch → forward → backward → clip → step → account; rank 0 writes and shows."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.format.manifest import RunState
+from ..checkpoint.save import Checkpointer, SaveReport
+from ..config.load import resolve_batch
+from ..data.loader import StepBatch, StepLoader
+from ..data.sampler import BatchPlan, State
+from ..errors import CheckpointError, ConfigError, DataError, TrainingError
+from ..files import append_jsonl
+from ..memory.rows import record as memory_record
+from ..parallel.optim import lr_at
+from ..strategies.step import Phases, StepOutput, train_step
+from ..tasks.base import Dataset
+from ..tasks.load import load_task
+from ..telemetry.profile.recorder import Profiler
+from . import directory, dtypes
+from .evaluate import evaluate, report
+from .job import Job, not_finite
+from .preemption import StopRequest
+from .recorder import open_recorder
+from .watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        steps: optimizer steps done.
+        loss: mean loss of the last step.
+        val_loss: mean validation loss at the end; `None` without validation data.
+        stopped_by: the signal that ended the run before `train.max_steps`; `None` if none did.
+    """
+
+    steps: int
+    loss: float
+    val_loss: float | None
+    stopped_by: str | None = None
+
+
+class Trainer:
+    """Trains `task` of the config under the job's strategy and writes the run directory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = job.config
+        self.world = job.world
+        self.accum = resolve_batch(self.config, job.world.size)
+        self.step = self.skipped_steps = 0
+        self._moved = False
+        self.tokens_total = 0
+        with job.ledger.phase("init"):
+            self.task = load_task(self.config)
+            data = self.task.dataset("train")
+            if data is None or len(data) == 0:
+                raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
+            self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
+            self.plan = self._make_plan(data)
+        self.run_dir: Path = directory.prepare(job.loaded, job.world)
+        job.wrap(
+            self.task.build_model,
+            block_classes=getattr(self.task, "block_classes", ()),
+            attention_classes=getattr(self.task, "attention_classes", ()),
+            init_parameter=getattr(self.task, "init_parameter", None),
+        )
+        self.stop = StopRequest()
+        hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
+        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit)
+        self.loss = self.watchdog.around(self.task.loss)
+        self.checkpoints = Checkpointer(
+            job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
+            timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
+        )  # fmt: skip
+        self.loader = self._make_loader(data, self._resume())
+        self.first_step = self.step + 1
+        profiled = self.config.profile.start is not None
+        self.profiler = Profiler(self.config, job.world, job.strategy, job.ledger, self.run_dir) if profiled else None
+
+    def _resume(self) -> State:
+        """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
+        source = self.config.run.resume
+        if source is False:
+            self._take_weights()
+            return State()
+        found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
+        if found is None and source is not True:
+            raise CheckpointError(
+                f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
+            )
+        if found is None:
+            self._take_weights()
+        run = found[1] if found else RunState(step=0)
+        directory.go_on(self.job.loaded, self.world, self.run_dir, run.step)
+        if self.world.is_main:
+            where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
+            print(f"resuming {where}", file=sys.stderr, flush=True)
+        self.step, self.tokens_total = run.step, run.tokens_total
+        return State(run.epoch, run.next_sample)
+
+    def _take_weights(self) -> None:
+        """Begin with the weights that `model.init_from` names."""
+        if self.config.model.init_from is None:
+            return
+        from ..checkpoint.formats.start import load_weights
+
+        read = load_weights(self.job.strategy, self.checkpoints.group, self.config.model.init_from)
+        if self.world.is_main:
+            print(f"starting with the weights of {read}", file=sys.stderr, flush=True)
+
+    def _accept(self, run: RunState) -> None:
+        """Refuse a checkpoint whose data position means something else here."""
+        seed, n_samples = self.config.train.seed, self.plan.n_samples
+        if run.seed != seed and "imported" not in run.extra:  # another tool's data order means nothing here
+            raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
+        if run.n_samples not in (None, n_samples):
+            raise DataError(
+                f"the training split has {n_samples} samples, it had {run.n_samples} when the checkpoint was made",
+                "resume with the same data, train.seq_len and data.val_fraction",
+            )
+        shuffle = run.extra.get("shuffle")
+        if shuffle not in (None, self.config.data.shuffle):
+            raise ConfigError("data.shuffle is not what it was in the checkpoint", f"set data.shuffle={shuffle}")
+
+    def _make_plan(self, samples: Dataset) -> BatchPlan:
+        train, data = self.config.train, self.config.data
+        try:
+            return BatchPlan(
+                n_samples=len(samples),
+                global_batch=train.micro_batch_size * self.accum * self.world.size,
+                micro_batch=train.micro_batch_size,
+                accum=self.accum,
+                rank=self.world.rank,
+                world=self.world.size,
+                seed=train.seed,
+                shuffle=data.shuffle,
+                drop_last=data.drop_last,
+            )
+        except ValueError as error:
+            raise DataError(
+                f"the training split cannot fill a step: {error}", "use more data, or smaller batches"
+            ) from error
+
+    def _make_loader(self, samples: Dataset, state: State) -> StepLoader:
+        data = self.config.data
+        return StepLoader(
+            samples,
+            self.plan,
+            getattr(self.task, "collate", None),
+            state=state,
+            n_steps=max(0, self.config.train.max_steps - self.step),
+            workers=data.workers,
+            prefetch=data.prefetch,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def fit(self) -> Outcome:
+        """Train to `train.max_steps`.
+
+        Raises:
+            TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
+        """
+        outcome = Outcome(self.step, math.nan, None)
+        record: dict[str, float] = {}
+        for record in self.recorded_steps():
+            outcome = Outcome(self.step, record["loss"], record.get("val_loss"), self.stop.agreed)
+        if self.step < self.first_step:
+            if self.world.is_main:
+                print(f"nothing to do: the run is at step {self.step} of train.max_steps={self.config.train.max_steps}")
+        elif self.world.is_main:
+            if self.skipped_steps:
+                print(f"loss scaling skipped {self.skipped_steps} of {self.step - self.first_step + 1} steps")
+            report(self.job, self.task, self.run_dir, {k: v for k, v in record.items() if k.startswith("val_")})
+        return outcome
+
+    def recorded_steps(self) -> Iterator[dict[str, float]]:
+        """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
+        recorder = open_recorder(self.job, self.task, self.run_dir, self.step)
+        failed = True
+        self.stop.listen()
+        self.watchdog.start()
+        try:
+            for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
+                if recorder is not None:
+                    recorder.step(record, self.job.ledger.last_rows)
+                yield record
+            failed = False
+        finally:
+            self.watchdog.stop()
+            self.loader.close()
+            if recorder is not None:
+                recorder.close()
+            try:
+                self.checkpoints.close(failed)
+            finally:
+                self.stop.close()
+                if self.profiler is not None:
+                    self.profiler.close(failed)
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
+        if self.step >= self.config.train.max_steps:
+            return
+        batch, wait = self._next_batch()
+        targets = self.world.sum([self._count(batch)])[0]
+        began, saving = time.perf_counter(), 0.0
+        while self.step < self.config.train.max_steps:
+            self.step += 1
+            first = self.step == self.first_step
+            before = self._fingerprint() if not self._moved else []
+            lr = self._set_lr()
+            self.job.ledger.begin_step(self.step, due=self._gather_due())
+            self.watchdog.beat(self.step, "forward")
+            out = self._train_step(batch, targets)
+            self.watchdog.beat(self.step, "data and reduction")
+            position, next_wait = batch.state_after, 0.0
+            if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
+                batch, next_wait = self._next_batch()
+            loss, next_targets = self._agree(out, batch, targets)
+            step_time = time.perf_counter() - began
+            self.job.ledger.end_step(self.step, step_time, wait, wait + out.forward.seconds())
+            self.tokens_total += int(targets)
+            record = {
+                "step": self.step, "loss": loss, "grad_norm": out.grad_norm.item(), "lr": lr, "tokens": int(targets),
+                "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
+                "tokens_per_s": targets / step_time,
+            }  # fmt: skip
+            if saving:
+                record["save_s"], saving = saving, 0.0
+            skipped = self._note_scaling(record)
+            if before and not skipped:
+                self._check_moved(before, lr)
+            if first:
+                dtypes.audit(self.job.strategy, self.world, self.run_dir)
+                self.world.shorten_timeout(self.config.run.step_timeout_s)
+                self.watchdog.set_limit(self.config.run.step_timeout_s)
+            if self._gather_due():
+                self._gather_memory()
+            if self.val_data is not None and self._eval_due():
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
+            if self.profiler is not None:
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    self.profiler.finish(self.step)
+            began = time.perf_counter()
+            yield record  # and is on disk when the save begins: a run resumed from it has every step
+            if self._save_due():
+                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                    saving = self._save(position, record.get("val_loss"))
+                began += saving
+            if self.stop.agreed:
+                return
+            targets, wait = next_targets, next_wait
+
+    def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
+        phases = self.job.ledger if self.profiler is None else self.profiler.before(self.step)
+        with self._tracing(phases) as phases:
+            out = train_step(
+                self.job.strategy, phases, batch.micro_batches, self.loss, targets, self.world.size,
+                self.world.device, self.config.train.max_norm,
+            )  # fmt: skip
+        if self.profiler is not None:
+            self.profiler.after(self.step)
+        return out
+
+    def _tracing(self, phases: Phases) -> AbstractContextManager[Phases]:
+        """Tensor by tensor, if this is the step of `memory.trace_step`."""
+        if self.step != self.config.memory.trace_step:
+            return nullcontext(phases)
+        from ..tracing.traced_step import FOLDER, traced_step
+
+        path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
+        return traced_step(self.job.strategy, phases, self.world.device, path, self.step)
+
+    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
+        """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""
+        local = out.loss_sum.item()
+        finite = math.isfinite(local)
+        total, bad, next_targets, time_is_up, *stop = self.world.sum(
+            [
+                local if finite else 0.0,
+                float(not finite),
+                self._count(next_batch),
+                float(self.checkpoints.time_is_up()),
+                *self.stop.flags(),
+            ]
+        )
+        self._save_asked = time_is_up > 0
+        self.stop.agree(stop)
+        if bad:
+            raise not_finite(self.world, self.step, local)
+        return total / max(targets, 1.0), next_targets
+
+    def _stop_asked(self) -> bool:
+        """Whether some rank was asked to stop, outside a step; collective."""
+        self.stop.agree(self.world.sum(self.stop.flags()))
+        return self.stop.agreed is not None
+
+    def _save_due(self) -> bool:
+        asked = self._save_asked or self.stop.agreed is not None
+        return self.checkpoints.due(self.step, is_last=self.step == self.config.train.max_steps, asked=asked)
+
+    def _save(self, position: State, val_loss: float | None) -> float:
+        """Save the state after this step; how long training stood still for it, in seconds."""
+        began = time.perf_counter()
+        run = RunState(
+            self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
+            self.plan.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
+        )  # fmt: skip
+        self.checkpoints.save(run)
+        return time.perf_counter() - began
+
+    def _note_save(self, report: SaveReport) -> None:
+        if self.world.is_main:
+            append_jsonl(self.run_dir / "logs" / "checkpoints.jsonl", {**asdict(report), "path": str(report.path)})
+
+    def _next_batch(self) -> tuple[StepBatch, float]:
+        began = time.perf_counter()
+        batch = next(self.loader)
+        return batch, time.perf_counter() - began
+
+    def _count(self, batch: StepBatch) -> float:
+        return float(sum(self.task.n_targets(micro) for micro, is_filler in batch.micro_batches if not is_filler))
+
+    def _set_lr(self) -> float:
+        lr = lr_at(self.config.optim, self.step, self.config.train.max_steps)
+        for group in self.job.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _gather_due(self) -> bool:
+        return (
+            self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
+        )
+
+    def _gather_memory(self) -> None:
+        self.job.ledger.staging_bytes = self.checkpoints.staging_bytes
+        rows = self.job.ledger.gather(self.step)
+        if rows is not None:
+            append_jsonl(self.run_dir / "memory.jsonl", memory_record(self.step, time.time(), rows))
+
+    def _eval_due(self) -> bool:
+        every = self.config.train.eval_every
+        return self.step == self.config.train.max_steps or (every is not None and self.step % every == 0)
+
+    def _fingerprint(self) -> list[torch.Tensor]:
+        """The first elements of each local weight shard, to see that the first step changes them."""
+        return [s.local[:256].float().clone() for s in self.job.strategy.shards() if s.name.startswith("model.")]
+
+    def _note_scaling(self, record: dict[str, float]) -> bool:
+        """fp16: add the loss scale to a step's record; whether its update was skipped."""
+        if self.config.precision.mode != "fp16":
+            return False
+        skipped = not math.isfinite(record["grad_norm"])
+        record |= {"loss_scale": self.job.strategy.loss_scale(), "skipped": float(skipped)}
+        self.skipped_steps += skipped
+        return skipped
+
+    def _check_moved(self, before: list[torch.Tensor], lr: float) -> None:
+        self._moved = True
+        moved = sum(float(not torch.equal(a, b)) for a, b in zip(before, self._fingerprint(), strict=True))
+        if lr > 0 and self.world.sum([moved])[0] == 0:
+            raise TrainingError(
+                "no parameter changed in the first step, on any rank",
+                "check that the loss depends on the model's parameters and that they require gradients",
+            )

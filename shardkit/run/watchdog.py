@@ -1,0 +1,180 @@
+"""Notices a rank that makes no progress, says where every rank stands, and ends the job so that it can restart.
+
+Each rank has a thread of its own that no collective can block. When a step takes too long it writes this rank's stacks
+to `RUN_DIR/logs/hang/rank_N.txt`; rank 0 then compares how far the ranks got and names those that did not arrive.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from ..errors import TrainingError, report
+from ..launch.failures import failure
+
+Loss = TypeVar("Loss")
+
+_LOG = logging.getLogger(__name__)
+_SHARE = 0.9  # of the collectives' timeout: their own error names no rank and has no stacks
+
+
+class Watchdog:
+    """Watches one rank between `start` and `stop`.
+
+    Args:
+        folder: where the ranks leave their stacks; on a file system that they share.
+        limit_s: longest time without `beat`; 0.9 of it is used, so that this comes before a collective's own timeout.
+        settle_s: how long rank 0 waits for the other ranks' word before it names those that are missing.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, limit_s: float, settle_s: float = 5.0) -> None:
+        self._folder, self._rank, self._world_size = folder, rank, world_size
+        self._limit_s = _SHARE * limit_s
+        self._settle_s = settle_s
+        self._beat, self._step, self._doing, self._beats = time.monotonic(), 0, "start", 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch. What an earlier attempt of this rank left is set aside: it says nothing about this one."""
+        earlier = self._file(self._rank)
+        if earlier.exists():
+            earlier.replace(earlier.with_suffix(".earlier.txt"))
+        self.beat(self._step, self._doing)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer; without effect if it never began."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def beat(self, step: int, doing: str) -> None:
+        """This rank is alive, and begins with `doing` of optimizer step `step`; a few attribute writes."""
+        self._step, self._doing, self._beats, self._beat = step, doing, self._beats + 1, time.monotonic()
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """`loss`, with a beat before and after: who is stuck in a forward is behind who waits in a backward."""
+
+        def watched(*args: Any) -> Loss:
+            self.beat(self._step, "forward")
+            found = loss(*args)
+            self.beat(self._step, "backward or update")
+            return found
+
+        return watched
+
+    def set_limit(self, seconds: float) -> None:
+        """Another limit from now on: after the first step, which may compile."""
+        self._limit_s = _SHARE * seconds
+
+    @contextmanager
+    def allowing(self, seconds: float) -> Iterator[None]:
+        """A part that may take longer than a step, such as a save."""
+        before, self._limit_s = self._limit_s, max(self._limit_s, _SHARE * seconds)
+        try:
+            yield
+        finally:
+            self._beat = time.monotonic()
+            self._limit_s = before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._limit_s / 10)):
+            if time.monotonic() - self._beat > self._limit_s:
+                self._bite()
+
+    def _bite(self) -> None:
+        at, waits = innermost(sys._current_frames().get(threading.main_thread().ident or 0))
+        where = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
+        where |= {"at": at, "waits": waits}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._file(self._rank).open("w") as file:
+                file.write(json.dumps(where) + "\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as problem:  # the job has to end all the same
+            _LOG.error("cannot write %s: %s", self._folder, problem)
+        # A GPU that hangs may keep it waiting for good.
+        threading.Thread(target=dump_collectives, args=(self._rank,), name="flight recorder", daemon=True).start()
+        # Rank 0 speaks first; the others end by themselves in case it is rank 0 that is stuck.
+        time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
+        if self._beats != where["beats"]:  # it went on; a collective's timeout that ends the main thread does not count
+            return
+        error = TrainingError(
+            f"no progress for {self._limit_s:.0f} s at step {self._step} ({self._doing}); {behind(self._states())}",
+            f"see the ranks' stacks in {self._folder}; raise run.step_timeout_s if the step really takes that long",
+        )
+        failure.record(error)
+        report(error)
+        os._exit(error.exit_code)  # the main thread may be stuck in a collective for good
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank_{rank}.txt"
+
+    def _states(self) -> list[dict[str, Any] | None]:
+        """What each rank wrote; None for one that did not."""
+        return [self._state(rank) for rank in range(self._world_size)]
+
+    def _state(self, rank: int) -> dict[str, Any] | None:
+        try:
+            with self._file(rank).open() as file:
+                found: dict[str, Any] = json.loads(file.readline())
+        except (OSError, ValueError):
+            return None
+        return found
+
+
+def dump_collectives(rank: int) -> Path | None:
+    """Write NCCL's last collectives where its own timeout would, which this job does not live to see; on GPUs only."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if dump is None or not prefix:
+        return None
+    path = Path(f"{prefix}{rank}")
+    try:
+        path.write_bytes(dump())
+    except (OSError, RuntimeError) as problem:
+        _LOG.error("cannot write NCCL's flight record to %s: %s", path, problem)
+        return None
+    return path
+
+
+def innermost(frame: FrameType | None) -> tuple[str, bool]:
+    """(the frame outside torch that a stack is in, whether it waits for other ranks)."""
+    waits = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in name:
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+        # Python sees a collective as a call in torch.distributed, or as the autograd engine, which waits for its hooks.
+        waits = waits or f"{os.sep}distributed{os.sep}" in name or name.endswith(f"autograd{os.sep}graph.py")
+        frame = frame.f_back
+    return "nowhere", waits
+
+
+def behind(states: list[dict[str, Any] | None]) -> str:
+    """Which ranks the others wait for: those that said nothing, else those that got least far."""
+    silent = [str(rank) for rank, state in enumerate(states) if state is None]
+    if silent:
+        return f"rank(s) {', '.join(silent)} did not even answer: stopped, dead, or their node is lost"
+    known = [state for state in states if state is not None]
+    least = min(state["beats"] for state in known)
+    late = [state for state in known if state["beats"] == least]
+    if len(late) == len(known):  # equally far: those that are not in a collective keep the others waiting
+        late = [state for state in known if not state["waits"]]
+    if len(late) in (0, len(known)):
+        return f"all {len(known)} ranks stand at the same place, {known[0]['at']}"
+    names = "; ".join(f"rank {s['rank']} (step {s['step']}, {s['doing']}, {s['at']})" for s in late)
+    return f"did not arrive: {names}"

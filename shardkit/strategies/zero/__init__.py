@@ -1,0 +1,1 @@
+"""ZeRO-1/2/3 through DeepSpeed. Nothing else imports deepspeed."""

@@ -1,0 +1,172 @@
+"""shardkit's keys as a DeepSpeed config, mapped here alone; raw keys pass through, conflicts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...config.schema import PrecisionConfig, RunConfig
+from ...errors import ConfigError
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+DEFAULT_BUCKET_MB = 500.0
+
+# DeepSpeed key -> the shardkit key that decides it. Raw values may repeat it, never contradict it.
+_OWNED = {
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "train_batch_size": "train.global_batch_size",
+    "gradient_accumulation_steps": "train.grad_accum_steps",
+    "gradient_clipping": "train.max_norm",
+    "optimizer": "optim.name",
+    "scheduler": "optim.schedule",
+    "bf16.enabled": "precision.mode",
+    "bf16.bf16_master_weights_and_grads": "precision.mode",
+    "bf16.bf16_optimizer_states": "precision.mode",
+    "fp16.enabled": "precision.mode",
+    "fp16.initial_scale_power": "precision.loss_scale_init_power",
+    "fp16.loss_scale_window": "precision.loss_scale_window",
+    "communication_data_type": "precision.reduce_dtype",
+    "amp": "precision.mode",
+    "torch_autocast": "precision.mode",
+    "activation_checkpointing": "activation.policy",
+    "compile": "compile.enabled",
+    "zero_optimization.stage": "parallel.strategy",
+    "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "parallel.nvme_path",
+    "zero_optimization.offload_param.device": "parallel.offload_param",
+    "zero_optimization.offload_param.nvme_path": "parallel.nvme_path",
+    "zero_optimization.offload_optimizer.ratio": "parallel.offload_ratio",
+    "zero_optimization.zero_hpz_partition_size": "parallel.hpz",
+    "zero_optimization.cpu_offload": "parallel.offload_optimizer",
+    "managed_gradient_accumulation": "train.grad_accum_steps",
+}
+
+
+def build_ds_config(
+    config: RunConfig, world_size: int, accum: int, on_cuda: bool, model_numel: int | None
+) -> dict[str, Any]:
+    """The engine's config dict.
+
+    Args:
+        accum: micro-batches per optimizer step.
+        model_numel: parameters of the whole model, caps the bucket; `None` while it is not built yet.
+
+    Raises:
+        ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
+    """
+    raw = config.parallel.ds_config
+    _refuse_other_optimizer(config, raw)
+    ours = _owned_values(config, world_size, accum, on_cuda)
+    _refuse_conflicts(raw, ours)
+    return _merge(_merge(_defaults(config, on_cuda, model_numel), raw), ours)
+
+
+def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
+    train, parallel, reduce = config.train, config.parallel, config.precision.reduce_dtype
+    zero: dict[str, Any] = {"stage": STAGES[parallel.strategy]}
+    for key in ("offload_optimizer", "offload_param"):
+        device = getattr(parallel, key)
+        if device != "none":
+            zero[key] = {"device": device}
+            if device == "nvme":
+                zero[key]["nvme_path"] = parallel.nvme_path
+    if parallel.offload_ratio < 1:
+        zero["offload_optimizer"]["ratio"] = parallel.offload_ratio
+    if parallel.hpz is not None:
+        zero["zero_hpz_partition_size"] = parallel.hpz
+    return {
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "train_batch_size": train.micro_batch_size * accum * world_size,
+        "gradient_accumulation_steps": accum,
+        "gradient_clipping": train.max_norm or 0.0,
+        "bf16": _bf16(config.precision.mode),
+        "fp16": _fp16(config.precision),
+        **({} if reduce == "auto" else {"communication_data_type": reduce}),
+        "zero_optimization": zero,
+    }
+
+
+def _bf16(mode: str) -> dict[str, Any]:
+    if mode == "pure_bf16":
+        return {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"enabled": mode == "bf16"}
+
+
+def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
+    if precision.mode != "fp16":
+        return {"enabled": False}
+    return {
+        "enabled": True,
+        "initial_scale_power": precision.loss_scale_init_power,
+        "loss_scale_window": precision.loss_scale_window,
+        "hysteresis": 1,  # halve at the first overflow, as torch's GradScaler does
+    }
+
+
+def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
+    """What a raw key may replace."""
+    parallel = config.parallel
+    bytes_per_element = 4 if config.precision.mode in ("fp32", "tf32") else 2
+    bucket = int((parallel.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / bytes_per_element)
+    if model_numel is not None:
+        bucket = min(bucket, model_numel)
+    bucket += bucket % 2  # DeepSpeed wants an even number of elements
+    zero: dict[str, Any] = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+        "overlap_comm": on_cuda,
+    }
+    if parallel.strategy == "zero3":
+        zero["stage3_prefetch_bucket_size"] = bucket // 10
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(parallel, key) != "none":
+            zero[key] = {"pin_memory": on_cuda}
+    return {
+        # Without it a bf16 or fp32 step whose gradients are not finite would be skipped without a word.
+        "bf16": {"check_grad_overflow": False},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,  # the trainer does the printing
+    }
+
+
+def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
+    """With this pair DeepSpeed (0.19) leaves its ZeRO optimizer for one whose state has another layout."""
+    accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
+    if config.parallel.strategy == "zero1" and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
+        raise ConfigError(
+            f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
+            "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",
+            "set parallel.strategy=zero2, or remove the raw key",
+        )
+
+
+def _refuse_conflicts(raw: dict[str, Any], ours: dict[str, Any]) -> None:
+    ours_flat = dict(_leaves(ours))
+    for path, value in _leaves(raw):
+        owner = next((key for owned, key in _OWNED.items() if path == owned or path.startswith(owned + ".")), None)
+        if owner is None or (path in ours_flat and ours_flat[path] == value):
+            continue
+        found = f"shardkit sets it to {ours_flat[path]!r}" if path in ours_flat else "shardkit decides it"
+        raise ConfigError(
+            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {found}",
+            f"remove the raw key and set {owner}",
+        )
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merge(out[key], value) if both else value
+    return out

@@ -1,0 +1,95 @@
+"""DeepSpeedCPUAdam: a C++ op that is compiled at first use, once per machine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...errors import BuildError
+from ...parallel.world import World
+
+_BUILDING = "building"
+
+
+def build_cpu_adam(world: World) -> None:
+    """Compile DeepSpeedCPUAdam once per machine before its ranks load it.
+
+    Raises:
+        BuildError: on every rank, with the compiler's first error.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    builds = world.env.local_rank == 0
+    if builds and not _is_built(CPUAdamBuilder):
+        print("building DeepSpeedCPUAdam (once per machine, 1-3 minutes) ...", file=sys.stderr, flush=True)
+    for my_turn in (builds, not builds):
+        problem = _load(CPUAdamBuilder) if my_turn else ""
+        problems = [str(p) for p in world.gather(problem) if p]
+        if problems:
+            raise BuildError(
+                f"DeepSpeedCPUAdam does not compile: {problems[0]}",
+                "install a C++ compiler and Python's headers (apt-get install g++ python3-dev; for DeepSpeed up to "
+                "0.19.6 also CUDA's toolkit, named by CUDA_HOME), or set parallel.offload_optimizer=none",
+            )
+
+
+def _load(builder: Any) -> str:
+    """Compile the op if need be and load it, for this process to find it loaded; what the compiler has against it."""
+    # The ninja that deepspeed depends on lies beside the interpreter: not on PATH where its venv is not activated.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    try:
+        with sole_builder(_build_folder(builder)):
+            builder().load(verbose=False)
+    except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is not there
+        return first_compiler_error(str(error))
+    return ""
+
+
+def _is_built(builder: Any) -> bool:
+    return (_build_folder(builder) / f"{builder.NAME}.so").exists()
+
+
+def _build_folder(builder: Any) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(builder.NAME, verbose=False))
+
+
+@contextmanager
+def sole_builder(folder: Path) -> Iterator[None]:
+    """Hold the right to build in this folder, and clear away what a build that was killed left behind.
+
+    torch guards a build by a file that must not exist: after a build that was killed (Ctrl-C, a time limit) every
+    later one would wait for it without end. The system releases this lock with its process, whatever ends it.
+    """
+    with (folder / "shardkit.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: torch's own guard is left
+            yield
+            return
+        file.seek(0)
+        if file.read() == _BUILDING:
+            (folder / "lock").unlink(missing_ok=True)
+        _write(file, _BUILDING)
+        yield
+        _write(file, "")
+
+
+def _write(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()
+
+
+def first_compiler_error(text: str) -> str:
+    """The first line of a build log that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "error:" in line.lower() or "not found" in line.lower()]
+    return (telling or lines or ["no message"])[0][:300]

@@ -1,0 +1,186 @@
+"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. Only `zero` and `cpu_adam` import deepspeed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.load import resolve_batch
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...memory.rows import StateKind
+from ...parallel.weights import Weights
+from ...parallel.world import World
+from ..base import OptimizerFactory, Shard
+from ..states import buffer_shards
+from .config import STAGES, build_ds_config
+from .cpu_adam import build_cpu_adam
+from .load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars
+from .state import share_rates, zero3_shards, zero3_state, zero12_shards, zero12_state
+
+
+class ZeRO:
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.name = config.parallel.strategy
+        self.stage = STAGES[self.name]
+        self._config = config
+        self._world = world
+        self._linear = nn.functional.linear
+        self._accum = resolve_batch(config, world.size)
+        self._fqns: dict[int, str] = {}
+        self._ds_config()  # a conflict in raw keys is refused before anything is written
+        _deepspeed(world)
+
+    def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:
+        on_cuda = self._world.device.type == "cuda"
+        return build_ds_config(self._config, self._world.size, self._accum, on_cuda, model_numel)
+
+    def construction(self) -> AbstractContextManager[object] | None:
+        if self.stage < 3:
+            return None
+        # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
+        return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
+
+    def setup(
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
+    ) -> None:
+        deepspeed = _deepspeed(self._world)
+        named = list(model.named_parameters())
+        self._fqns = {id(param): fqn for fqn, param in named}
+        if any(hasattr(param, "ds_tensor") for _, param in named):
+            for fqn, param in named:
+                self._fill_partition(param, weights.draw(fqn, param.ds_shape))  # type: ignore[attr-defined]
+        else:
+            weights.materialise(model, self._world.device)
+            named = list(model.named_parameters())
+            self._fqns = {id(param): fqn for fqn, param in named}
+        numel = sum(getattr(param, "ds_numel", param.numel()) for _, param in named)
+        optimizer = make_optimizer(model)
+        if self._config.parallel.offload_optimizer != "none":
+            optimizer = self._on_cpu(optimizer)
+        self._engine, self._zero, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self._ds_config(numel), dist_init_required=False
+        )
+        self.model = self._engine
+        self.optimizer = self._zero.optimizer
+
+    def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
+        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind is padding."""
+        part = param.ds_tensor  # type: ignore[attr-defined]
+        start = self._world.rank * part.ds_numel
+        mine = full.view(-1)[start : start + part.ds_numel]
+        part.data.zero_()
+        part.data[: mine.numel()].copy_(mine)
+
+    def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same AdamW as DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
+        if type(optimizer) is not torch.optim.AdamW:
+            return optimizer
+        build_cpu_adam(self._world)
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        settings = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in optimizer.param_groups]
+        moments_in_fp32 = self._config.precision.mode != "pure_bf16"
+        on_cpu: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            groups, adamw_mode=True, fp32_optimizer_states=moments_in_fp32, **settings
+        )
+        return on_cpu
+
+    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, max_norm: float | None) -> torch.Tensor:
+        self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
+        share_rates(self._zero)
+        self._engine.step()
+        # Of a step that loss scaling skipped, DeepSpeed up to 0.19.6 says the norm of an earlier one.
+        skipped = self._config.precision.mode == "fp16" and self._zero.overflow
+        return torch.as_tensor(math.inf if skipped else self._engine.get_global_grad_norm())
+
+    def loss_scale(self) -> float:
+        return float(self._zero.loss_scale)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        refresh_compute_weights(self._zero, self.stage)
+
+    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
+        if self.stage == 3:
+            return zero3_state(self._engine.module, self._zero)
+        return zero12_state(self._zero)
+
+    def shards(self) -> Iterator[Shard]:
+        return self._shards(self._world.rank, self._world.size)
+
+    def _shards(self, part: int, parts: int) -> Iterator[Shard]:
+        """This rank's partitions, and one of `parts` ranges of what every rank holds whole."""
+        rank = self._world.rank
+        yield from (zero3_shards if self.stage == 3 else zero12_shards)(self._zero, self._fqns, rank)
+        yield from frozen_shards(self._engine.module, self.stage, rank, part, parts)
+        yield from buffer_shards(self._engine.module, rank)
+
+    def create_optimizer_state(self) -> None:
+        create_zero_states(self._zero, self.stage)
+
+    def load_targets(self) -> Iterator[Shard]:
+        return self._shards(0, 1)
+
+    def scalars(self) -> dict[str, float]:
+        return zero_scalars(self._zero, self.stage, self._fqns)
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        set_zero_scalars(self._zero, self.stage, self._fqns, scalars)
+        self.weights_changed()
+
+    def teardown(self) -> None:
+        """Drop the engine's hooks and buffers, so that another can be made in this process."""
+        nn.functional.linear = self._linear  # ZeRO-3 replaces it process-wide
+        if hasattr(self, "_engine"):
+            self._engine.destroy()
+        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
+
+
+def _deepspeed(world: World) -> Any:
+    """deepspeed, imported for this device and told to use the process group that exists."""
+    if world.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # deepspeed looks for these when it sets up its own communication layer, and takes the first for the GPU's number.
+    os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank if world.device.index is None else world.device.index))
+    os.environ.setdefault("RANK", str(world.rank))
+    os.environ.setdefault("WORLD_SIZE", str(world.size))
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"parallel.strategy is a ZeRO stage, but deepspeed does not import: {error}",
+            "pip install deepspeed, or set parallel.strategy=fsdp (the same sharding without it)",
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
+    # Its shared-memory collectives work under its own launcher only; elsewhere compiling them is minutes for nothing.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not deepspeed.comm.is_initialized():
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, dist_init_required=False
+        )
+    return deepspeed

@@ -1,0 +1,1 @@
+"""A run's figures while it lasts: metrics, progress, Prometheus, profiles."""

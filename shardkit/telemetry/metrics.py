@@ -1,0 +1,121 @@
+"""What rank 0 writes about each step: `metrics.jsonl` and TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..files import append_jsonl
+from ..memory.rows import RankRow
+from ..memory.summary import WHOLE, pressure, summary
+
+_LOG = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends one JSON object per optimizer step; TensorBoard gets the same numbers, and every gather's memory.
+
+    A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
+    in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss after an
+    evaluation, and save_s after a save (how long training stood still for it before this step). A norm that is not
+    finite is written as null.
+
+    Args:
+        wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.
+        settings: what Weights & Biases shows as the run's config.
+        done: steps already recorded by the run that is resumed; TensorBoard forgets what lies behind them.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tensorboard: bool,
+        done: int = 0,
+        wandb_project: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self._wandb = None if wandb_project is None else _start_wandb(run_dir, wandb_project, settings or {})
+        self._purge_step = done + 1 if done else None
+        self._path = run_dir / "metrics.jsonl"
+        self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
+        self._board: Any = None
+
+    def write(self, record: dict[str, float]) -> None:
+        clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        append_jsonl(self._path, clean)
+        if self._wandb is not None:
+            self._wandb.log({f"train/{k}": v for k, v in record.items() if k != "step"}, step=int(record["step"]))
+        if self._tensorboard_dir is not None:
+            self._picture({f"train/{key}": v for key, v in record.items() if key != "step"}, int(record["step"]))
+
+    def _picture(self, scalars: Mapping[str, float], step: int) -> None:
+        try:
+            self._show(scalars, step)
+        except OSError as error:  # a full disk ends the pictures, not the run
+            _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
+            self._tensorboard_dir = self._board = None
+
+    def _show(self, scalars: Mapping[str, float], step: int) -> None:
+        if self._board is None:  # its import takes most of a second: after the first step, not before
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, step)
+
+    def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
+        """TensorBoard: how each gather's figures are spread, and the peak of each rank of a world that is not large."""
+        if self._tensorboard_dir is None or not rows:
+            return
+        condensed = summary(rows)
+        found = {
+            f"memory/{name}/{key}": getattr(spread, key)
+            for name, spread in condensed.spreads.items()
+            for key in ("max", "min", "skew")
+        }
+        if condensed.peak is not None and len(rows) <= WHOLE:
+            found |= {f"memory_of_rank/{condensed.peak[0]}/{row.identity.rank}": pressure(row) for row in rows}
+        self._picture(found, step)
+
+    def close(self) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+        if self._board is not None:
+            try:
+                self._board.close()
+            except OSError as error:
+                _LOG.warning("the last TensorBoard events are lost: %s", error)
+
+
+def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
+    """A Weights & Biases run whose id is kept in the run directory.
+
+    Raises:
+        ConfigError: it is not installed, or refuses to start.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"logging.wandb_project={project} needs wandb, which does not import: {error}",
+            "pip install 'shardkit[wandb]', or remove logging.wandb_project",
+        ) from error
+    known = run_dir / "wandb" / "run_id"
+    run_id = known.read_text().strip() if known.exists() else secrets.token_hex(4)
+    try:
+        run = wandb.init(
+            project=project, dir=str(run_dir), id=run_id, resume="allow", config=settings, name=run_dir.name
+        )
+    except (wandb.errors.Error, OSError) as error:
+        raise ConfigError(
+            f"logging.wandb_project={project}: {error}",
+            "log in with `wandb login`, set WANDB_MODE=offline, or remove logging.wandb_project",
+        ) from error
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(run_id + "\n")
+    return run

@@ -1,0 +1,136 @@
+"""The memory timeline as one HTML file with nothing to load: an SVG of bytes by category over time, and two tables.
+
+torch's own export (`export_memory_timeline`) is deprecated, draws for CUDA only and needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from ...memory.units import gib
+from .account import CATEGORIES, Account
+
+_WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
+_COLUMNS = 1000
+"""Moments drawn at most: of those that share a column, the one with the most bytes."""
+# Okabe and Ito's palette, told apart by people with any colour vision.
+_COLORS = dict(
+    zip(CATEGORIES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#e69f00", "#999999"), strict=True)
+)
+_SHADES = {"forward": "#cfe3f5", "backward": "#f7d9c8", "optimizer": "#cdeadd"}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em }
+svg { width: 100%; height: auto } svg text { font-size: 12px; fill: currentColor }
+table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: 600 }
+th, td { padding: .15em .9em .15em 0; text-align: left }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border: 1px solid #0004 }
+:root { color-scheme: light dark }
+"""
+
+
+def render(found: Account, summary: Mapping[str, Any]) -> str:
+    """The page for one rank; every name from the trace is escaped."""
+    peak, steps = summary["peak"], summary["steps"]
+    title = f"Memory of rank {summary['rank']}, step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+    settings = ", ".join(f"{key}={value}" for key, value in summary["settings"].items())
+    lead = (
+        f"Peak {gib(peak['bytes'])} on {summary['device']} at {peak['time_ms']:.2f} ms, in {peak['phase']} of step "
+        f"{peak['step']}. {settings}"
+    )
+    shares = [
+        (category, gib(n), f"{100 * n / peak['bytes']:.1f} %" if peak["bytes"] else "–")
+        for category, n in peak["categories"].items()
+        if n
+    ]
+    live = [(e["op"], e["phase"], e["category"], str(e["count"]), gib(e["bytes"])) for e in peak["live"][:15]]
+    made = [(e["op"], e["phase"], f"{e['count']:g}", gib(e["bytes"])) for e in summary["allocations"][:15]]
+    body = "\n".join(
+        (
+            f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}</p>",
+            _svg(found),
+            _table("At the peak", ("category", "bytes", "share"), shares, keys=True),
+            _table("Alive at the peak", ("made by", "in", "category", "count", "bytes"), live),
+            _table("Allocated per step", ("by", "in", "count", "bytes"), made),
+        )
+    )
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _table(caption: str, names: Sequence[str], rows: Sequence[Sequence[str]], keys: bool = False) -> str:
+    numeric = {"bytes", "share", "count"}
+    classes = [' class="n"' if name in numeric else "" for name in names]
+    head = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, names, strict=True))
+    lines = []
+    for row in rows:
+        key = f'<span class="key" style="background:{_COLORS[row[0]]}"></span>' if keys else ""
+        cells = [f"<td{c}>{escape(cell)}</td>" for c, cell in zip(classes, row, strict=True)]
+        cells[0] = cells[0].replace("<td>", f"<td>{key}", 1)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>\n" + "\n".join(lines) + "</table>"
+
+
+def _svg(found: Account) -> str:
+    first = found.times[0]
+    last = max([found.times[-1], *(end for _, end, _ in found.trace.ranges)])
+    top = max(1, sum(found.levels[found.peak]))
+    across, up = (_WIDTH - _LEFT) / max(last - first, 1e-9), (_HEIGHT - 2 * _TOP) / top
+
+    def x(time: float) -> float:
+        return _LEFT + (time - first) * across
+
+    def y(n_bytes: float) -> float:
+        return _HEIGHT - _TOP - n_bytes * up
+
+    parts = [f'<rect x="{x(s):.1f}" y="{_TOP}" width="{(e - s) * across:.1f}" height="{_HEIGHT - 2 * _TOP}" '
+             f'fill="{_SHADES[p]}" opacity=".45"><title>{escape(p)}: {(e - s) / 1e3:.2f} ms</title></rect>'
+             for s, e, p in found.trace.ranges]  # fmt: skip
+    moments = [*_thinned(found), (last, found.levels[-1])]
+    below = [0] * len(moments)
+    for index, category in enumerate(CATEGORIES):
+        above = [b + level[index] for b, (_, level) in zip(below, moments, strict=True)]
+        if above != below:
+            parts.append(
+                _area([x(time) for time, _ in moments], [y(b) for b in below], [y(a) for a in above], category)
+            )
+        below = above
+    at = found.times[found.peak]
+    parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_HEIGHT - _TOP}" stroke="currentColor" '
+                 f'stroke-dasharray="4 3"><title>peak: {gib(top)}</title></line>')  # fmt: skip
+    for share in (0, 0.5, 1):
+        parts.append(f'<text x="{_LEFT - 6}" y="{y(top * share) + 4:.1f}" text-anchor="end">{gib(top * share)}</text>')
+        time = first + share * (last - first)
+        anchor = ("start", "middle", "end")[round(2 * share)]
+        parts.append(
+            f'<text x="{x(time):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{(time - first) / 1e3:.1f} ms</text>'
+        )
+    label = f"Bytes by category over time, {gib(top)} at most; shaded: forward, backward, optimizer"
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n' + "\n".join(parts) + "\n</svg>"
+
+
+def _area(across: Sequence[float], low: Sequence[float], high: Sequence[float], category: str) -> str:
+    """A filled band; levels hold until the next moment, so its edges are stairs."""
+    points = [*_stairs(across, high), *reversed(list(_stairs(across, low)))]
+    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
+    return f'<polygon points="{path}" fill="{_COLORS[category]}"><title>{category}</title></polygon>'
+
+
+def _stairs(across: Sequence[float], heights: Sequence[float]) -> Iterator[tuple[float, float]]:
+    for index, height in enumerate(heights):
+        if index:
+            yield across[index], heights[index - 1]
+        yield across[index], height
+
+
+def _thinned(found: Account) -> list[tuple[float, tuple[int, ...]]]:
+    """At most one moment per column, the highest, each at its own time."""
+    first, span = found.times[0], max(found.times[-1] - found.times[0], 1e-9)
+    highest: dict[int, int] = {}
+    for index, time in enumerate(found.times):
+        column = int((time - first) / span * _COLUMNS)
+        if column not in highest or sum(found.levels[index]) > sum(found.levels[highest[column]]):
+            highest[column] = index
+    return [(found.times[index], found.levels[index]) for index in highest.values()]

@@ -1,0 +1,1 @@
+"""One tensor tracker, for traced steps, memory caps and plans."""

@@ -1,0 +1,219 @@
+"""What a tracker saw, event by event: who allocated what in which phase and module, and what the peak was made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._pytree import tree_iter
+
+from ..memory.rows import KINDS, Category
+
+_ORDER: dict[str, int] = {kind: order for order, kind in enumerate(KINDS)}
+_COLLECTIVES = ("c10d", "fsdp::", "_c10d_functional")
+
+
+class Allocation:
+    """One storage from when it was first seen; what is known of it when it is made, and what later labels add.
+
+    Attributes:
+        op: the operator that returned it ("" for what was seen from outside).
+        phase, module: what ran then.
+        recorded: made while autograd was recording: in forward, or where backward computes a piece of it again.
+        consumed: let go while autograd was not recording: as backward does with what was saved for it.
+        label: a state category, or a category that only who made it can know; wins over what is derived.
+    """
+
+    __slots__ = ("consumed", "device", "label", "module", "n_bytes", "op", "phase", "recorded", "shape", "stream")
+
+    def __init__(self, device: str, op: str, phase: str, module: str, recorded: bool, stream: int) -> None:
+        self.device, self.op, self.phase, self.module = device, op, phase, module
+        self.recorded, self.stream = recorded, stream
+        self.consumed = False
+        self.label: str | None = None
+        self.shape: tuple[int, ...] | None = None
+        self.n_bytes = 0
+
+    @property
+    def category(self) -> Category:
+        """State by its label; the rest by how it lived.
+
+        Forward's results that backward lets go are activations; what is let go by the code that made it, workspace.
+        """
+        if self.label is not None:
+            return self.label  # type: ignore[return-value]
+        if self.op.startswith(_COLLECTIVES):
+            return "communication"
+        return "activations" if self.recorded and self.consumed else "workspace"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A moment at which a sum of live bytes was largest.
+
+    Attributes:
+        n_bytes: the sum.
+        at: index of the event that reached it.
+        phase, module: what ran then.
+        categories: what the sum was made of; adds up to it.
+    """
+
+    n_bytes: int
+    at: int
+    phase: str
+    module: str
+    categories: Mapping[Category, int]
+
+
+@dataclass
+class EventLog:
+    """Every change of a storage's size, in order.
+
+    Attributes:
+        events: (index into `allocations`, bytes added); negative where a storage shrank or went.
+        marks: (index of the first event, phase, module), whenever one of them changes.
+        stream: asks which stream an allocation belongs to; on CPU there is one.
+    """
+
+    allocations: list[Allocation] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[tuple[int, str, str]] = field(default_factory=lambda: [(0, "start", "")])
+    stream: Callable[[], int] = lambda: 0
+    phase: str = "start"
+    module: str = ""
+
+    def made(self, device: str, op: str) -> int:
+        """A new storage, of no bytes yet; its index."""
+        recorded = torch.is_grad_enabled() and self.phase != "start"
+        self.allocations.append(Allocation(device, op, self.phase, self.module, recorded, self.stream()))
+        return len(self.allocations) - 1
+
+    def changed(self, index: int, n_bytes: int) -> None:
+        """A storage grew or shrank by `n_bytes`."""
+        allocation = self.allocations[index]
+        self.events.append((index, n_bytes))
+        if n_bytes > 0:
+            allocation.n_bytes = max(allocation.n_bytes, n_bytes)
+        else:
+            allocation.consumed = not torch.is_grad_enabled()
+
+    def labelled(self, index: int, label: str) -> None:
+        """Say what a storage is; of two states the first of params, master_params, grads, optimizer, buffers stays."""
+        allocation = self.allocations[index]
+        old, new = _ORDER.get(allocation.label or "", len(_ORDER)), _ORDER.get(label, len(_ORDER))
+        if allocation.label is None or new < old:
+            allocation.label = label
+
+    def scratch(self, device: str, op: str, n_bytes: int) -> None:
+        """Memory that a kernel takes and gives back inside an operator."""
+        index = self.made(device, op)
+        self.allocations[index].label = "workspace"
+        self.changed(index, n_bytes)
+        self.changed(index, -n_bytes)
+
+    def kept(self, device: str, op: str, n_bytes: int) -> None:
+        """Memory that a library takes once and keeps."""
+        index = self.made(device, op)
+        self.allocations[index].label = "workspace"
+        self.changed(index, n_bytes)
+
+    def mark(self, phase: str | None = None, module: str | None = None) -> None:
+        """From the next event on, this phase and this module run."""
+        phase = self.phase if phase is None else phase
+        module = self.module if module is None else module
+        if (phase, module) != (self.phase, self.module):
+            self.phase, self.module = phase, module
+            self.marks.append((len(self.events), phase, module))
+
+    def peaks(self, device: str, rounding: int = 1) -> dict[tuple[str, str], Peak]:
+        """The largest total of a device while each (phase, module) ran; every storage rounded up to `rounding` bytes.
+
+        A pair that runs without allocating has what was live when it began.
+        """
+        best: dict[tuple[str, str], Peak] = {}
+        sums: Counter[Category] = Counter()
+        held: dict[int, int] = {}
+        total = 0
+        edges = [mark[0] for mark in self.marks[1:]] + [len(self.events)]
+        for (begin, phase, module), end in zip(self.marks, edges, strict=True):
+            most = best.get((phase, module))
+            if most is None or total > most.n_bytes:
+                most = Peak(total, max(begin - 1, 0), phase, module, dict(sums))
+            for at in range(begin, end):
+                index, change = self.events[at]
+                allocation = self.allocations[index]
+                if allocation.device != device:
+                    continue
+                size = held.get(index, 0)
+                held[index] = size + change
+                change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
+                total += change
+                sums[allocation.category] += change
+                if total > most.n_bytes:
+                    most = Peak(total, at, phase, module, dict(sums))
+            best[phase, module] = most
+        return best
+
+    def peak(self, device: str, rounding: int = 1, phase: str | None = None) -> Peak:
+        """The largest total of a device, over all or in one phase."""
+        peaks = self.peaks(device, rounding).values()
+        found = [peak for peak in peaks if phase is None or peak.phase == phase]
+        return max(found, key=lambda peak: peak.n_bytes, default=Peak(0, 0, phase or "start", "", {}))
+
+    def live(self, device: str, at: int) -> dict[int, int]:
+        """Bytes of every live storage of a device just after an event, by index into `allocations`."""
+        held: dict[int, int] = {}
+        for index, change in self.events[: at + 1]:
+            if self.allocations[index].device == device:
+                held[index] = held.get(index, 0) + change
+        return {index: n_bytes for index, n_bytes in held.items() if n_bytes}
+
+
+@contextmanager
+def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iterator[None]:
+    """Note which module runs, forward and backward; `model` is the root whose names are used.
+
+    Backward of a module begins when the gradient of its output is there. Names are without wrappers' prefixes.
+    """
+    names = {id(module): _clean(name, prefix) for name, module in model.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: nn.Module, args: object) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            stack.append(name)
+            log.mark(module=name)
+
+    def leave(module: nn.Module, args: object, out: object) -> None:
+        name = names.get(id(module))
+        if name is None:
+            return
+        while stack and stack.pop() != name:  # an exception skipped some
+            pass
+        log.mark(module=stack[-1] if stack else "")
+        for tensor in _tensors(out):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _, name=name: log.mark(module=name))  # type: ignore[no-untyped-call]
+
+    with ExitStack() as exits:
+        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave)):
+            exits.callback(handle.remove)
+        yield
+
+
+def _tensors(tree: object) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _clean(name: str, prefix: str) -> str:
+    for wrapper in ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix(prefix)

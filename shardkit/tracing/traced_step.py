@@ -1,0 +1,182 @@
+"""One step of a run, traced: what its peak was made of, and how memory rose and fell module by module."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..memory.rows import CATEGORIES, Category, PhaseName
+from ..memory.state import HasState
+from .events import EventLog, Peak
+from .tracing import Tracing, Wrapped
+from .tracker import TensorTracker
+
+SCHEMA = 1
+FOLDER = "trace"
+POINTS = 1500
+LARGEST = 20
+
+
+class Phases(Protocol):
+    """What a training step tells its phases to."""
+
+    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
+
+    def sample_state(self, source: HasState) -> None: ...
+
+
+class _Both:
+    """Tells both the ledger and the tracer.
+
+    Attributes:
+        most: bytes of the allocator's largest peak in a phase; `None` on the CPU.
+    """
+
+    def __init__(self, one: Phases, other: Phases, device: torch.device) -> None:
+        self._both = (one, other)
+        self._device = device
+        self.most: int | None = None
+
+    @contextmanager
+    def phase(self, name: PhaseName) -> Iterator[None]:
+        with ExitStack() as stack:
+            for phases in self._both:
+                stack.enter_context(phases.phase(name))
+            yield
+        if self._device.type == "cuda":  # now: the ledger resets it as the next phase begins
+            self.most = max(self.most or 0, torch.cuda.max_memory_allocated(self._device))
+
+    def sample_state(self, source: HasState) -> None:
+        for phases in self._both:
+            phases.sample_state(source)
+
+
+@contextmanager
+def traced_step(strategy: Wrapped, ledger: Phases, device: torch.device, path: Path, step: int) -> Iterator[Phases]:
+    """Trace the step that runs inside; afterwards `path` holds what it found.
+
+    Yields:
+        What the step tells its phases to, instead of `ledger`, which hears of them too.
+    """
+    on_gpu = device.type == "cuda"
+    log = EventLog(stream=_cuda_stream) if on_gpu else EventLog()
+    tracker = TensorTracker(log)
+    with Tracing(tracker) as tracing:
+        tracing.wrapped(strategy)
+        outside = torch.cuda.memory_allocated(device) - tracker.current(device) if on_gpu else 0
+        both = _Both(ledger, tracing, device)
+        yield both
+        tracing.stepped(strategy)
+    found = summary(log, str(device), step, outside, both.most)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(found) + "\n")
+    draft.replace(path)
+
+
+def _cuda_stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def summary(log: EventLog, device: str, step: int, outside: int = 0, most: int | None = None) -> dict[str, Any]:
+    """The traced step as JSON (docs/memory.md).
+
+    Args:
+        outside: bytes of the allocator that the tracer knew nothing of when it began.
+        most: the allocator's own peak in the step; what it holds beyond the tracer's is unattributed too.
+    """
+    rounding = 512 if device.startswith("cuda") else 1
+    peaks = log.peaks(device, rounding)
+    peak = max(peaks.values(), key=lambda one: one.n_bytes)
+    unknown = max(0, outside, 0 if most is None else most - peak.n_bytes)
+    points, stack = _timeline(log, device, rounding)
+    by_phase: dict[str, Peak] = {}
+    for one in peaks.values():
+        if one.phase not in by_phase or one.n_bytes > by_phase[one.phase].n_bytes:
+            by_phase[one.phase] = one
+    return {
+        "schema": SCHEMA,
+        "step": step,
+        "device": device,
+        "unit": "bytes",
+        "peak": _peak(peak, unknown),
+        "phases": {phase: _peak(one, unknown) for phase, one in by_phase.items() if phase not in ("start", "wrap")},
+        "timeline": points,
+        "stack": stack,
+        "bands": _bands(log),
+        "largest": _largest(log, device, peak.at),
+    }
+
+
+def _peak(peak: Peak, unknown: int) -> dict[str, Any]:
+    categories = {category: peak.categories[category] for category in CATEGORIES if peak.categories.get(category)}
+    if unknown:
+        categories["unattributed"] = unknown
+    return {
+        "bytes": peak.n_bytes + unknown, "phase": peak.phase, "module": peak.module, "categories": categories
+    }  # fmt: skip
+
+
+def _timeline(log: EventLog, device: str, rounding: int) -> tuple[list[list[int]], dict[str, list[int]]]:
+    """At most `POINTS` moments, of each stretch of events the one with most memory: [event, bytes]; by category."""
+    stretch = max(1, len(log.events) // POINTS)
+    points: list[list[int]] = []
+    stack: dict[str, list[int]] = {category: [] for category in CATEGORIES}
+    sums: Counter[Category] = Counter()
+    held: dict[int, int] = {}
+    total, best, at_best, then = 0, -1, 0, Counter[Category]()
+    for at, (index, change) in enumerate(log.events):
+        allocation = log.allocations[index]
+        if allocation.device == device:
+            size = held.get(index, 0)
+            held[index] = size + change
+            change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
+            total += change
+            sums[allocation.category] += change
+        if total > best:
+            best, at_best, then = total, at, sums.copy()
+        if (at + 1) % stretch == 0 or at + 1 == len(log.events):
+            points.append([at_best, best])
+            for category in CATEGORIES:
+                stack[category].append(then[category])
+            best = -1
+    return points, {category: values for category, values in stack.items() if any(values)}
+
+
+def _bands(log: EventLog) -> list[dict[str, Any]]:
+    """Which part of the model ran from which event to which; parts are blocks and what stands beside them."""
+    bands: list[dict[str, Any]] = []
+    ends = [mark[0] for mark in log.marks[1:]] + [len(log.events)]
+    for (begin, phase, module), end in zip(log.marks, ends, strict=True):
+        part = _part(module)
+        if bands and (bands[-1]["module"], bands[-1]["phase"]) == (part, phase):
+            bands[-1]["end"] = end
+        elif end > begin and phase in ("forward", "backward", "step"):
+            bands.append({"module": part, "phase": phase, "begin": begin, "end": end})
+    return bands
+
+
+def _part(module: str) -> str:
+    """`blocks.3.attn.qkv` → `blocks.3`; `head` stays."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
+    return match[0] if match else module.split(".")[0]
+
+
+def _largest(log: EventLog, device: str, at: int) -> list[dict[str, Any]]:
+    """The largest storages at an event, with where they were made."""
+    live = sorted(log.live(device, at).items(), key=lambda item: -item[1])[:LARGEST]
+    found = []
+    for index, n_bytes in live:
+        made = log.allocations[index]
+        found.append({
+            "bytes": n_bytes, "category": made.category, "phase": made.phase, "module": made.module, "op": made.op,
+            "shape": None if made.shape is None else list(made.shape),
+        })  # fmt: skip
+    return found

@@ -1,0 +1,295 @@
+"""Follow every tensor's storage through a piece of training: bytes alive and their peak, per device.
+
+For a traced step and for tests, not for every step: each operator costs some 10 µs more.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..memory.state import local_tensors
+from .events import EventLog
+from .scratch import scratch
+
+Device = str | torch.device
+
+
+class _Storage:
+    """One live storage."""
+
+    __slots__ = ("device", "index", "label", "n_bytes", "ref")
+
+    def __init__(self, device: str, label: str | None, index: int) -> None:
+        self.device, self.label, self.n_bytes, self.index = device, label, 0, index
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live tensor storages while it is entered, on every device, real or fake.
+
+    Each storage counts once, with its full size, from the moment that an operator returns a tensor on it until its
+    last reference goes; storages made earlier count from `see` on. In-place growth, `out=`, collectives and
+    `UntypedStorage.resize_` (by which FSDP2 frees parameters) are followed. DTensors and other wrapper subclasses count
+    as the local tensors inside them; the shapes that DTensor only computes with do not count. Backward is followed on
+    any thread: autograd hands the dispatch mode of the caller to its device threads. Work per operator does not grow
+    with the number of live storages.
+
+    Not seen: scratch memory inside a kernel, regions compiled by torch.compile, and memory that no tensor holds. A
+    storage over foreign memory (numpy, mmap) counts in full once an operator returns a view of it. With fake tensors,
+    enter the tracker inside the `FakeTensorMode`.
+
+    Peaks are those since `__enter__`; the same tracker may be entered again and then goes on counting.
+
+    Args:
+        log: also gets every single event.
+        ran: called with every operator, its arguments and its result.
+    """
+
+    def __init__(self, log: EventLog | None = None, ran: Callable[[Any, Any, Any, Any], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+        self._ran = ran
+        self._live: dict[int, _Storage] = {}
+        self._current: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._phase = "start"
+        self._phase_peaks: dict[str, dict[str, int]] = {"start": {}}
+        self._lock = threading.RLock()
+        self._busy = False
+        self._dead: deque[int] = deque()
+
+    def see(self, tree: Any, label: str | None = None) -> None:
+        """Count the storages of all tensors in nested containers (or of a module's parameters, gradients and buffers).
+
+        Args:
+            tree: tensors in any nesting of lists, tuples and dicts, or a module.
+            label: what `by_label` shows them under.
+        """
+        if isinstance(tree, torch.nn.Module):
+            params = list(tree.parameters())
+            tree = [*params, *(p.grad for p in params if p.grad is not None), *tree.buffers()]
+        for leaf in tree_iter(tree):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, label)
+
+    def mark(self, phase: str) -> None:
+        """From now on peaks also count towards `phase`; a phase that comes again keeps its largest."""
+        with self._updating():
+            if self.log is not None:
+                self.log.mark(phase)
+            self._phase = phase
+            peaks = self._phase_peaks.setdefault(phase, {})
+            for device, n_bytes in self._current.items():
+                peaks[device] = max(peaks.get(device, 0), n_bytes)
+
+    def current(self, device: Device) -> int:
+        """Bytes of live storages on a device ("cpu", "cuda:1"; "cuda" = the one that was used)."""
+        return self._current.get(self._key(device), 0)
+
+    def peak(self, device: Device, phase: str | None = None) -> int:
+        """The largest `current` so far, or while in one phase."""
+        peaks = self._peak if phase is None else self._phase_peaks.get(phase, {})
+        return peaks.get(self._key(device), 0)
+
+    def phase_peaks(self, device: Device) -> dict[str, int]:
+        """Peak by phase, in order of first `mark`; "start" is what came before any mark."""
+        key = self._key(device)
+        return {phase: peaks.get(key, 0) for phase, peaks in self._phase_peaks.items()}
+
+    def by_label(self, device: Device) -> dict[str | None, int]:
+        """Bytes of live storages by the label they were seen with; `None` for all others."""
+        key, sums = self._key(device), dict[str | None, int]()
+        with self._updating():
+            for entry in self._live.values():
+                if entry.device == key:
+                    sums[entry.label] = sums.get(entry.label, 0) + entry.n_bytes
+        return sums
+
+    def __enter__(self) -> TensorTracker:
+        _Patches.acquire(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        _Patches.release(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(_wraps(cls) for cls in types):
+            return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
+        out = func(*args, **(kwargs or {}))
+        if not _Patches.in_propagation():
+            name = "" if self.log is None else func._schema.name
+            self._see_result(out, name)
+            if self.log is not None:
+                self._note_scratch(name, scratch(func, args, out))
+            if self._ran is not None:
+                self._ran(func, args, kwargs or {}, out)
+        return out
+
+    def _see_result(self, out: Any, op: str) -> None:
+        if isinstance(out, torch.Tensor):
+            self._see(out, None, op)
+        elif isinstance(out, (list, tuple)):
+            for item in out:
+                self._see_result(item, op)
+
+    def _note_scratch(self, name: str, taken: tuple[torch.device, int] | None) -> None:
+        if self.log is not None and taken is not None and taken[1]:
+            with self._updating():
+                self.log.scratch(str(taken[0]), name, taken[1])
+
+    def _see(self, tensor: torch.Tensor, label: str | None, op: str = "") -> None:
+        for local in local_tensors(tensor):
+            if local.device.type != "meta" and local.layout == torch.strided:
+                self._count(local, label, op)
+
+    def _count(self, local: torch.Tensor, label: str | None, op: str) -> None:
+        storage, log = local.untyped_storage(), self.log
+        key = storage._cdata
+        with self._updating():
+            entry = self._live.get(key)
+            if entry is None:
+                device = str(local.device)
+                entry = self._live[key] = _Storage(device, label, -1 if log is None else log.made(device, op))
+                entry.ref = weakref.ref(storage, functools.partial(self._forget, key))
+                if log is not None:
+                    log.allocations[entry.index].shape = tuple(local.shape)
+            elif label is not None:
+                entry.label = label
+            if log is not None and label is not None:
+                log.labelled(entry.index, label)
+            self._resized(entry, storage.nbytes())
+
+    def _recount(self, storage: torch.UntypedStorage) -> None:
+        """Called after `UntypedStorage.resize_`; storages that were never seen stay unseen."""
+        with self._updating():
+            entry = self._live.get(storage._cdata)
+            if entry is not None:
+                self._resized(entry, storage.nbytes())
+
+    def _forget(self, key: int, _: object) -> None:
+        """A storage is gone. Garbage collection may call this in the middle of an update: then only note it."""
+        self._dead.append(key)
+        with self._lock:
+            if not self._busy:
+                self._bury()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Storages that went meanwhile are taken off before (their addresses may be in use again) and after."""
+        with self._lock:
+            self._bury()
+            self._busy, before = True, self._busy
+            try:
+                yield
+            finally:
+                self._busy = before
+                self._bury()
+
+    def _bury(self) -> None:
+        while self._dead:
+            self._resized(self._live.pop(self._dead.popleft()), 0)
+
+    def _resized(self, entry: _Storage, n_bytes: int) -> None:
+        if n_bytes == entry.n_bytes:
+            return
+        device = entry.device
+        if self.log is not None:
+            self.log.changed(entry.index, n_bytes - entry.n_bytes)
+        current = self._current[device] = self._current.get(device, 0) + n_bytes - entry.n_bytes
+        entry.n_bytes = n_bytes
+        if current > self._peak.get(device, 0):
+            self._peak[device] = current
+        peaks = self._phase_peaks[self._phase]
+        if current > peaks.get(device, 0):
+            peaks[device] = current
+
+    def _key(self, device: Device) -> str:
+        wanted = torch.device(device)
+        if wanted.type == "cpu" or ":" in str(wanted):
+            return str(wanted)
+        used = sorted(key for key in self._current if torch.device(key).type == wanted.type)
+        if len(used) > 1:
+            raise ValueError(f"{device} is ambiguous: tensors were seen on {', '.join(used)}")
+        return used[0] if used else str(wanted)
+
+
+@functools.cache
+def _wraps(cls: type) -> bool:
+    """Whether a tensor subclass holds its data in other tensors."""
+    return hasattr(cls, "__tensor_flatten__")
+
+
+class _Patches:
+    """Two functions of torch that dispatch says nothing about; replaced while any tracker is entered.
+
+    - `UntypedStorage.resize_` is no operator.
+    - DTensor's sharding propagation runs operators on fake tensors of global shape; under an outer FakeTensorMode they
+      look like the program's own (torch 2.9 to 2.13).
+    """
+
+    _lock = threading.RLock()
+    _trackers: list[TensorTracker] = []
+    _originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    _propagating = threading.local()
+
+    @classmethod
+    def in_propagation(cls) -> bool:
+        return getattr(cls._propagating, "depth", 0) > 0
+
+    @classmethod
+    def acquire(cls, tracker: TensorTracker) -> None:
+        with cls._lock:
+            cls._trackers.append(tracker)
+            if cls._originals is None:
+                cls._install()
+
+    @classmethod
+    def release(cls, tracker: TensorTracker) -> None:
+        with cls._lock:
+            cls._trackers.remove(tracker)
+            if not cls._trackers and cls._originals is not None:
+                torch.UntypedStorage.resize_ = cls._originals[0]  # type: ignore[method-assign]
+                setattr(ShardingPropagator, _PROPAGATE, cls._originals[1])
+                cls._originals = None
+
+    @classmethod
+    def _install(cls) -> None:
+        resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
+        cls._originals = (resize, propagate)
+
+        @functools.wraps(resize)
+        def resize_(storage: torch.UntypedStorage, *args: Any) -> Any:
+            result = resize(storage, *args)
+            for tracker in cls._trackers:
+                tracker._recount(storage)
+            return result
+
+        @functools.wraps(propagate)
+        def propagated(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
+            cls._propagating.depth = getattr(cls._propagating, "depth", 0) + 1
+            try:
+                return propagate(self, *args, **kwargs)
+            finally:
+                cls._propagating.depth -= 1
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        setattr(ShardingPropagator, _PROPAGATE, propagated)
+
+
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
