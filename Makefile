@@ -50,7 +50,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 train: $(INSTALLED)
 	@set -e; \
 	nproc='$(NPROC)'; [ -n "$$nproc" ] || nproc=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
-	OMP_NUM_THREADS=$$($(BIN)/python -c "from shardkit.launch.ranks.threads import default_omp_threads as t; print(t($$nproc))"); \
+	OMP_NUM_THREADS=$$($(BIN)/python -c "from shardkit.launch.ranks.affinity import default_omp_threads as t; print(t($$nproc))"); \
 	export OMP_NUM_THREADS; \
 	set -x; \
 	$(BIN)/torchrun --standalone --nproc-per-node $$nproc -m shardkit.train --config configs/quickstart.yaml run.overwrite=true $(ARGS)

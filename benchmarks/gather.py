@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.memory.ledger import MemoryLedger
-from shardkit.memory.rows import PHASES, encode, record
+from shardkit.memory.rows import PHASES, encode, gather_json
 
 from .common import median_ci, write_result
 
@@ -59,7 +59,7 @@ class Ranks:
         began, busy = time.perf_counter(), time.thread_time()
         rows = self.ledger.gather(self._step)
         if rows is not None:
-            json.dumps(record(self._step, 0.0, rows))
+            json.dumps(gather_json(self._step, 0.0, rows))
         return time.perf_counter() - began, time.thread_time() - busy
 
 
@@ -84,7 +84,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Connection) -
             {
                 "times": times,
                 "bytes_sent": 8 * (1 + len(encode(rows[0]))),
-                "line": len(json.dumps(record(1, 0.0, rows))),
+                "line": len(json.dumps(gather_json(1, 0.0, rows))),
             }
         )
     dist.barrier()

@@ -158,7 +158,7 @@ def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     trainer.watchdog.beat = clocks["watchdog"].around(trainer.watchdog.beat)
     trainer.stop.flags = clocks["preemption flag"].around(trainer.stop.flags)
     trainer.stop.agree = clocks["preemption flag"].around(trainer.stop.agree)
-    wait = clocks["wait"].around(lambda: dist.barrier(group=trainer.world.books))
+    wait = clocks["wait"].around(lambda: dist.barrier(group=trainer.world.control_group))
     World.sum = clocks["reduction"].around(World.sum, before=wait)  # type: ignore[method-assign]
     for _ in range(warmup):
         ours.step()

@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
-from .failures import exit_codes, failure, oom, record
-from .local.follow import Follower
+from . import spec
+from .failures import exit_codes, failure, job_starts, oom
+from .local.processes import Follower
+from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
-from .ranks.threads import default_omp_threads
-from .slurm import container, fit, requeue
-from .slurm.preemption_warning import Notice, say
+from .slurm import requeue, script
+from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
 
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
+
 
 _POLL_S = 0.1
 _BEGAN = time.time()  # this process is one start of the job
@@ -65,10 +67,10 @@ class Batch:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the batch script's exit code (docs/launch.md)."""
-    notice = Notice()
+    warning = PreemptionWarning()
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return run(read_batch(args, os.environ), os.environ, notice)
+        return run(read_batch(args, os.environ), os.environ, warning)
     except ShardkitError as error:
         return report(error)
 
@@ -95,7 +97,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     job_id = environ["SLURM_JOB_ID"]
     n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
     n_gpus = integer(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_GPUS_ON_NODE") else 0
-    fit.check(loaded.config, n_nodes, n_ranks, n_gpus)
+    spec.check_fits(loaded.config, n_nodes, n_ranks, n_gpus)
     restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     return Batch(
         style=style,
@@ -141,8 +143,8 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
     cpus = _cpus_per_task(batch, environ)
     argv += [f"--cpus-per-task={cpus}"] if cpus else []
     image = environ.get("SHARDKIT_CONTAINER")
-    argv += container.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
-    python = container.PYTHON if image else sys.executable
+    argv += script.srun_options(image, [os.getcwd(), str(batch.run_dir.absolute())], environ) if image else []
+    python = script.CONTAINER_PYTHON if image else sys.executable
     if batch.style == "srun":
         argv += [f"--output={output_pattern(str(batch.log_dir))}/rank-%t.log", "--open-mode=append"]
         config = ["--config", batch.config] if batch.config else []
@@ -163,7 +165,7 @@ def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
 
 def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]:
     """What the step's processes get beside the job's environment."""
-    keep = os.pathsep.join([str(batch.log_dir), str(record.path(batch.run_dir).absolute())])
+    keep = os.pathsep.join([str(batch.log_dir), str(job_starts.path(batch.run_dir).absolute())])
     job_output = batch.run_dir.absolute() / "logs"
     kept_outputs = [str(path) for path in job_output.glob("slurm-*.out")]
     added = {"SHARDKIT_KEEP": os.pathsep.join([keep, *kept_outputs]), "PYTHONUNBUFFERED": "1"}
@@ -177,7 +179,7 @@ def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]
     return {**environ, **added}
 
 
-def run(batch: Batch, environ: Mapping[str, str], notice: Notice) -> int:
+def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) -> int:
     """Run the step to its end, and decide what comes after it.
 
     Raises:
@@ -186,24 +188,24 @@ def run(batch: Batch, environ: Mapping[str, str], notice: Notice) -> int:
     try:
         batch.error_dir.mkdir(parents=True, exist_ok=True)
         if batch.overwrites and batch.restart == 0:
-            record.path(batch.run_dir).unlink(missing_ok=True)
+            job_starts.path(batch.run_dir).unlink(missing_ok=True)
     except OSError as error:
         raise LaunchError(
             f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
         ) from error
     _refuse(batch, environ)
-    record.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
+    job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
     say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
     process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ))
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
     while process.poll() is None:
-        notice.watch(batch.job_id, batch.run_dir)
+        warning.watch(batch.job_id, batch.run_dir)
         if rank_0 is not None:
             rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
         time.sleep(_POLL_S)
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
-    return _after(batch, process.returncode, notice, environ)
+    return _after(batch, process.returncode, warning, environ)
 
 
 def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
@@ -214,31 +216,33 @@ def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
         raise problem
 
 
-def _after(batch: Batch, code: int, notice: Notice, environ: Mapping[str, str]) -> int:
+def _after(batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str]) -> int:
     """Note why the step ended; the job goes back to the queue, or ends with the returned code."""
     failures = failure.read(batch.error_dir.glob("*.json")) if batch.style == "srun" else _from_launchers(batch)
     stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
     if code == 0 and not stopped:
-        record.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
+        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
         return exit_codes.OK
-    why = requeue.reason(batch.job_id, notice.came, failures, stopped)
+    why = requeue.reason(batch.job_id, warning.came, failures, stopped)
     if why is None:
         return _failed(batch, code, failures, stopped)
-    record.note_end(batch.run_dir, batch.job_id, batch.restart, why)
+    job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
     if not stopped:
         _explain(batch, failures)
     _refuse(batch, environ)
     say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures))}")
-    notice.wait_for_term()
+    warning.wait_for_term()
     return exit_codes.PREEMPTED
 
 
 def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool) -> int:
     if stopped:
         say("saved and stopped; not queued again, because nobody but Slurm's warning or a preemption asks for that")
-        record.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
+        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
         return exit_codes.PREEMPTED
-    record.note_end(batch.run_dir, batch.job_id, batch.restart, f"failed: {failures[0].message if failures else code}")
+    job_starts.note_end(
+        batch.run_dir, batch.job_id, batch.restart, f"failed: {failures[0].message if failures else code}"
+    )
     if not failures:
         say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
         return exit_codes.shell_code(code)

@@ -1,16 +1,48 @@
-"""Append to a file of JSON lines so that it stays readable whatever happens to the disk."""
+"""Writing so that a full or failing disk ends no run, and so that what is written stays readable."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .output import STORAGE_TROUBLE
+
+STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
+"""What a full or failing disk says."""
+
+
+class _Lossy(io.FileIO):
+    """A file that takes everything, and keeps what there is room for."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in STORAGE_TROUBLE:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_full_disks() -> None:
+    """Let `print` and logging to stdout and stderr survive a disk that fills up; for a process's entry.
+
+    Launchers redirect both to files in the run directory. Without this a line that does not fit raises in the training
+    loop, and once more when the interpreter ends. Streams that are no files are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+            stream.flush()
+            kept = io.BufferedWriter(_Lossy(stream.fileno(), "wb", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(kept, stream.encoding, stream.errors, line_buffering=True))
+
 
 _LOG = logging.getLogger(__name__)
 _warned: set[str] = set()

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from .config.load import LoadedConfig, load_config
 from .errors import OutOfMemoryError, ShardkitError, report
+from .files import outlive_full_disks
 from .launch.failures import failure
 from .launch.local import restart
 from .launch.ranks import affinity
 from .launch.ranks.env import detect
 from .launch.ranks.gpus import grow_segments
-from .output import outlive_full_disks
 from .run.preemption import note_early
 
 
@@ -76,7 +76,7 @@ def run(loaded: LoadedConfig) -> int:
         if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: nobody waits for this
             plan.wait(loaded.config)
             if (trainer.run_dir / "plan.json").exists():
-                from .report.ended import close
+                from .report.planned import close
 
                 close(trainer.run_dir)
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:

@@ -20,7 +20,7 @@ PACKAGE = REPO / "shardkit"
 
 # Bottom first. A module imports from its own package or from a lower layer; a package counts as one module here.
 LAYERS: list[set[str]] = [
-    {"errors", "output"},
+    {"errors"},
     {"files", "config"},
     {"config_io", "launch", "memory", "data"},
     {"parallel", "tracing"},

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
-from shardkit.models.flops import gpu_peak_flops
+from shardkit.hardware.cards import gpu_peak_flops
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ..ranks import affinity
+from ..ranks.affinity import available_cores
 from ..ranks.env import detect
 from ..ranks.gpus import visible_gpus
-from ..ranks.threads import available_cores
 from .examine import Check, from_error
 
 _GIB = 2**30

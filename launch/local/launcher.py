@@ -17,12 +17,12 @@ from typing import Any
 
 from ...errors import LaunchError
 from ..failures import exit_codes, failure, oom
-from ..job import JobSpec, Rendezvous
 from ..ranks import affinity
+from ..ranks.affinity import default_omp_threads
 from ..ranks.placement import integer
-from ..ranks.threads import default_omp_threads
-from . import elastic, processes, rendezvous
-from .follow import RankOutput
+from ..spec import JobSpec, Rendezvous
+from . import processes, rendezvous, torchrun
+from .processes import RankOutput
 from .restart import Restarts
 from .torchrun import build_argv, command_line
 
@@ -76,7 +76,7 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
     threads = min([default_omp_threads(spec.nproc_per_node, environ), *map(len, cpus)])
     added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads)}
     added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
-    added |= {name: value for name, value in elastic.variables(spec).items() if name not in environ}
+    added |= {name: value for name, value in torchrun.elastic_variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
         added["PYTHONUNBUFFERED"] = "1"  # output goes to files, where Python would hold it back
     keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]

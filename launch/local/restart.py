@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..failures import exit_codes, failure, record
+from ..failures import exit_codes, failure, job_starts
 from ..ranks.placement import integer
-from .elastic import is_elastic
+from .torchrun import is_elastic
 
 
 def is_restart(environ: Mapping[str, str] | None = None) -> bool:
@@ -55,7 +55,7 @@ def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = 
     if is_elastic(environ) and signal_name == "SIGTERM":
         # Most likely a node joins. This node's agent may not know yet: only a failure makes it restart its ranks.
         if environ.get("RANK") == "0":
-            record.note_restart(Path(run_dir), "saved for SIGTERM: a node joined, or somebody ended the job")
+            job_starts.note_restart(Path(run_dir), "saved for SIGTERM: a node joined, or somebody ended the job")
         return exit_codes.PREEMPTED
     # The launcher reads the word: torchrun would take 75 for a failure and end the other ranks.
     return exit_codes.OK if noted else exit_codes.PREEMPTED
@@ -86,8 +86,8 @@ class Restarts:
         ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")
         first = next(iter(failure.in_attempt(attempt)), None)
         if first is None or (first.lost_peer and "killed by" in ended):  # who is killed cannot leave word
-            record.note_restart(self._run_dir, ended)
+            job_starts.note_restart(self._run_dir, ended)
         else:
-            record.note_restart(
+            job_starts.note_restart(
                 self._run_dir, f"rank {first.rank}: {first.message.partition(chr(10))[0]}", first.lost_peer
             )

@@ -1,7 +1,8 @@
-"""What tells a batch job to save: Slurm's signals, its own clock before the time limit, a preemption."""
+"""Telling a batch job to save before it ends: how long before, and on whose word (Slurm's signals, its own clock)."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -9,14 +10,45 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from . import lead, requeue, script
+from ..failures.job_starts import tail
+from . import commands, requeue
+
+DEFAULT_S = 120
+"""Lead of a run that has saved nothing yet."""
+_SLACK_S = 30  # for the ranks to hear of it, and for Slurm to take the job back
+_USUAL = 0.95  # of the steps: the first one after a start may compile
+
+
+def needed_s(run_dir: Path) -> int | None:
+    """Seconds that the end of a run takes: a long step, then its longest save, twice over.
+
+    Twice, because a save in the background may have to be waited for, and disks have bad days. None: nothing was saved.
+    """
+    saves = [float(save["total_s"]) for save in tail(run_dir / "logs" / "checkpoints.jsonl") if "total_s" in save]
+    if not saves:
+        return None
+    steps = sorted(float(step["step_time_s"]) for step in tail(run_dir / "metrics.jsonl") if "step_time_s" in step)
+    step = steps[int(_USUAL * (len(steps) - 1))] if steps else 0.0
+    return _SLACK_S + math.ceil(2 * (max(saves) + step))
+
+
+def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
+    """Seconds before the time limit at which Slurm should signal: as asked, else by the run that this one goes on with.
+
+    Slurm rounds to its own clock, up to a minute early, never late.
+    """
+    if asked is not None:
+        return asked
+    earlier = [run_dir, *([Path(resume), *Path(resume).parents[:2]] if isinstance(resume, str) else [])]
+    return max([DEFAULT_S, *(needed for path in earlier if (needed := needed_s(path)) is not None)])
+
 
 _LOOK_S = 30.0  # between two questions to Slurm's controller
 _REPEAT_S = 3.0  # between two warnings: ranks that had not started yet did not get the one before
 _POLL_S = 0.1
 
 
-class Notice:
+class PreemptionWarning:
     """Notes what comes from its construction on, or came to the batch script before, and passes it on to the steps.
 
     Attributes:
@@ -28,7 +60,7 @@ class Notice:
         self._term_passed = False
         self._next_look = self._next_warning = 0.0
         self._ends_at: float | None = None
-        self._told = lead.DEFAULT_S
+        self._told = DEFAULT_S
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # the template blocks it
@@ -48,7 +80,7 @@ class Notice:
         self._pass_on(job_id, now)
 
     def _look(self, job_id: str, run_dir: Path, now: float) -> None:
-        outlook, needed = requeue.outlook(job_id), lead.needed_s(run_dir)
+        outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
         if outlook.preempted:
             say("Slurm preempts this job")
             self.came.append(signal.SIGUSR2)
@@ -79,7 +111,9 @@ class Notice:
 
 
 def _signal_steps(name: str, job_id: str) -> None:
-    script.ask("scancel", f"--signal={name}", job_id)  # a step that is just ending cannot be signalled: that is no news
+    commands.ask(
+        "scancel", f"--signal={name}", job_id
+    )  # a step that is just ending cannot be signalled: that is no news
 
 
 def say(text: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import LaunchError
-from ..local.follow import Follower
-from . import script
+from ..local.processes import Follower
+from . import commands
 
 _SEPARATOR = "\x1f"  # a job's name may hold anything that can be typed
 _ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
@@ -39,7 +39,7 @@ def jobs() -> list[Queued]:
         LaunchError: Slurm is not installed, or does not answer.
     """
     wanted = _SEPARATOR.join(("%i", "%T", "%M", "%l", "%D", "%R", "%k"))
-    lines = script.call("squeue", "--me", "--noheader", f"--format={wanted}").splitlines()
+    lines = commands.call("squeue", "--me", "--noheader", f"--format={wanted}").splitlines()
     found = [line.split(_SEPARATOR) for line in lines if line.count(_SEPARATOR) == 6]
     ours = [fields for fields in found if fields[6].partition(" ")[0] == "shardkit"]
     return [Queued(f[0], f[1], f[2], f[3], f[4], f[5], run_dir=f[6].partition(" ")[2]) for f in ours]
@@ -91,7 +91,7 @@ def show(job: str) -> str:
         LaunchError: Slurm does not know the job (any more).
     """
     try:
-        return script.call("scontrol", "show", "job", job)
+        return commands.call("scontrol", "show", "job", job)
     except LaunchError as error:
         if "Invalid job id" not in error.cause:
             raise
@@ -104,7 +104,7 @@ def show(job: str) -> str:
 def is_active(job: str) -> bool:
     """Whether the job is queued, running, or about to run again."""
     try:
-        states = script.call("squeue", "--noheader", "--format=%T", f"--jobs={job}").split()
+        states = commands.call("squeue", "--noheader", "--format=%T", f"--jobs={job}").split()
     except LaunchError as error:
         if "Invalid job id" in error.cause:
             return False
@@ -115,7 +115,7 @@ def is_active(job: str) -> bool:
 def held_back(job: str) -> str | None:
     """Slurm's reason why a queued job waits, unless it only waits for its turn; None also where Slurm does not say."""
     try:
-        reason = script.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
+        reason = commands.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
     except LaunchError:
         return None
     return None if not reason or reason in _ITS_TURN else reason
@@ -152,7 +152,7 @@ def cancel(job: str) -> str:
     if not is_job_id(job):
         raise LaunchError(f"{job!r} is no job's id", "`shardkit jobs` lists them")
     shown = show(job)
-    script.call("scancel", job)
+    commands.call("scancel", job)
     match = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
     kept = f"; checkpoints are kept in {match[1]}/checkpoints" if match else ""
     return f"job {job} was told to end{kept}"

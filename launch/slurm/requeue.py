@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..failures import record
+from ..failures import job_starts
 from ..failures.failure import Failure
-from . import script
+from . import commands
 
 MAX_IDLE_STARTS = 3
 """Starts in a row that ended by themselves without one optimizer step, after which a job is not started again."""
@@ -44,7 +44,7 @@ class Outlook:
 
 def outlook(job_id: str) -> Outlook:
     """Ask Slurm; an empty outlook where it does not answer."""
-    shown = script.ask("scontrol", "show", "job", job_id, "-o").stdout
+    shown = commands.ask("scontrol", "show", "job", job_id, "-o").stdout
     end = re.search(r" EndTime=(\d{4}-\S+)", shown)
     excluded = re.search(r" ExcNodeList=(\S+)", shown)
     return Outlook(
@@ -77,13 +77,13 @@ def bad_nodes(failures: Sequence[Failure]) -> list[str]:
 
 def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None:
     """Why a job is not started (again): too often, or it never gets anywhere. A preemption is not the job's doing."""
-    starts = [start for start in record.starts(run_dir) if start.job == job_id]
+    starts = [start for start in job_starts.starts(run_dir) if start.job == job_id]
     if len(starts) > max_requeues:
         return LaunchError(
             f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit it anew"
         )
     idle = [start for start in starts if start.reason != PREEMPTED_BY_SLURM][-MAX_IDLE_STARTS:]
-    if len(idle) == MAX_IDLE_STARTS and idle[0].step == record.last_step(run_dir):
+    if len(idle) == MAX_IDLE_STARTS and idle[0].step == job_starts.last_step(run_dir):
         ends = "; ".join(dict.fromkeys(start.ended for start in idle))
         return LaunchError(
             f"job {job_id} made no step in {MAX_IDLE_STARTS} starts, it stands at {idle[0].step}. They ended: {ends}",
@@ -102,7 +102,7 @@ def queue_again(job_id: str, without: Iterable[str] = ()) -> str:
     """
     nodes = list(without)
     before = outlook(job_id).excluded if nodes else ""
-    done = script.ask("scontrol", "requeue", job_id, timeout_s=60)
+    done = commands.ask("scontrol", "requeue", job_id, timeout_s=60)
     if done.returncode:
         raise LaunchError(
             f"scontrol requeue {job_id} refused: {' '.join(done.stderr.split())}",
@@ -111,7 +111,7 @@ def queue_again(job_id: str, without: Iterable[str] = ()) -> str:
     if not nodes:
         return "queued again"
     excluded = ",".join(filter(None, [before, *nodes]))
-    done = script.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
+    done = commands.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
     if done.returncode:
         return f"queued again; Slurm did not let it exclude {excluded}: {' '.join(done.stderr.split())}"
     return f"queued again without {excluded}"

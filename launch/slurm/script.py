@@ -1,17 +1,15 @@
-"""The batch script of a job, as a pure function, and talking to Slurm's commands."""
+"""The batch script of a job and its step's container options, as pure functions."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import signal
-import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..job import JobSpec
-from . import lead
+from ..spec import JobSpec
+from .preemption_warning import DEFAULT_S
 
 _TEMPLATES = Path(__file__).parent.parent.parent / "slurm"
 _MARK = "# ---- what runs\n"
@@ -64,7 +62,7 @@ def header_options(spec: JobSpec) -> list[str]:
         "chdir": spec.cwd,
         "output": f"{output_pattern(spec.run_dir)}/logs/slurm-{number}.out",
         "open-mode": "append",
-        "signal": f"B:USR2@{lead.DEFAULT_S if slurm.signal_s is None else slurm.signal_s}",
+        "signal": f"B:USR2@{DEFAULT_S if slurm.signal_s is None else slurm.signal_s}",
         "comment": f"shardkit {spec.run_dir}",
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -80,67 +78,6 @@ def output_pattern(path: str) -> str:
     if "\\" in path:
         raise LaunchError(f"run.dir={path!r} has a backslash, which Slurm cannot write output under", "rename it")
     return path.replace("%", "%%")
-
-
-def require(program: str) -> None:
-    """Check that one of Slurm's commands is there.
-
-    Raises:
-        LaunchError: it is not.
-    """
-    if shutil.which(program) is None:
-        raise LaunchError(
-            f"Slurm is not installed on this machine: there is no {program}",
-            "run this where jobs are submitted, or train here with `shardkit launch CONFIG --nproc-per-node N`",
-        )
-
-
-def call(program: str, *args: str) -> str:
-    """Output of one of Slurm's commands.
-
-    Raises:
-        LaunchError: Slurm is not installed here, or the command refused, with its own reason.
-    """
-    require(program)
-    done = subprocess.run([program, *args], capture_output=True, text=True)
-    if done.returncode:
-        lines = [line.strip().removeprefix(f"{program}: error: ") for line in done.stderr.splitlines() if line.strip()]
-        raise LaunchError(
-            f"{program} refused: {'; '.join(lines) or f'exit code {done.returncode}'}", _advice(done.stderr)
-        )
-    return done.stdout
-
-
-def ask(program: str, *args: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands from within a job, whose ranks go on whatever it says: never raises, never hangs.
-
-    A controller that restarts does not answer for a while; then the return code is 124. Slurm ends a job that goes back
-    to the queue with SIGTERM to all its processes: not to this one, which may be what leaves out a node.
-    """
-    argv = [program, *args]
-    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user may prefer relative times
-    try:
-        return subprocess.run(
-            argv, capture_output=True, text=True, env=environ, timeout=timeout_s,
-            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(argv, 124, "", str(error))
-
-
-def _advice(text: str) -> str:
-    lower = text.lower()
-    if "account" in lower or "qos" in lower:
-        return "`sacctmgr show assoc user=$USER format=account,partition,qos` lists what you may use"
-    if "partition" in lower:
-        return "`sinfo -s` lists the partitions"
-    if "time limit" in lower:
-        return "`sinfo -o '%P %l'` shows the partitions' longest times"
-    if any(word in lower for word in ("node configuration", "nodes", "gres", "processors", "memory")):
-        return "`sinfo -o '%P %D %c %m %G'` shows what the partitions' nodes have"
-    if "connect" in lower or "controller" in lower:
-        return "`scontrol ping` tells whether the controller is up"
-    return "correct the option and submit again"
 
 
 def _body(style: str) -> str:
@@ -160,3 +97,27 @@ def _header_word(option: str) -> str:
 def _one_line(name: str, value: str) -> None:
     if "\n" in value or "\r" in value or "\0" in value:
         raise LaunchError(f"{name} {value!r} holds a line break", "remove it")
+
+
+CONTAINER_PYTHON = "python3"
+"""The image's interpreter, for which shardkit has to be installed there."""
+
+
+def srun_options(image: str, paths: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    """srun's options for `image`, with `paths` where they are outside.
+
+    Args:
+        environ: SHARDKIT_CONTAINER_MOUNTS holds more mounts as pyxis writes them, `SRC:DST[:ro],...`.
+
+    Raises:
+        LaunchError: a path that a list of mounts cannot carry.
+    """
+    mounts: list[str] = []
+    for path in paths:
+        if any(c in path for c in ":,"):
+            raise LaunchError(f"{path} cannot be mounted in a container: it has a ':' or ','", "rename it")
+        if not any(path == outer or path.startswith(outer + os.sep) for outer in mounts):
+            mounts.append(path)
+    more = [environ["SHARDKIT_CONTAINER_MOUNTS"]] if environ.get("SHARDKIT_CONTAINER_MOUNTS") else []
+    listed = ",".join([*(f"{path}:{path}" for path in mounts), *more])
+    return [f"--container-image={image}", f"--container-mounts={listed}", f"--container-workdir={mounts[0]}"]

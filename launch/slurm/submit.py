@@ -2,21 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import platform
 import re
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ... import __version__
 from ...errors import ConfigError, LaunchError
-from ..job import JobSpec, SlurmOptions
-from . import fit, lead, snapshot
-from . import script as slurm
+from ..spec import JobSpec, SlurmOptions, check_fits
+from . import commands
+from .preemption_warning import signal_s
+from .script import render_sbatch
 
 if TYPE_CHECKING:
     from ...config.load import LoadedConfig
+
+
+FOLDER = "submit"
+
+
+def write_snapshot(run_dir: Path, config: str, script: str) -> list[Path]:
+    """Write the snapshot; an earlier one is moved to `submit.N`. Returns the files.
+
+    Files: config.yaml (resolved), job.sbatch (can be submitted again), code.json (versions, commit), code.patch (what
+    differs from that commit, if anything).
+
+    Raises:
+        LaunchError: the run directory cannot be written.
+    """
+    folder = run_dir / FOLDER
+    files = {"config.yaml": config, "job.sbatch": script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
+    patch = _git("diff", "HEAD", "--binary")
+    if patch:
+        files["code.patch"] = patch + "\n"
+    try:
+        if folder.exists():
+            folder.rename(_unused(run_dir))
+        folder.mkdir(parents=True)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {folder}: {error.strerror}", "set run.dir to a directory that you can write"
+        ) from error
+    return [folder / name for name in files]
+
+
+def remove_snapshot(run_dir: Path) -> None:
+    """Take back a snapshot whose job was refused, and the directories if nothing else is in them."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):  # holds something else
+        (run_dir / "logs").rmdir()
+        run_dir.rmdir()
+
+
+def code_version() -> dict[str, object]:
+    """Versions, commit of the working directory and of shardkit, and how this was submitted."""
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "python": sys.executable,
+        "python_version": platform.python_version(),
+        "shardkit_version": __version__,
+        "shardkit_commit": _git("rev-parse", "HEAD", cwd=Path(__file__).resolve().parent),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def _unused(run_dir: Path) -> Path:
+    number = 1
+    while (run_dir / f"{FOLDER}.{number}").exists():
+        number += 1
+    return run_dir / f"{FOLDER}.{number}"
+
+
+def _git(*args: str, cwd: Path | None = None) -> str | None:
+    """Output of a git command; None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -58,7 +137,7 @@ def prepare(
     if options.array is None:
         _refuse_taken(run_dir, loaded)
     spec = JobSpec(
-        config=str(run_dir / snapshot.FOLDER / "config.yaml"),
+        config=str(run_dir / FOLDER / "config.yaml"),
         overrides=tuple(by_index),
         run_dir=str(run_dir),
         nproc_per_node=ranks_per_node,
@@ -68,9 +147,9 @@ def prepare(
         python=sys.executable,
         cwd=os.getcwd(),
         name=name or f"shardkit-{run_dir.name}",
-        slurm=replace(options, signal_s=lead.signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
+        slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
-    return Submission(spec, loaded.render(), slurm.render_sbatch(spec))
+    return Submission(spec, loaded.render(), render_sbatch(spec))
 
 
 def submit(job: Submission) -> str:
@@ -80,15 +159,15 @@ def submit(job: Submission) -> str:
         LaunchError: Slurm is not installed, or sbatch refused; then nothing of the snapshot is left.
     """
     run_dir = Path(job.spec.run_dir)
-    slurm.require("sbatch")
-    snapshot.write(run_dir, job.config, job.script)
+    commands.require("sbatch")
+    write_snapshot(run_dir, job.config, job.script)
     try:
-        said = slurm.call("sbatch", "--parsable", str(run_dir / snapshot.FOLDER / "job.sbatch"))
+        said = commands.call("sbatch", "--parsable", str(run_dir / FOLDER / "job.sbatch"))
     except LaunchError:
-        snapshot.remove(run_dir)
+        remove_snapshot(run_dir)
         raise
     job_id = said.strip().splitlines()[-1].partition(";")[0]
-    (run_dir / snapshot.FOLDER / "job_id").write_text(job_id + "\n")
+    (run_dir / FOLDER / "job_id").write_text(job_id + "\n")
     return job_id
 
 
@@ -107,7 +186,7 @@ def _checked(
     loaded = load_config(path, fixed)
     first = re.match(r"\d+", array or "")
     whole = load_config(path, [*fixed, *(item.replace("%a", first[0] if first else "0") for item in by_index)])
-    fit.check(whole.config, nodes, ranks_per_node, gpus_per_node)
+    check_fits(whole.config, nodes, ranks_per_node, gpus_per_node)
     return loaded
 
 

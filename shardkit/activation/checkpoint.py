@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ..config.schema import ActivationConfig
 from ..errors import ConfigError
+from ..parallel.blocks import attention_modules, chosen_blocks
 from .products import contexts, keep_products
 from .segments import recompute_together
-from .targets import attention_modules, chosen_blocks
 
 
 def checkpoint_activations(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..config.schema import ActivationConfig
-from .targets import chosen_blocks, outside_compile
+from ..parallel.blocks import chosen_blocks, outside_compile
 
 IN_FLIGHT = 2
 """Blocks whose activations may still be on the device while their copies run."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..errors import TrainingError
-from .targets import outside_compile
+from ..parallel.blocks import outside_compile
 
 
 def recompute_together(blocks: Sequence[nn.Module], compiled: bool) -> None:

@@ -159,7 +159,7 @@ class Checkpointer:
         return None
 
     def _meet(self, step: int) -> None:
-        """Notice a rank that does not come before anything is written."""
+        """PreemptionWarning a rank that does not come before anything is written."""
         try:
             dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
         except RuntimeError as error:
@@ -190,8 +190,8 @@ class Checkpointer:
         from torch.distributed.checkpoint import state_dict_saver as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from .agree import first_failure
         from .format.planner import RangeSavePlanner
+        from .resume import first_failure
 
         problem: str | None = None
         try:

@@ -14,9 +14,9 @@ from .. import __version__
 from ..errors import ShardkitError, report
 from . import jobs
 from .checkpoint import app as checkpoint_app
-from .convert import convert
+from .checkpoint import convert
 from .plan import ladder, max_model, plan
-from .profile import profile
+from .report import profile
 from .report import report as report_command
 
 PACKAGE = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from ..launch.ranks.gpus import visible_gpus
 from ..plan.search.ladder import Try, tried
 from ..plan.search.search import Found, Search, Setting
 from ..plan.search.trial import writing
-from ..plan.show_auto import Verified, named, show_found, show_verified
+from ..plan.show import Verified, named, show_found, show_verified
 from ..plan.target import Target, cap_setting
 
 VERIFY_STEPS = 6
@@ -111,7 +111,7 @@ def plan_automatically(
 
 
 def _save_plot(found: Found, folder: Path) -> None:
-    from ..report.plot_auto import save_front
+    from ..report.plot import save_front
 
     try:
         save_front(found, folder)

@@ -1,9 +1,9 @@
-"""`shardkit checkpoint ls|verify|rm RUN`."""
+"""`shardkit checkpoint ls|verify|rm RUN` and `shardkit convert SOURCE --to FORMAT --out DIR`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -51,3 +51,34 @@ def rm(
     freed = sum(manage.size_of(path) for path in paths)
     manage.remove(run, paths, force)
     typer.echo(f"deleted {', '.join(path.name for path in paths)} ({freed / 2**30:.3f} GiB)")
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A run, a checkpoint, or weights of another tool.")],
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|torch|shardkit", help="What to write.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty directory.")],
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one safetensors file.")
+    ] = "5GB",
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045 - typer reads it at run time on Python 3.10
+        typer.Option(metavar="fp32|bf16|fp16", help="Of the weights; default: as they are."),
+    ] = None,
+    step: Annotated[str, typer.Option(metavar="N|latest|best", help="Which checkpoint of a run.")] = "latest",
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave optimizer state behind (--to shardkit).")
+    ] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema_decay).")] = False,
+) -> None:
+    """Write a checkpoint as safetensors or a torch state dict, or make one from another tool's."""
+    from ..checkpoint.formats.convert import convert as run
+
+    done = run(
+        source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema
+    )  # fmt: skip
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"read {done.kind} checkpoint {done.source}: {done.n_tensors} tensors")
+    for file in done.files:
+        size = file.stat().st_size
+        typer.echo(f"wrote {file} ({size / 2**30:.2f} GiB)" if size >= 2**27 else f"wrote {file} ({size:,} bytes)")

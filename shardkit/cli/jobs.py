@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
-    from ..launch.job import JobSpec
+    from ..launch.spec import JobSpec
     from ..plan.model.estimate import MemoryEstimate
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run; - for defaults.")]
@@ -40,10 +40,10 @@ def launch(
     bind_cpus: Annotated[bool, typer.Option(help="Share the CPUs out among the ranks.")] = True,
 ) -> None:
     """Train CONFIG with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
-    from ..launch.job import JobSpec, Rendezvous, parse_nnodes
-    from ..launch.local import elastic
+    from ..launch.local import torchrun
     from ..launch.local.launcher import launch as run
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
+    from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 
     loaded = _load(config, overrides or [])
     spec = JobSpec(
@@ -58,7 +58,7 @@ def launch(
         bind_cpus=bind_cpus,
         on_gpus=loaded.config.run.device != "cpu" and visible_gpus() > 0,
     )
-    elastic.check(spec, loaded.config)
+    torchrun.check_elastic(spec, loaded.config)
     raise typer.Exit(run(spec, rendezvous_timeout_s=loaded.config.run.init_timeout_s))
 
 
@@ -113,9 +113,9 @@ def submit(
     With --gpu or --gpu-memory its memory is predicted too, and what cannot fit is not queued.
     """
     from ..errors import LaunchError
-    from ..launch.job import SlurmOptions
     from ..launch.slurm import queue
     from ..launch.slurm import submit as launcher
+    from ..launch.spec import SlurmOptions
 
     if style not in ("torchrun", "srun"):
         raise LaunchError(f"--style {style!r}", "pass torchrun or srun")
@@ -151,7 +151,7 @@ def _planned(
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan what is submitted, and what that was; of an array, its first job."""
     from ..errors import ConfigError
-    from ..memory.units import gib
+    from ..memory.rows import gib
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 

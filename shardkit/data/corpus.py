@@ -20,8 +20,7 @@ import numpy.typing as npt
 from ..config.schema import DataConfig
 from ..errors import DataError
 from .sources import TextFile, find_text_files, unreadable
-from .token_cache import cached_entry
-from .tokenise import CHUNK, TEXT_DTYPE, tail_size, tokenise
+from .tokens import CHUNK, TEXT_DTYPE, cached_entry, tail_size, tokenise
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from .sampler import BatchPlan, State, spread
+from .sampler import BatchSchedule, State, spread
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -51,7 +51,7 @@ class StepLoader:
     def __init__(
         self,
         dataset: MapDataset,
-        plan: BatchPlan,
+        schedule: BatchSchedule,
         collate: Collate | None = None,
         *,
         state: State | None = None,
@@ -60,12 +60,12 @@ class StepLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        self._plan = plan
+        self._schedule = schedule
         self._state = state or State()
         self._steps_left = n_steps
         self._batches: Iterator[Batch] | None = iter(
             _data_loader(
-                dataset, _MicroBatches(plan, self._state, n_steps), collate, plan, workers, prefetch, pin_memory
+                dataset, _MicroBatches(schedule, self._state, n_steps), collate, schedule, workers, prefetch, pin_memory
             )
         )
 
@@ -77,7 +77,7 @@ class StepLoader:
             raise RuntimeError("StepLoader is closed")
         if self._steps_left == 0:
             raise StopIteration
-        parts, after = self._plan.micro_batches(self._state)
+        parts, after = self._schedule.micro_batches(self._state)
         step = StepBatch([(next(self._batches), not part) for part in parts], after)
         self._state = after
         if self._steps_left is not None:
@@ -91,17 +91,17 @@ class StepLoader:
 
 
 class _MicroBatches:
-    """The plan's micro-batches in order, the first sample standing in where one is empty."""
+    """The schedule's micro-batches in order, the first sample standing in where one is empty."""
 
-    def __init__(self, plan: BatchPlan, state: State, n_steps: int | None) -> None:
-        self.plan = plan
+    def __init__(self, schedule: BatchSchedule, state: State, n_steps: int | None) -> None:
+        self.schedule = schedule
         self.state = state
         self.n_steps = n_steps
 
     def __iter__(self) -> Iterator[list[int]]:
         state, done = self.state, 0
         while done != self.n_steps:
-            parts, state = self.plan.micro_batches(state)
+            parts, state = self.schedule.micro_batches(state)
             yield from (part or [0] for part in parts)
             done += 1
 
@@ -110,13 +110,13 @@ def _data_loader(
     dataset: MapDataset,
     batches: _MicroBatches,
     collate: Collate | None,
-    plan: BatchPlan,
+    schedule: BatchSchedule,
     workers: int,
     prefetch: int,
     pin_memory: bool,
 ) -> DataLoader[Any]:
     # Without one of its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
-    generator = torch.Generator().manual_seed(plan.order.seed * plan.world + plan.rank)
+    generator = torch.Generator().manual_seed(schedule.order.seed * schedule.world + schedule.rank)
     return DataLoader(
         dataset,  # type: ignore[arg-type]
         batch_sampler=batches,

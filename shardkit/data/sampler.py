@@ -8,6 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+
+def generator_of(seed: int, *what: str | int) -> np.random.Generator:
+    """A generator of its own for (seed, what), e.g. `generator_of(0, "crop", "train", index)`."""
+    key = "\0".join(map(str, (seed, *what))).encode()
+    return np.random.Generator(
+        np.random.Philox(int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "little"))
+    )
+
+
 _ROUNDS = 8
 _WORD = np.uint64
 
@@ -75,7 +84,7 @@ class State:
     next_sample: int = 0
 
 
-class BatchPlan:
+class BatchSchedule:
     """Which samples this rank takes in each micro-batch of each optimizer step.
 
     A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are
@@ -122,7 +131,7 @@ class BatchPlan:
         return -(-self.n_samples // self.global_batch)
 
     def state_at(self, step: int) -> State:
-        """Where a run that has only ever had this plan stands after `step` optimizer steps."""
+        """Where a run that has only ever had this schedule stands after `step` optimizer steps."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return State(epoch, within * self.global_batch)
 

@@ -1,14 +1,16 @@
-"""Fixed-length windows over a stream of tokens."""
+"""Fixed-length windows over a stream of tokens, plain or masked (Devlin et al. 2019, section 3.1)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ..errors import DataError
-from .corpus import Tokens, TokenSpan
+from ..config.schema import DataConfig
+from ..errors import ConfigError, DataError
+from .corpus import Corpus, Tokens, TokenSpan, open_corpus
+from .sampler import generator_of
 
 IGNORE_INDEX = -100
 
@@ -56,3 +58,79 @@ class Windows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._tokens = self.span.open()
+
+
+def open_covered(data: DataConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
+    """The corpus, all of whose tokens are below `vocab_size - reserved`; `key` is what sets it.
+
+    Raises:
+        ConfigError: the data holds a larger token.
+    """
+    corpus = open_corpus(data)
+    if corpus.max_token >= vocab_size - reserved:
+        beside = f", of which the last {reserved} is reserved" if reserved else ""
+        raise ConfigError(
+            f"{key}={vocab_size}{beside}, but {corpus.source} holds the token {corpus.max_token}",
+            f"set {key} to at least {corpus.max_token + 1 + reserved}, or check data.bin_dtype",
+        )
+    return corpus
+
+
+def plan_windows(n: int, seq_len: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of `n` windows without a corpus."""
+    return {"tokens": torch.zeros(n, seq_len, dtype=torch.int64), "targets": torch.zeros(n, seq_len, dtype=torch.int64)}
+
+
+def windows(corpus: Corpus, split: Literal["train", "val"], seq_len: int) -> Windows:
+    """Windows of a split; the training split must fill at least one, the other holds 2 tokens or more."""
+    if split == "train":
+        return Windows(corpus.train_span, seq_len, f"the training split of {corpus.source}")
+    return Windows(corpus.val_span, seq_len, f"the validation split of {corpus.source}", min_tokens=2)
+
+
+HIDDEN, SWAPPED = 0.8, 0.1
+"""Of the chosen positions: shares replaced by the mask token, and by a random one; the rest stay as they are."""
+
+
+class MaskedWindows:
+    """Windows with a share of their tokens hidden, chosen by (seed, split, sample index) alone.
+
+    A sample is {"tokens": int64 [T], "targets": int64 [T]}: the targets are the original tokens where a prediction is
+    wanted and `IGNORE_INDEX` elsewhere. A last, shorter window is filled up with token 0, of which none is a target.
+
+    Args:
+        n_tokens: random replacements are drawn from [0, n_tokens).
+    """
+
+    def __init__(
+        self, windows: Windows, seed: int, split: str, fraction: float, mask_token: int, n_tokens: int
+    ) -> None:
+        self.windows = windows
+        self.seed, self.split = seed, split
+        self.fraction, self.mask_token, self.n_tokens = fraction, mask_token, n_tokens
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self.windows[index]
+        tokens = window["tokens"].numpy()
+        real = int((window["targets"] != IGNORE_INDEX).sum())  # as many inputs as next tokens; the rest is filling
+        draws = generator_of(self.seed, "mask", self.split, index)
+        chosen = draws.random(len(tokens)) < self.fraction
+        chosen[real:] = False
+        how, other = draws.random(len(tokens)), draws.integers(0, self.n_tokens, len(tokens))
+        changed = np.where(how < HIDDEN, self.mask_token, np.where(how < HIDDEN + SWAPPED, other, tokens))
+        return {
+            "tokens": torch.from_numpy(np.where(chosen, changed, tokens)),
+            "targets": torch.from_numpy(np.where(chosen, tokens, IGNORE_INDEX)),
+        }
+
+
+def flatten_targets(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A micro-batch: "tokens" [B, T], and of what is to be predicted "positions" [n] in the flattened batch × T and
+    "targets" [n]. They are counted here, on the host: on the GPU it would make the host wait for it."""
+    targets = torch.stack([sample["targets"] for sample in samples]).flatten()
+    positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    tokens = torch.stack([sample["tokens"] for sample in samples])
+    return {"tokens": tokens, "positions": positions, "targets": targets[positions]}

@@ -1,4 +1,4 @@
-"""GPUs that a job may be planned for: what the planner must know of a card that is not here.
+"""Known GPUs: what the planner must know of a card that is not here, and peak FLOP/s for MFU.
 
 Figures of the makers' data sheets; usable memory is what the driver reports as total. What lies outside torch's
 allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` or a run measures it.
@@ -120,3 +120,54 @@ def parse_bytes(text: str, what: str) -> int:
         raise ConfigError(
             f"{what} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"
         ) from None
+
+
+_COLUMNS = {"fp32": 0, "tf32": 1, "bf16": 2, "pure_bf16": 2, "fp16": 3}  # fp8: the table has no peak for it
+# Dense peaks in TFLOP/s without sparsity, from NVIDIA's data sheets and architecture white papers: fp32 outside tensor
+# cores, TF32, and bf16/fp16 with fp32 accumulation. None = the chip has no such unit. The first pattern found in the
+# device name wins, so that variants stand before their family.
+_PEAKS: tuple[tuple[str, float, float | None, float | None, float | None], ...] = (
+    # pattern                     fp32   tf32    bf16    fp16
+    (r"\bGB200\b", 80.0, 1250.0, 2500.0, 2500.0),
+    (r"\bB200\b", 75.0, 1100.0, 2250.0, 2250.0),
+    (r"\bGH200\b", 67.0, 494.7, 989.4, 989.4),
+    (r"\bH200 NVL\b", 60.0, 417.5, 835.5, 835.5),
+    (r"\bH200\b", 67.0, 494.7, 989.4, 989.4),
+    (r"\bH100 NVL\b", 60.0, 417.5, 835.5, 835.5),
+    (r"\bH100 PCIe\b", 51.2, 378.0, 756.0, 756.0),
+    (r"\bH100( 80GB HBM3|[ -]SXM)", 66.9, 494.7, 989.4, 989.4),
+    (r"\bA100\b", 19.5, 156.0, 312.0, 312.0),
+    (r"\bA40\b", 37.4, 74.8, 149.7, 149.7),
+    (r"\bA30\b", 10.3, 82.0, 165.0, 165.0),
+    (r"\bA10G\b", 35.0, 35.0, 70.0, 70.0),
+    (r"\bA10\b", 31.2, 62.5, 125.0, 125.0),
+    (r"\bL40S\b", 91.6, 183.0, 362.0, 362.0),
+    (r"\bL40\b", 90.5, 90.5, 181.0, 181.0),
+    (r"\bL4\b", 30.3, 60.0, 121.0, 121.0),
+    (r"\bRTX 6000 Ada\b", 91.1, 182.1, 364.2, 364.2),
+    (r"\bRTX A6000\b", 38.7, 77.4, 154.8, 154.8),
+    (r"\bRTX 4090(?! D| Laptop)\b", 82.6, 82.6, 165.2, 165.2),
+    (r"\bRTX 3090(?! Ti)\b", 35.6, 35.6, 71.0, 71.0),
+    (r"\bV100S-PCIE\b", 16.4, None, None, 130.0),
+    (r"\bV100-SXM[23]\b", 15.7, None, None, 125.0),
+    (r"\bV100-PCIE\b", 14.0, None, None, 112.0),
+    (r"\bT4\b", 8.1, None, None, 65.0),
+)
+
+
+def gpu_peak_flops(device_name: str, mode: str) -> float | None:
+    """Dense peak FLOP/s of a GPU by the name `torch.cuda.get_device_name` gives; None when it is not known.
+
+    `mode` is the matmul type (`precision.mode`). A chip without such a unit (bf16 on V100) gives None too, and so
+    does a MIG slice, which has only a part of the chip, and fp8.
+    """
+    if re.search(r"\bMIG\b", device_name):
+        return None
+    column = _COLUMNS.get(mode)
+    if column is None:
+        return None
+    for pattern, *peaks in _PEAKS:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            peak = peaks[column]
+            return None if peak is None else peak * 1e12
+    return None

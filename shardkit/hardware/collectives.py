@@ -120,7 +120,7 @@ def _speeds(world: World) -> dict[str, Any]:
 
 def _each(world: World, figure: Callable[[], float]) -> list[float]:
     """Every rank's figure, taken by all of them at the same time."""
-    dist.barrier(world.books)
+    dist.barrier(world.control_group)
     return _all(world, figure())
 
 
@@ -187,7 +187,7 @@ def _late(world: World) -> float:
         dist.all_reduce(whole)
 
     def mean(work: Callable[[], object]) -> float:
-        dist.barrier(world.books)
+        dist.barrier(world.control_group)
         return statistics.mean(_all(world, timed(world.device, work, 10)))
 
     rounds = [
@@ -223,12 +223,12 @@ def _latency(world: World) -> list[float]:
             for _ in range(_ROUNDS + 1):
                 dist.recv(ball, 0)
                 dist.send(ball, 0)
-        dist.barrier(world.books)
+        dist.barrier(world.control_group)
     return found
 
 
 def _clock_skew(world: World) -> float:
-    dist.barrier(world.books)
+    dist.barrier(world.control_group)
     clocks = _all(world, time.time())
     return max(clocks) - min(clocks)
 

@@ -17,7 +17,7 @@ _POLL_S = 0.05
 _NOISE = re.compile(r"^(?:\[[^\]]*\] )?(.*?)(?:\. This is typically.*)?$", re.DOTALL)
 
 
-class RollCall:
+class ArrivalReport:
     """Each rank notes in the group's key-value store that it comes to a gather; rank 0 looks only if one fails.
 
     A note is one message to the store that nobody waits for (2 to 30 µs); what the store keeps is one key per rank.

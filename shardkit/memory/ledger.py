@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError
-from .arrival_report import RollCall
-from .host_risk import SHARE, HostRisk
-from .limits import tightest_limit
-from .phases import PhaseRecorder, note_phase
+from .arrival_report import ArrivalReport
+from .limits import SHARE, HostRisk, tightest_limit
+from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
 from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
 from .state import HasState, count_state, module_state
@@ -82,10 +81,10 @@ class MemoryLedger:
         self.staging_bytes = self.step = 0
         self.risk = HostRisk(host_warn)
         self._group = group
-        self._roll = None if group is None or world_size == 1 else RollCall(group, rank)
+        self._arrivals = None if group is None or world_size == 1 else ArrivalReport(group, rank)
         self._device_probe, self._host_probe = DeviceProbe(self.device), HostProbe()
         self._limit = tightest_limit()
-        self._phases = PhaseRecorder(self._device_probe, self._host_probe)
+        self._phases = PhaseMeter(self._device_probe, self._host_probe)
         self._state: dict[StateKind, StateBytes] | None = None
         self._source: HasState | None = None
         self._due: bool | None = None
@@ -204,8 +203,8 @@ class MemoryLedger:
         began = time.perf_counter()
         row = self.row()
         rows = [row]
-        if self._roll is not None:
-            rows = self._collect(self._roll, step, row)
+        if self._arrivals is not None:
+            rows = self._collect(self._arrivals, step, row)
         self._phases.start_interval()
         self._step_times.clear()
         self.last_rows = rows if self.rank == 0 else []
@@ -270,16 +269,16 @@ class MemoryLedger:
         dist.all_gather_object(identities, identity, group=self._group)
         return identities
 
-    def _collect(self, roll: RollCall, step: int, row: RankRow) -> list[RankRow]:
+    def _collect(self, arrivals: ArrivalReport, step: int, row: RankRow) -> list[RankRow]:
         sent = torch.tensor([step, *encode(row)], dtype=torch.int64)
         received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.rank == 0 else None
-        roll.note(step)
+        arrivals.note(step)
         try:
             dist.gather(sent, received, group=self._group, group_dst=0)
         except RuntimeError as error:
             if received is None:
                 raise
-            raise roll.explain(step, [identity.name for identity in self._identities], error) from error
+            raise arrivals.explain(step, [identity.name for identity in self._identities], error) from error
         return [] if received is None else self._decoded(step, received)
 
     def _decoded(self, step: int, received: list[torch.Tensor]) -> list[RankRow]:

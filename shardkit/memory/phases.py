@@ -44,7 +44,7 @@ def phase_of(error: BaseException) -> PhaseName | None:
     return getattr(error, "shardkit_phase", None)
 
 
-class PhaseRecorder:
+class PhaseMeter:
     """Reads both probes at the edges of phases; each reading covers what happened since the one before it."""
 
     def __init__(self, device: DeviceProbe, host: HostProbe) -> None:

@@ -10,6 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
+
+def gib(n_bytes: float) -> str:
+    """Bytes as GiB, or MiB below a tenth of a GiB."""
+    if abs(n_bytes) < 0.1 * 2**30:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return f"{n_bytes / 2**30:.2f} GiB"
+
+
 SCHEMA = 1
 PhaseName = Literal["init", "wrap", "forward", "backward", "step"]
 StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]
@@ -170,7 +178,7 @@ class RankRow:
         )
 
 
-def record(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:
+def gather_json(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:
     """The object that one gather adds to `memory.jsonl`; `time` in seconds since the epoch."""
     return {"schema": SCHEMA, "step": step, "time": round(time, 3), "ranks": [row.to_json() for row in rows]}
 

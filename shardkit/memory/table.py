@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..errors import DataError
 from ..files import append_jsonl
-from .rows import SCHEMA, RankRow, StateBytes, StateKind, record
+from .rows import SCHEMA, RankRow, StateBytes, StateKind, gather_json
 from .summary import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
@@ -70,7 +70,7 @@ def write_jsonl(path: str | Path, step: int, rows: Sequence[RankRow]) -> bool:
     Raises:
         ConfigError: the file cannot be opened for writing.
     """
-    return append_jsonl(path, record(step, time.time(), rows))
+    return append_jsonl(path, gather_json(step, time.time(), rows))
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..files import append_jsonl
 from .ledger import MemoryLedger
-from .rows import record
+from .rows import gather_json
 
 
 class Watch:
@@ -87,7 +87,7 @@ class Watch:
         rows = self._ledger.gather(self._step)
         self._gathered = self._step
         if rows is not None and self._path is not None:
-            append_jsonl(self._path, record(self._step, time.time(), rows))
+            append_jsonl(self._path, gather_json(self._step, time.time(), rows))
 
     def _close_phase(self) -> None:
         if self._ledger.open_phase in _WATCHED:

@@ -13,11 +13,10 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ..errors import ConfigError
+from ..memory.rows import gib
 from ..memory.state import local_tensors
-from ..memory.units import gib
 from ..tracing.tracker import TensorTracker
-from .shortage import Shortage
-from .source_location import innermost
+from .shortage import Shortage, innermost
 
 _NOTED_SHARE = 1024  # storages of at least this fraction of the cap are noted with where they were made
 _PRUNE = 4096

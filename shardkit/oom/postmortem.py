@@ -24,15 +24,13 @@ from ..config.schema import RunConfig
 from ..errors import OutOfMemoryError
 from ..memory.ledger import MemoryLedger
 from ..memory.phases import phase_of
-from ..memory.rows import RankRow, StateKind
-from ..memory.units import gib
+from ..memory.rows import RankRow, StateKind, gib
 from ..parallel.blocks import find_blocks
 from . import shortage as shortages
 from .advice import Advice, Used, advise
 from .cap import MemoryCap
 from .live import Live, Named, biggest, snapshot_blocks
-from .shortage import Shortage
-from .source_location import module_of, raised_at
+from .shortage import Shortage, module_of, raised_at
 
 SCHEMA = 1
 FOLDER = "oom"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
+from ..config.schema import ActivationConfig
 from ..errors import ConfigError
 
 
@@ -56,3 +60,67 @@ def outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Those that lie inside no other of them."""
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if id(m) not in inner]
+
+
+ATTENTION = ("attention", "attn")
+
+
+def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: ActivationConfig) -> list[nn.Module]:
+    """The blocks that `activation.block_classes` names, else the model's own.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = set(config.block_classes)
+    setting = f"activation.policy={config.policy}" if config.recomputes else f"activation.offload={config.offload}"
+    if missing := names - {type(module).__name__ for module in model.modules()}:
+        raise ConfigError(
+            f"activation.block_classes names {', '.join(sorted(missing))}, of which {type(model).__name__} has none",
+            f"name classes that it has: {_classes(model)}",
+        )
+    found = outermost([m for m in model.modules() if type(m).__name__ in names]) if names else list(blocks)
+    if not found:
+        raise ConfigError(
+            f"{setting}, but {type(model).__name__} has no list of equal blocks",
+            f"set activation.block_classes to one of its classes: {_classes(model)}",
+        )
+    return found
+
+
+def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Module]], policy: str) -> list[nn.Module]:
+    """The attention inside each block, outermost: modules of `classes`, or whose class is named like attention.
+
+    Raises:
+        ConfigError: a block has none.
+    """
+    found = []
+    for block in blocks:
+        inside = outermost([m for m in block.modules() if m is not block and _is_attention(m, classes)])
+        if not inside:
+            wanted = ", ".join(c.__name__ for c in classes) or "named *attention* or *attn*"
+            raise ConfigError(
+                f"activation.policy={policy}, but {type(block).__name__} has no module {wanted} "
+                f"among {_classes(block)}",
+                "give the task an attention_classes attribute, or set activation.policy=selective_op",
+            )
+        found += inside
+    return found
+
+
+def outside_compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` run in Python where its module is compiled; what it calls is compiled."""
+    disabled: Callable[..., Any] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _is_attention(module: nn.Module, classes: Sequence[type[nn.Module]]) -> bool:
+    if classes:
+        return isinstance(module, tuple(classes))
+    return any(part in type(module).__name__.lower() for part in ATTENTION)
+
+
+def _classes(module: nn.Module) -> str:
+    """`Block ×4, LayerNorm ×9`: what can be named, in the order of its appearance."""
+    inside = [m for m in module.modules() if m is not module and any(True for _ in m.parameters())]
+    counted = Counter(type(m).__name__ for m in inside)
+    return ", ".join(f"{name} ×{count}" for name, count in counted.items()) or "none with parameters"

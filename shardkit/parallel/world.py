@@ -28,13 +28,13 @@ class World:
     Attributes:
         env: where the rank came from and how many there are.
         device: where the model is trained.
-        books: gloo group for bookkeeping (token counts, flags, loss), beside the engine's own group.
+        control_group: gloo group for bookkeeping (token counts, flags, loss), beside the engine's own group.
         ledger: gloo group for the memory ledger, so that a gather never interleaves with the step's reduction.
     """
 
     env: RankEnv
     device: torch.device
-    books: dist.ProcessGroup
+    control_group: dist.ProcessGroup
     ledger: dist.ProcessGroup
 
     @property
@@ -52,18 +52,18 @@ class World:
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks in fp64 on the bookkeeping group; one collective."""
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.books)
+        dist.all_reduce(total, group=self.control_group)
         return [float(v) for v in total]
 
     def gather(self, value: object) -> list[object]:
         """Every rank's `value`, on every rank; for rare events (start, errors), not for steps."""
         out: list[object] = [None] * self.size
-        dist.all_gather_object(out, value, group=self.books)
+        dist.all_gather_object(out, value, group=self.control_group)
         return out
 
     def shorten_timeout(self, seconds: float) -> None:
         """After the first step a collective that takes longer than `seconds` is an error."""
-        for group in (dist.group.WORLD, self.books, self.ledger):
+        for group in (dist.group.WORLD, self.control_group, self.ledger):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -140,14 +140,14 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     failed = True
     try:
         # Before anything can hang: bookkeeping must work while an engine's own group is stuck.
-        books, ledger = (dist.new_group(backend="gloo") for _ in range(2))
-        yield World(env, device, books, ledger)
+        control_group, ledger = (dist.new_group(backend="gloo") for _ in range(2))
+        yield World(env, device, control_group, ledger)
         failed = False
     finally:
         if joined_here:
             _leave(failed)
         elif not failed:
-            dist.destroy_process_group(books)
+            dist.destroy_process_group(control_group)
             dist.destroy_process_group(ledger)
 
 

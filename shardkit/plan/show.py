@@ -1,14 +1,17 @@
-"""Estimates as text."""
+"""Estimates and automatic plans as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ..hardware import calibration
-from ..memory.units import gib
+from ..memory.rows import gib
 from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate
+from .search.search import Found, Setting
+from .search.trial import Trial
 from .target import Target
 
 
@@ -87,3 +90,132 @@ def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list
         ).rstrip()
         for row in rows
     ]
+
+
+_WAITS = {
+    "compute": "kernels take longer",
+    "recompute": "forward runs again in backward",
+    "dispatch": "operators are issued more often, each for less work",
+    "links": "more time in collectives",
+    "copies": "more over the bus to the host",
+    "host": "the CPU updates the weights",
+}
+_SAME = 0.005
+FRONT_HEAD = ("engine", "checkpointing", "precision", "micro-batch", "needs", "tokens/s", "of the best")
+
+
+def show_found(title: str, found: Found, target: Target) -> str:
+    """The choice, the front of memory against speed, and why not something else."""
+    best = found.best
+    where = f"{target.world_size} × {target.gpu.name if target.gpu else 'cpu'}"
+    measured = best.estimate is not None and best.estimate.time is not None and best.estimate.time.measured
+    tried = len(found.fitting) + len(found.misfits)
+    lines = [
+        f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples of each rank in a step",
+        f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot work",
+        "",
+        f"best       {named(best, found.samples)}",
+        f"settings   {' '.join(best.settings) or 'as they are'}",
+        f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used",
+        f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
+        + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
+        f"waits for  {', '.join(_shares(best))}",
+        *_host_note(best, target),
+        "",
+        "memory against speed (nothing else is both smaller and faster):",
+        *columns([FRONT_HEAD, *front_rows(found)], left=(0, 1, 2)),
+        "",
+        "why:",
+        *(f"- {reason}" for reason in reasons(found)),
+    ]
+    return "\n".join(lines)
+
+
+def named(setting: Setting, samples: int) -> str:
+    """A setting in a line."""
+    one = setting.combination
+    passes = samples // setting.micro_batch
+    batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
+    return f"{one.engine}; checkpointing {one.policy}; {one.precision}; {batch}"
+
+
+def _shares(setting: Setting) -> list[str]:
+    parts = sorted(setting.waits.items(), key=lambda item: -item[1])
+    return [f"{name} {seconds * setting.tokens_per_s:.0%}" for name, seconds in parts if seconds > 0]
+
+
+def _host_note(best: Setting, target: Target) -> list[str]:
+    if target.host_memory is not None or best.estimate is None or "on the CPU" not in best.combination.engine:
+        return []
+    return [f"host       {gib(best.estimate.host_peak)} of each rank; whether a machine has it: --host-memory"]
+
+
+def front_rows(found: Found) -> list[tuple[str, ...]]:
+    """The front, fastest first, under `FRONT_HEAD`."""
+    return [
+        (
+            setting.combination.engine, setting.combination.policy, setting.combination.precision,
+            str(setting.micro_batch), gib(setting.needed), f"{setting.tokens_per_s:,.0f}",
+            f"{setting.tokens_per_s / found.best.tokens_per_s:.0%}",
+        )
+        for setting in found.front
+    ]  # fmt: skip
+
+
+def reasons(found: Found) -> Iterator[str]:
+    """Axis by axis: what the best setting with another value would need, or what it would wait for."""
+    best = found.best
+    axes: list[tuple[str, Callable[[Setting], str]]] = [
+        ("", lambda s: s.combination.engine),
+        ("checkpointing ", lambda s: s.combination.policy),
+        ("", lambda s: s.combination.precision),
+    ]
+    for what, value in axes:
+        others: dict[str, Setting] = {}
+        for setting in (*found.fitting, *found.misfits):
+            if value(setting) != value(best):
+                others.setdefault(value(setting), setting)
+        for name, other in others.items():
+            yield f"{what}{name}: {_instead(other, best, found.samples)}"
+    larger = next((s for s in found.sizes if s.micro_batch > best.micro_batch), None)
+    smaller = next((s for s in reversed(found.sizes) if s.micro_batch < best.micro_batch), None)
+    for neighbour in (larger, smaller):
+        if neighbour is not None:
+            yield f"micro-batch {neighbour.micro_batch}: {_compared(neighbour, best)}"
+    if found.refused:
+        reason = next(iter(found.refused.values()))
+        yield f"{len(found.refused)} combinations cannot work, such as: {reason}"
+
+
+def _instead(other: Setting, best: Setting, samples: int) -> str:
+    compared = _compared(other, best)
+    return f"{compared}, at the least" if other.filled > 1 else f"{compared} (at best: {named(other, samples)})"
+
+
+def _compared(other: Setting, best: Setting) -> str:
+    if other.filled > 1:
+        return f"does not fit: {gib(other.needed)}, {other.filled:.0%} of what may be used"
+    slower = 1 - other.tokens_per_s / best.tokens_per_s
+    if slower < _SAME:
+        return "as fast"
+    more = {name: seconds - best.waits.get(name, 0.0) for name, seconds in other.waits.items()}
+    return f"{slower:.0%} slower: {_WAITS[max(more, key=more.__getitem__)]}"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A setting that was really run."""
+
+    setting: Setting
+    trial: Trial
+
+
+def show_verified(verified: Sequence[Verified], samples: int) -> str:
+    """Predicted beside measured."""
+    rows: list[tuple[str, ...]] = [("measured", "needs", "predicted", "tokens/s", "predicted")]
+    for one in verified:
+        trial, setting = one.trial, one.setting
+        peak = "–" if trial.peak is None else gib(trial.peak)
+        speed = trial.outcome if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+        rows.append((named(setting, samples), peak, gib(setting.needed), speed, f"{setting.tokens_per_s:,.0f}"))
+    return "\n".join(columns(rows))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..memory.units import gib
+from ..memory.rows import gib
 
 Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 STYLE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..launch.failures import failure, record
+from ..launch.failures import failure, job_starts
 from ..memory.rows import SCHEMA, RankRow
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
@@ -99,8 +99,8 @@ def read_run(path: Path) -> Run:
         traces=_by_rank(path / "trace", notes),
         plan=_json(path / "plan.json", notes),
         ooms=_by_rank(path / "oom", notes),
-        restarts=[start.ended for start in record.starts(path)[:-1]]
-        + [f"step {step}: {reason}" for step, reason in record.restarts(path)],
+        restarts=[start.ended for start in job_starts.starts(path)[:-1]]
+        + [f"step {step}: {reason}" for step, reason in job_starts.restarts(path)],
         failures=_failures(path / "logs"),
         profiles=sorted(file for file in (path / "profile").glob("rank*") if file.name.endswith(PROFILED)),
         notes=notes,
@@ -151,7 +151,7 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
             for number, line in enumerate(file, 1):
                 if number % every and number != total:
                     continue
-                if found := record.parsed(line):
+                if found := job_starts.parsed(line):
                     yield found
                 else:
                     torn.append(number)
@@ -186,7 +186,7 @@ def _thinning(path: Path) -> int:
     """Every which gather to read, so that a long run of a large world takes seconds and not all memory."""
     try:
         with path.open(errors="replace") as file:
-            ranks = len(sequence(record.parsed(file.readline()).get("ranks")))
+            ranks = len(sequence(job_starts.parsed(file.readline()).get("ranks")))
             return max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
     except OSError:
         return 1

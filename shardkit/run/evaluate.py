@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..data.loader import eval_batches
-from ..launch.failures import record
+from ..launch.failures import job_starts
 from ..strategies.step import to_device
 from ..tasks.base import Dataset, Task
 from . import directory
@@ -64,7 +64,7 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
                 f"  (validation loss is {100 * (1 - val_loss / value):.1f} % below)" if "cross_entropy" in name else ""
             )
             print(f"{name.replace('_', ' ')}: {value:.4f}{gain}")
-    restarts = record.summary(run_dir)
+    restarts = job_starts.summary(run_dir)
     if restarts is not None:
         print(restarts)
     print("files written:")

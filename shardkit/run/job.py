@@ -26,8 +26,7 @@ from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import train_step
-from .dtypes import check_masters
-from .unused import refuse_unused
+from .checks import check_masters, refuse_unused
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from ..config.schema import RunConfig
 from ..errors import ShardkitError
 from ..hardware.cards import DEFAULT, GPUS
 from ..memory.limits import tightest_limit
+from ..memory.rows import gib
 from ..memory.state import local_tensors
-from ..memory.units import gib
 from ..plan.client import Planner
 from ..plan.history import digest
 from ..plan.model.estimate import MemoryEstimate

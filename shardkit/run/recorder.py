@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.schema import LoggingConfig
+from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
-from ..models.flops import gpu_peak_flops
 from ..parallel.world import World
 from ..tasks.base import Task
 from ..telemetry.metrics import MetricsWriter

@@ -16,16 +16,16 @@ from ..checkpoint.format.manifest import RunState
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.load import resolve_batch
 from ..data.loader import StepBatch, StepLoader
-from ..data.sampler import BatchPlan, State
+from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl
-from ..memory.rows import record as memory_record
+from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
 from ..strategies.step import Phases, StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import load_task
-from ..telemetry.profile.recorder import Profiler
-from . import directory, dtypes
+from ..telemetry.profile.profiler import Profiler
+from . import checks, directory
 from .evaluate import evaluate, report
 from .job import Job, not_finite
 from .preemption import StopRequest
@@ -67,7 +67,7 @@ class Trainer:
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
             self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
-            self.plan = self._make_plan(data)
+            self.schedule = self._make_schedule(data)
         self.run_dir: Path = directory.prepare(job.loaded, job.world)
         job.wrap(
             self.task.build_model,
@@ -121,7 +121,7 @@ class Trainer:
 
     def _accept(self, run: RunState) -> None:
         """Refuse a checkpoint whose data position means something else here."""
-        seed, n_samples = self.config.train.seed, self.plan.n_samples
+        seed, n_samples = self.config.train.seed, self.schedule.n_samples
         if run.seed != seed and "imported" not in run.extra:  # another tool's data order means nothing here
             raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
         if run.n_samples not in (None, n_samples):
@@ -133,10 +133,10 @@ class Trainer:
         if shuffle not in (None, self.config.data.shuffle):
             raise ConfigError("data.shuffle is not what it was in the checkpoint", f"set data.shuffle={shuffle}")
 
-    def _make_plan(self, samples: Dataset) -> BatchPlan:
+    def _make_schedule(self, samples: Dataset) -> BatchSchedule:
         train, data = self.config.train, self.config.data
         try:
-            return BatchPlan(
+            return BatchSchedule(
                 n_samples=len(samples),
                 global_batch=train.micro_batch_size * self.accum * self.world.size,
                 micro_batch=train.micro_batch_size,
@@ -156,7 +156,7 @@ class Trainer:
         data = self.config.data
         return StepLoader(
             samples,
-            self.plan,
+            self.schedule,
             getattr(self.task, "collate", None),
             state=state,
             n_steps=max(0, self.config.train.max_steps - self.step),
@@ -242,7 +242,7 @@ class Trainer:
             if before and not skipped:
                 self._check_moved(before, lr)
             if first:
-                dtypes.audit(self.job.strategy, self.world, self.run_dir)
+                checks.audit(self.job.strategy, self.world, self.run_dir)
                 self.world.shorten_timeout(self.config.run.step_timeout_s)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due():
@@ -316,7 +316,7 @@ class Trainer:
         began = time.perf_counter()
         run = RunState(
             self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
-            self.plan.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
+            self.schedule.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
         )  # fmt: skip
         self.checkpoints.save(run)
         return time.perf_counter() - began
@@ -348,7 +348,7 @@ class Trainer:
         self.job.ledger.staging_bytes = self.checkpoints.staging_bytes
         rows = self.job.ledger.gather(self.step)
         if rows is not None:
-            append_jsonl(self.run_dir / "memory.jsonl", memory_record(self.step, time.time(), rows))
+            append_jsonl(self.run_dir / "memory.jsonl", gather_json(self.step, time.time(), rows))
 
     def _eval_due(self) -> bool:
         every = self.config.train.eval_every

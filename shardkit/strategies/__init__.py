@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.schema import RunConfig
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
-from .ema import Averaged
+from .ema import EMA
 
 __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
@@ -13,7 +13,7 @@ __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 def make_strategy(config: RunConfig, world: World) -> Strategy:
     """The strategy of the config, not yet set up; only the module of its engine is imported."""
     engine = _engine(config, world)
-    return engine if config.train.ema_decay is None else Averaged(engine, config.train.ema_decay)
+    return engine if config.train.ema_decay is None else EMA(engine, config.train.ema_decay)
 
 
 def _engine(config: RunConfig, world: World) -> Strategy:

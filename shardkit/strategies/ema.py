@@ -17,7 +17,7 @@ from .base import OptimizerFactory, Shard, Strategy
 _MODEL, _EMA = "model.", "ema."
 
 
-class Averaged:
+class EMA:
     """Any strategy, and after each of its steps: average ← decay · average + (1 - decay) · weight.
 
     Where each rank holds whole parameters it averages whole parameters; where it holds a shard (of the fp32 masters, if

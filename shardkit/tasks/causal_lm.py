@@ -10,10 +10,9 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..data.corpus import Corpus
-from ..data.windows import IGNORE_INDEX, Windows
+from ..data.windows import IGNORE_INDEX, Windows, open_covered, plan_windows, windows
 from ..models.flops import transformer_flops_per_token
 from ..models.transformer import Block, Transformer, init_parameter
-from .text import open_covered, plan_windows, windows
 
 
 class CausalLM:

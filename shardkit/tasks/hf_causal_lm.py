@@ -10,12 +10,11 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..data.corpus import Corpus
-from ..data.windows import IGNORE_INDEX, Windows
+from ..data.windows import IGNORE_INDEX, Windows, open_covered, plan_windows, windows
 from ..errors import ConfigError
+from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.flops import hf_flops_per_token
 from ..models.hf import HFModel
-from ..models.loss_head import attach_loss, check_loss_fits
-from .text import open_covered, plan_windows, windows
 
 NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"
 

@@ -10,12 +10,11 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..data.corpus import Corpus
-from ..data.masked import MaskedWindows, flatten_targets
+from ..data.windows import MaskedWindows, flatten_targets, open_covered, windows
 from ..errors import ConfigError
+from ..models.cross_entropy import attach_loss, check_loss_fits
 from ..models.hf import HFModel
-from ..models.loss_head import attach_loss, check_loss_fits
 from .hf_causal_lm import refuse_long_sequences
-from .text import open_covered, windows
 
 
 class HFMaskedLM:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..memory.rows import RankRow
+from ..memory.rows import RankRow, gib
 from ..memory.summary import Summary, pressure, summary
-from ..memory.units import gib
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -74,7 +74,7 @@ def cpu_adam_bits(stops: tuple[int, ...], steps: int) -> list[bool]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from shardkit.strategies.zero.load import _replay_bias_correction
+    from shardkit.strategies.zero.state import _replay_bias_correction
 
     def adam(param: torch.nn.Parameter) -> Any:
         return DeepSpeedCPUAdam([param], lr=1e-2, betas=(0.9, 0.95), adamw_mode=True)

@@ -22,7 +22,7 @@ from shardkit.run.preemption import note_early
 from shardkit.run.trainer import Trainer
 from tests.checkpoint import runs
 from tests.ranks import run_ranks
-from tests.test_train import REPO, environment, lines, user_error
+from tests.run.test_train import REPO, environment, lines, user_error
 
 DISTRIBUTED = ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero3+optimizer"]
 

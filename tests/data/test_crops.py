@@ -8,8 +8,15 @@ import torch
 from PIL import Image
 
 from shardkit.config.schema import RunConfig
-from shardkit.data.crops import LabelledCrops, ScaledCrops
-from shardkit.data.pictures import find_classes, find_pictures, read, shipped_pictures, split_pictures
+from shardkit.data.pictures import (
+    LabelledCrops,
+    ScaledCrops,
+    find_classes,
+    find_pictures,
+    read,
+    shipped_pictures,
+    split_pictures,
+)
 from shardkit.errors import ConfigError, DataError
 from shardkit.tasks.image_classification import ImageClassification
 from shardkit.tasks.super_resolution import SuperResolution, psnr

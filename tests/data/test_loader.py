@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardkit.data.loader import StepLoader, eval_batches
-from shardkit.data.sampler import BatchPlan, State
+from shardkit.data.sampler import BatchSchedule, State
 
 
 class Squares:
@@ -27,8 +27,8 @@ class Broken(Squares):
         raise RuntimeError(f"sample {index} is broken")
 
 
-def plan(n: int = 10, rank: int = 0, world: int = 2) -> BatchPlan:
-    return BatchPlan(n, 4 * world, 2, 2, rank, world, seed=3, shuffle=True, drop_last=False)
+def schedule(n: int = 10, rank: int = 0, world: int = 2) -> BatchSchedule:
+    return BatchSchedule(n, 4 * world, 2, 2, rank, world, seed=3, shuffle=True, drop_last=False)
 
 
 def drain(loader: StepLoader) -> list[tuple[list[tuple[list[int], bool]], State]]:
@@ -42,31 +42,31 @@ def test_batches_follow_the_plan_whoever_loads_them(workers: int) -> None:
     for rank in range(2):
         expected, state = [], State()
         for _ in range(5):
-            parts, state = plan(rank=rank).micro_batches(state)
+            parts, state = schedule(rank=rank).micro_batches(state)
             expected.append(([([i**2 for i in part or [0]], not part) for part in parts], state))
-        assert drain(StepLoader(Squares(10), plan(rank=rank), n_steps=5, workers=workers)) == expected
+        assert drain(StepLoader(Squares(10), schedule(rank=rank), n_steps=5, workers=workers)) == expected
 
 
 def test_some_ranks_get_fillers_at_the_end_of_an_epoch() -> None:
-    parts = [drain(StepLoader(Squares(10), plan(rank=rank), n_steps=2))[1][0] for rank in range(2)]
+    parts = [drain(StepLoader(Squares(10), schedule(rank=rank), n_steps=2))[1][0] for rank in range(2)]
     flags = [is_filler for rank in parts for _, is_filler in rank]
     assert sorted(flags) == [False, False, True, True]
     assert all(batch == [0] for rank in parts for batch, is_filler in rank if is_filler)
 
 
 def test_goes_on_from_a_state() -> None:
-    whole = drain(StepLoader(Squares(10), plan(), n_steps=5))
-    assert drain(StepLoader(Squares(10), plan(), state=whole[1][1], n_steps=3)) == whole[2:]
+    whole = drain(StepLoader(Squares(10), schedule(), n_steps=5))
+    assert drain(StepLoader(Squares(10), schedule(), state=whole[1][1], n_steps=3)) == whole[2:]
 
 
 def test_runs_on_without_a_number_of_steps() -> None:
-    loader = StepLoader(Squares(10), plan())
+    loader = StepLoader(Squares(10), schedule())
     assert [next(loader).state_after.epoch for _ in range(8)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_close_ends_the_workers_and_further_use_is_refused() -> None:
     before = set(multiprocessing.active_children())
-    loader = StepLoader(Squares(100), plan(100), workers=2)
+    loader = StepLoader(Squares(100), schedule(100), workers=2)
     next(loader)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
@@ -80,20 +80,20 @@ def test_close_ends_the_workers_and_further_use_is_refused() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_global_random_state_is_left_alone(workers: int) -> None:
     before = torch.get_rng_state()
-    drain(StepLoader(Squares(10), plan(), n_steps=2, workers=workers))
+    drain(StepLoader(Squares(10), schedule(), n_steps=2, workers=workers))
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_in_a_dataset_reaches_the_caller(workers: int) -> None:
-    loader = StepLoader(Broken(10), plan(), workers=workers)
+    loader = StepLoader(Broken(10), schedule(), workers=workers)
     with pytest.raises(RuntimeError, match="is broken"):
         next(loader)
     loader.close()
 
 
 def test_own_collate() -> None:
-    loader = StepLoader(Squares(10), plan(), collate=len)
+    loader = StepLoader(Squares(10), schedule(), collate=len)
     assert [batch for batch, _ in next(loader).micro_batches] == [2, 2]
 
 

@@ -6,24 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.data.sampler import BatchPlan, EpochOrder, State
+from shardkit.data.sampler import BatchSchedule, EpochOrder, State
 
 # A resumed run must draw what the run before it would have drawn: a change here breaks every checkpoint.
 RECORDED = [296, 32, 404, 72, 376, 203, 63, 488]
 
 
-def plans(
+def schedules(
     n: int, micro: int, accum: int, world: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
-) -> list[BatchPlan]:
+) -> list[BatchSchedule]:
     return [
-        BatchPlan(n, micro * accum * world, micro, accum, rank, world, seed, shuffle, drop_last)
+        BatchSchedule(n, micro * accum * world, micro, accum, rank, world, seed, shuffle, drop_last)
         for rank in range(world)
     ]
 
 
-def step(ranks: list[BatchPlan], state: State) -> tuple[list[list[list[int]]], State]:
+def step(ranks: list[BatchSchedule], state: State) -> tuple[list[list[list[int]]], State]:
     """Every rank's micro-batches and the state that all agree on."""
-    taken = [plan.micro_batches(state) for plan in ranks]
+    taken = [schedule.micro_batches(state) for schedule in ranks]
     after = {next_state for _, next_state in taken}
     assert len(after) == 1
     return [parts for parts, _ in taken], after.pop()
@@ -84,7 +84,7 @@ def test_an_epoch_gives_each_sample_once(n: int, micro: int, accum: int, world: 
     global_batch = micro * accum * world
     if drop_last and n < global_batch:
         return
-    ranks = plans(n, micro, accum, world, drop_last=drop_last)
+    ranks = schedules(n, micro, accum, world, drop_last=drop_last)
     state, seen, steps = State(), [], 0
     while state.epoch == 0:
         parts, state = step(ranks, state)
@@ -111,8 +111,8 @@ def test_an_epoch_gives_each_sample_once(n: int, micro: int, accum: int, world: 
 def test_steps_hold_the_same_samples_at_any_world_size(
     n: int, per_rank: int, world: int, other: int, shuffle: bool
 ) -> None:
-    here = plans(n, per_rank, other, world, shuffle=shuffle)
-    there = plans(n, per_rank, world, other, shuffle=shuffle)
+    here = schedules(n, per_rank, other, world, shuffle=shuffle)
+    there = schedules(n, per_rank, world, other, shuffle=shuffle)
     state = State()
     for _ in range(2 * here[0].steps_per_epoch + 1):
         mine, after = step(here, state)
@@ -125,7 +125,7 @@ def test_steps_hold_the_same_samples_at_any_world_size(
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(8, 200), at=st.integers(0, 20))
 def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> None:
-    before, after = plans(n, 2, 1, 4), plans(n, 3, 1, 1)
+    before, after = schedules(n, 2, 1, 4), schedules(n, 3, 1, 1)
     state, seen = State(), []
     for _ in range(at % before[0].steps_per_epoch):
         parts, state = step(before, state)
@@ -140,15 +140,15 @@ def test_resuming_with_another_layout_leaves_nothing_out(n: int, at: int) -> Non
 def test_state_at_is_where_stepping_arrives(n: int, micro: int, steps: int, drop_last: bool) -> None:
     if drop_last and n < 2 * micro:
         return
-    plan = plans(n, micro, 1, 2, drop_last=drop_last)[0]
+    schedule = schedules(n, micro, 1, 2, drop_last=drop_last)[0]
     state = State()
     for _ in range(steps):
-        _, state = plan.micro_batches(state)
-    assert plan.state_at(steps) == state
+        _, state = schedule.micro_batches(state)
+    assert schedule.state_at(steps) == state
 
 
 def test_short_last_batch_leaves_some_ranks_empty_handed() -> None:
-    parts, after = step(plans(2, 2, 2, 3, shuffle=False), State())
+    parts, after = step(schedules(2, 2, 2, 3, shuffle=False), State())
     assert samples(parts) == [0, 1]
     assert sum(not p for rank in parts for p in rank) == 4
     assert after == State(1, 0)
@@ -173,4 +173,4 @@ def test_impossible_plans_are_refused(arguments: dict[str, int], message: str) -
         "drop_last": False,
     }
     with pytest.raises(ValueError, match=message):
-        BatchPlan(**{**sizes, **arguments}, seed=0, shuffle=True)
+        BatchSchedule(**{**sizes, **arguments}, seed=0, shuffle=True)

@@ -26,8 +26,8 @@ def rank() -> None:
 
 def drive(count: int, folder: Path) -> dict[str, Any]:
     """`count` cycles; what this process holds and what the machine shows before and after."""
-    from shardkit.launch.job import JobSpec
     from shardkit.launch.local import launcher
+    from shardkit.launch.spec import JobSpec
 
     build = launcher.build_argv
     launcher.build_argv = lambda spec: [*build(spec)[:-2], "-m", "tests.launch.cycles"]  # type: ignore[assignment]

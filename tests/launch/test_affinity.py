@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch.job import JobSpec
 from shardkit.launch.local.launcher import added_environment
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.env import RankEnv
 from shardkit.launch.ranks.gpus import flight_recorder, pci_addresses
+from shardkit.launch.spec import JobSpec
 from tests.launch.jobs import REPO, environment
 
 TWO_SOCKETS = {cpu: (cpu % 16 // 8, cpu % 16 // 8, cpu % 8) for cpu in range(32)}

@@ -17,10 +17,10 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError
-from shardkit.launch.failures import record
-from shardkit.launch.job import JobSpec
-from shardkit.launch.local import elastic, restart
+from shardkit.launch.failures import job_starts
+from shardkit.launch.local import restart, torchrun
 from shardkit.launch.local.rendezvous import ReservedPort
+from shardkit.launch.spec import JobSpec
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 
 TWO = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, nodes=(1, 3), max_restarts=1)
@@ -28,14 +28,14 @@ TWO = JobSpec(config="c.yaml", run_dir="runs/a", nproc_per_node=2, nodes=(1, 3),
 
 def refusal(spec: JobSpec, *overrides: str) -> str:
     with pytest.raises(ShardkitError) as caught:
-        elastic.check(spec, load_config(None, ["train.micro_batch_size=2", *overrides]).config)
+        torchrun.check_elastic(spec, load_config(None, ["train.micro_batch_size=2", *overrides]).config)
     assert caught.value.fix
     return str(caught.value)
 
 
 def test_what_would_go_wrong_when_a_node_leaves_or_joins_is_refused_before_the_start() -> None:
-    elastic.check(TWO, load_config(None, ["train.micro_batch_size=2", "train.global_batch_size=24"]).config)
-    elastic.check(replace(TWO, nodes=(2, 2)), load_config(None).config)
+    torchrun.check_elastic(TWO, load_config(None, ["train.micro_batch_size=2", "train.global_batch_size=24"]).config)
+    torchrun.check_elastic(replace(TWO, nodes=(2, 2)), load_config(None).config)
     assert "pass --max-restarts" in refusal(replace(TWO, max_restarts=0), "train.global_batch_size=24")
     assert "set train.global_batch_size=12" in refusal(TWO)
     assert "with 3 node(s) of --nnodes 1:3: train.global_batch_size=8" in refusal(TWO, "train.global_batch_size=8")
@@ -45,9 +45,9 @@ def test_what_would_go_wrong_when_a_node_leaves_or_joins_is_refused_before_the_s
 
 
 def test_nodes_that_join_later_meet_in_a_new_store_and_go_on_with_the_run(tmp_path: Path) -> None:
-    assert elastic.variables(replace(TWO, nodes=(1, 1))) == {}
-    assert elastic.variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    told = elastic.variables(TWO)
+    assert torchrun.elastic_variables(replace(TWO, nodes=(1, 1))) == {}
+    assert torchrun.elastic_variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    told = torchrun.elastic_variables(TWO)
     assert restart.is_restart(told) and not restart.is_restart({"TORCHELASTIC_RESTART_COUNT": "0"})
     errors = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "SHARDKIT_KEEP": "x", "RANK": "0"}
     # Its own agent must see a failure: after a success it would wait for the others to end.
@@ -57,14 +57,14 @@ def test_nodes_that_join_later_meet_in_a_new_store_and_go_on_with_the_run(tmp_pa
 
 
 def test_a_restart_that_two_nodes_saw_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record.note_restart(tmp_path, "rank 0: Connection closed by peer", lost_peer=True)
+    job_starts.note_restart(tmp_path, "rank 0: Connection closed by peer", lost_peer=True)
     monkeypatch.setattr(os, "getpid", lambda: -1)  # the other node's launcher
-    record.note_restart(tmp_path, "local rank 1: killed by SIGKILL (exit code -9)")
-    record.note_restart(tmp_path, "rank 1: ValueError: again")
-    assert [reason for _, reason in record.restarts(tmp_path)] == [
+    job_starts.note_restart(tmp_path, "local rank 1: killed by SIGKILL (exit code -9)")
+    job_starts.note_restart(tmp_path, "rank 1: ValueError: again")
+    assert [reason for _, reason in job_starts.restarts(tmp_path)] == [
         "local rank 1: killed by SIGKILL (exit code -9)", "rank 1: ValueError: again",
     ]  # fmt: skip
-    assert (record.summary(tmp_path) or "").startswith("started 3 times; ended before: ")
+    assert (job_starts.summary(tmp_path) or "").startswith("started 3 times; ended before: ")
 
 
 def until(found: Callable[[], object], logs: list[Path], seconds: float = 90) -> None:
@@ -168,6 +168,6 @@ def test_a_node_is_lost_and_returns(tmp_path: Path) -> None:
     want, found = losses(tmp_path / "plain"), losses(folder)
     assert found.keys() == want.keys()
     assert max(abs(found[step] - want[step]) for step in want) <= 1e-5
-    reasons = [reason for _, reason in record.restarts(folder)]
+    reasons = [reason for _, reason in job_starts.restarts(folder)]
     assert len(reasons) == 3 and reasons[0].startswith("saved for SIGTERM"), reasons
     assert "started 4 times" in first.log.read_text() + third.log.read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.cli.__main__ import main
-from shardkit.launch.failures import record
+from shardkit.launch.failures import job_starts
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 
 pytestmark = pytest.mark.dist
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr and ", step 2" in done.stderr, done.stderr
     assert losses(tmp_path / "run") == losses(plain[0])
-    assert [reason for _, reason in record.restarts(tmp_path / "run")] == [
+    assert [reason for _, reason in job_starts.restarts(tmp_path / "run")] == [
         "local rank 1: killed by SIGKILL (exit code -9)"
     ]
     assert "started 2 times; ended before: 1 x local rank 1: killed by SIGKILL" in done.stdout

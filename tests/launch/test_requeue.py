@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch.failures import record
+from shardkit.launch.failures import job_starts
 from shardkit.launch.failures.failure import Failure
 from shardkit.launch.local import restart
-from shardkit.launch.slurm import lead, preemption_warning, requeue
+from shardkit.launch.slurm import preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
 
 JOB = "JobId=7 Restarts=0 EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
@@ -50,9 +50,9 @@ def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> Non
     for number, (step, reason) in enumerate(ended):
         with (run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")
-        record.note_start(run_dir, job, number, "n[1-2]")
+        job_starts.note_start(run_dir, job, number, "n[1-2]")
         if reason is not None:
-            record.note_end(run_dir, job, number, reason)
+            job_starts.note_end(run_dir, job, number, reason)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_a_refused_requeue_says_why(scontrol: Callable[..., Path]) -> None:
 
 
 def test_the_summary_counts_starts_by_why_they_ended(tmp_path: Path) -> None:
-    assert record.summary(tmp_path) is None
+    assert job_starts.summary(tmp_path) is None
     starts(tmp_path, (0, "done"))
-    assert record.summary(tmp_path) is None
+    assert job_starts.summary(tmp_path) is None
     starts(tmp_path, (5, "saved after USR2"), (9, None), (9, "saved after USR2"), (12, None), job="8")
-    told = record.summary(tmp_path)
+    told = job_starts.summary(tmp_path)
     assert told is not None and told.startswith("started 5 times; ended before: ")
     assert "2 x saved after USR2" in told and "1 x done" in told and "1 x without a word" in told
 
@@ -143,20 +143,20 @@ def measured(run_dir: Path, saves: list[float], steps: list[float]) -> None:
 
 
 def test_the_lead_follows_the_measured_saves_and_steps(tmp_path: Path) -> None:
-    assert lead.needed_s(tmp_path) is None
+    assert preemption_warning.needed_s(tmp_path) is None
     measured(tmp_path, [3.0, 100.0, 5.0], [])
-    assert lead.needed_s(tmp_path) == 30 + 200
+    assert preemption_warning.needed_s(tmp_path) == 30 + 200
     measured(tmp_path, [3.0, 100.0, 5.0], [900.0] + [20.0] * 99)  # the first step compiled
-    assert lead.needed_s(tmp_path) == 30 + 240
-    assert lead.signal_s(None, tmp_path, False) == 270
-    assert lead.signal_s(45, tmp_path, False) == 45
+    assert preemption_warning.needed_s(tmp_path) == 30 + 240
+    assert preemption_warning.signal_s(None, tmp_path, False) == 270
+    assert preemption_warning.signal_s(45, tmp_path, False) == 45
     checkpoint = str(tmp_path / "checkpoints/step_00000005")
-    assert lead.signal_s(None, tmp_path / "new", checkpoint) == 270
-    assert lead.signal_s(None, tmp_path / "new", True) == 120
+    assert preemption_warning.signal_s(None, tmp_path / "new", checkpoint) == 270
+    assert preemption_warning.signal_s(None, tmp_path / "new", True) == 120
 
 
 class Clock:
-    """Runs a `Notice` at chosen times, with what Slurm says about the job."""
+    """Runs a `PreemptionWarning` at chosen times, with what Slurm says about the job."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, outlook: requeue.Outlook) -> None:
         self.sent: list[tuple[float, str]] = []
@@ -165,12 +165,12 @@ class Clock:
         monkeypatch.setattr(requeue, "outlook", lambda job: self.outlook)
         monkeypatch.setattr(preemption_warning, "_signal_steps", lambda name, job: self.sent.append((self.now, name)))
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay as they are
-        self.notice = preemption_warning.Notice()
+        self.warning = preemption_warning.PreemptionWarning()
 
     def run(self, until: float) -> None:
         while self.now < until:
             self.now += 1
-            self.notice.watch("7", self.run_dir)
+            self.warning.watch("7", self.run_dir)
 
 
 def test_the_ranks_are_told_in_time_for_a_slow_save(
@@ -182,15 +182,15 @@ def test_the_ranks_are_told_in_time_for_a_slow_save(
     assert clock.sent == [] and "told 850 s before its time limit" in capfd.readouterr().err
     clock.run(3600 - 850)
     assert clock.sent == [(2750.0, "USR2")]
-    assert clock.notice.came == [signal.SIGUSR2]
+    assert clock.warning.came == [signal.SIGUSR2]
 
 
 def test_the_ranks_are_told_again_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, tmp_path, requeue.Outlook())
     clock.run(10)
     assert clock.sent == []
-    clock.notice._note(signal.SIGUSR2, None)
-    clock.notice._note(signal.SIGTERM, None)
+    clock.warning._note(signal.SIGUSR2, None)
+    clock.warning._note(signal.SIGTERM, None)
     clock.run(18)
     assert clock.sent == [(11.0, "USR2"), (11.0, "TERM"), (14.0, "USR2"), (17.0, "USR2")]
 

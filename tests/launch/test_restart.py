@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import DataError, LaunchError
-from shardkit.launch.failures import failure, record
+from shardkit.launch.failures import failure, job_starts
 from shardkit.launch.local.restart import Restarts
 
 LOG = (
@@ -36,12 +36,12 @@ def test_each_restart_is_noted_once_with_its_first_cause(logs: Path, tmp_path: P
     restarts = Restarts(logs, tmp_path / "run")
     assert not restarts.look(), "nothing has started"
     attempt(logs, 0, rank_0=RuntimeError("Connection closed by peer"))
-    assert not restarts.look() and record.restarts(tmp_path / "run") == []
+    assert not restarts.look() and job_starts.restarts(tmp_path / "run") == []
     attempt(logs, 1, rank_0=ValueError("no cat\non the GPU"), rank_1=RuntimeError("Connection reset by peer"))
     assert not restarts.look() and not restarts.look()
     attempt(logs, 2)
     restarts.look()
-    assert record.restarts(tmp_path / "run") == [
+    assert job_starts.restarts(tmp_path / "run") == [
         (0, "local rank 1: killed by SIGKILL (exit code -9)"),
         (0, "rank 0: ValueError: no cat"),
     ]

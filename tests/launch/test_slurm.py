@@ -16,10 +16,9 @@ import pytest
 from benchmarks import startup
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.batch import read_batch, step_argv
-from shardkit.launch.job import JobSpec, SlurmOptions
-from shardkit.launch.slurm import script as slurm
-from shardkit.launch.slurm import snapshot, submit
+from shardkit.launch.slurm import commands, submit
 from shardkit.launch.slurm.script import render_sbatch
+from shardkit.launch.spec import JobSpec, SlurmOptions
 from tests.launch.jobs import REPO, environment
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -138,10 +137,10 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
 PYTHON = """#!/bin/bash
 if [ "$1" = -c ]; then sleep 0.1; exit; fi
 exec {python} -c 'import time
-from shardkit.launch.slurm.preemption_warning import Notice
-notice = Notice()
+from shardkit.launch.slurm.preemption_warning import PreemptionWarning
+warning = PreemptionWarning()
 time.sleep(0.4)
-print(*[number.name for number in notice.came])'
+print(*[number.name for number in warning.came])'
 """
 
 
@@ -217,12 +216,12 @@ def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> 
 
 
 def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:
-    snapshot.write(tmp_path / "run", "a: 1\n", "#!/bin/bash\n")
-    snapshot.write(tmp_path / "run", "a: 2\n", "#!/bin/bash\n")
+    submit.write_snapshot(tmp_path / "run", "a: 1\n", "#!/bin/bash\n")
+    submit.write_snapshot(tmp_path / "run", "a: 2\n", "#!/bin/bash\n")
     assert (tmp_path / "run/submit/config.yaml").read_text() == "a: 2\n"
     assert (tmp_path / "run/submit.1/config.yaml").read_text() == "a: 1\n"
-    snapshot.write(tmp_path / "new", "a: 1\n", "")
-    snapshot.remove(tmp_path / "new")
+    submit.write_snapshot(tmp_path / "new", "a: 1\n", "")
+    submit.remove_snapshot(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -232,7 +231,7 @@ def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(LaunchError, match="sbatch refused: Invalid account or account/partition") as caught:
-        slurm.call("sbatch", "x")
+        commands.call("sbatch", "x")
     assert caught.value.fix
 
 

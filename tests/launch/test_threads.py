@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import LaunchError
-from shardkit.launch.ranks import threads
-from shardkit.launch.ranks.threads import available_cores, cgroup_cpu_quota, default_omp_threads
+from shardkit.launch.ranks import affinity
+from shardkit.launch.ranks.affinity import available_cores, cgroup_cpu_quota, default_omp_threads
 
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -21,7 +21,7 @@ SRUN = {
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "available_cores", lambda: 16)
+    monkeypatch.setattr(affinity, "available_cores", lambda: 16)
 
 
 @pytest.mark.usefixtures("cores")
@@ -81,7 +81,7 @@ def test_cgroup_quota(tmp_path: Path, membership: str, limits: dict[str, str], e
 
 
 def test_quota_below_one_core_still_leaves_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "cgroup_cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(affinity, "cgroup_cpu_quota", lambda: 0.5)
     assert available_cores() == 1
 
 

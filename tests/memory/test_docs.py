@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardkit.memory import read_jsonl
-from shardkit.memory.rows import SCHEMA, record
+from shardkit.memory.rows import SCHEMA, gather_json
 from tests.memory.samples import gpu_row
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -63,7 +63,7 @@ def fields(found: dict[str, Any], above: str = "") -> Iterator[str]:
 def test_every_field_of_memory_jsonl_is_documented() -> None:
     text = (REPO / "docs" / "memory.md").read_text()
     schema = text.partition("## memory.jsonl")[2].partition("## The table")[0]
-    written = json.loads(json.dumps(record(20, 1.0, [gpu_row(0)])))
+    written = json.loads(json.dumps(gather_json(20, 1.0, [gpu_row(0)])))
     assert f'"schema": {SCHEMA}' in schema
     row = written["ranks"][0]
     missing = [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shardkit.memory import MemoryLedger
-from shardkit.memory.host_risk import HostRisk
+from shardkit.memory.limits import HostRisk
 from shardkit.memory.rows import HostMemory, Identity, RankRow, decode, encode
 
 GIB = 2**30

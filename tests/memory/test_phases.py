@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.memory.phases import PhaseRecorder
+from shardkit.memory.phases import PhaseMeter
 from shardkit.memory.probe import DeviceCounters, HostCounters
 from shardkit.memory.rows import PhaseMemory
 
@@ -36,7 +36,7 @@ class Host(Machine):
 class Both:
     def __init__(self) -> None:
         self.device, self.host = Device(), Host()
-        self.recorder = PhaseRecorder(self.device, self.host)  # type: ignore[arg-type]
+        self.recorder = PhaseMeter(self.device, self.host)  # type: ignore[arg-type]
 
     def use(self, *levels: int) -> None:
         self.device.use(*levels)

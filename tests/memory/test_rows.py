@@ -20,7 +20,7 @@ from shardkit.memory.rows import (
     StateBytes,
     decode,
     encode,
-    record,
+    gather_json,
 )
 from tests.memory.samples import cpu_row, gpu_row
 
@@ -57,7 +57,7 @@ def test_json_form_loses_nothing(row: RankRow) -> None:
 
 
 def test_record_has_the_documented_fields() -> None:
-    gathered = record(20, 1234.5678, [cpu_row(0), gpu_row(1)])
+    gathered = gather_json(20, 1234.5678, [cpu_row(0), gpu_row(1)])
     assert set(gathered) == {"schema", "step", "time", "ranks"}
     assert (gathered["schema"], gathered["step"], gathered["time"]) == (SCHEMA, 20, 1234.568)
     cpu, gpu = gathered["ranks"]

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.config.schema import ModelConfig
-from shardkit.models.flops import gpu_peak_flops, transformer_flops_per_token
+from shardkit.hardware.cards import gpu_peak_flops
+from shardkit.models.flops import transformer_flops_per_token
 from shardkit.models.transformer import Transformer
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from shardkit.config.schema import ModelConfig
 from shardkit.errors import ConfigError
+from shardkit.models.cross_entropy import attach_loss, check_loss_fits
 from shardkit.models.flops import hf_flops_per_token, transformer_flops_per_token
 from shardkit.models.hf import HFModel
-from shardkit.models.loss_head import attach_loss, check_loss_fits
 from shardkit.parallel.weights import Weights
 from tests.models.test_cross_entropy import PeakBytes
 

@@ -21,7 +21,7 @@ from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEsti
 from shardkit.plan.search import search as searching
 from shardkit.plan.search.axes import combinations, micro_batches
 from shardkit.plan.search.search import Found, Search, pareto
-from shardkit.plan.show_auto import reasons, show_found
+from shardkit.plan.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
 GIB = 2**30

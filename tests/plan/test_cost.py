@@ -11,8 +11,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.hardware.calibration import cpu_name
 from shardkit.plan.client import Planner
-from shardkit.plan.model.cost import Segment, StepTime, repeated, step_time, waits
-from shardkit.plan.model.speeds import speeds_of
+from shardkit.plan.model.cost import Segment, StepTime, repeated, speeds_of, step_time, waits
 from shardkit.plan.target import Target, choose_target
 
 H100 = choose_target(load_config(None, []).config, 8, gpu="h100")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardkit.memory.rows import PHASES, PhaseMemory, RankRow, StateBytes, record
+from shardkit.memory.rows import PHASES, PhaseMemory, RankRow, StateBytes, gather_json
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
 EVIL = "<script>alert(1)</script>"
@@ -61,7 +61,7 @@ def write_run(
     gathered = [step for step in range(1, steps + 1) if step == 1 or step % 5 == 0]
     lines(
         path / "memory.jsonl",
-        [record(step, 1.7e9 + step, gpu_rows(step, host) if gpu else cpu_rows(step)) for step in gathered],
+        [gather_json(step, 1.7e9 + step, gpu_rows(step, host) if gpu else cpu_rows(step)) for step in gathered],
     )
     return path
 

@@ -18,9 +18,9 @@ from shardkit.report.compare import compare_page
 from shardkit.report.html import Cell, Page, table
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
+from tests.cli.test_main import shardkit
 from tests.memory.samples import MIB
 from tests.report.samples import EVIL, add, plan, post_mortem, trace, write_run
-from tests.test_cli import shardkit
 
 REPO = Path(__file__).resolve().parent.parent.parent
 

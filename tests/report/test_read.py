@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import DataError
-from shardkit.launch.failures import record
+from shardkit.launch.failures import job_starts
 from shardkit.report import measure, read
 from shardkit.report.read import read_run
 from tests.memory.samples import MIB
@@ -81,10 +81,10 @@ def test_ranks_files_are_found_by_number(tmp_path: Path) -> None:
 
 def test_why_earlier_starts_ended_is_told(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
-    record.note_restart(path, "local rank 1: killed by SIGKILL (exit code -9)")
-    record.note_start(path, "77", 0, "n[1-2]")
-    record.note_end(path, "77", 0, "saved after USR2")
-    record.note_start(path, "77", 1, "n[1-2]")
+    job_starts.note_restart(path, "local rank 1: killed by SIGKILL (exit code -9)")
+    job_starts.note_start(path, "77", 0, "n[1-2]")
+    job_starts.note_end(path, "77", 0, "saved after USR2")
+    job_starts.note_start(path, "77", 1, "n[1-2]")
     assert read_run(path).restarts == ["saved after USR2", "step 20: local rank 1: killed by SIGKILL (exit code -9)"]
 
 

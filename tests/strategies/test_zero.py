@@ -15,9 +15,8 @@ from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.strategies.zero.config import build_ds_config
 from shardkit.strategies.zero.cpu_adam import first_compiler_error, sole_builder
-from shardkit.strategies.zero.load import masters, zero_scalars
-from shardkit.strategies.zero.state import share_rates, zero3_shards
-from tests.test_train import REPO, environment, user_error
+from shardkit.strategies.zero.state import masters, share_rates, zero3_shards, zero_scalars
+from tests.run.test_train import REPO, environment, user_error
 
 
 def built(world: int = 4, accum: int = 3, numel: int | None = 1001, **settings: Any) -> dict[str, Any]:

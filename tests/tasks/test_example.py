@@ -12,7 +12,7 @@ import yaml
 
 from shardkit.config.schema import RunConfig
 from shardkit.data.loader import StepLoader
-from shardkit.data.sampler import BatchPlan
+from shardkit.data.sampler import BatchSchedule
 from shardkit.tasks.base import Task
 from shardkit.tasks.load import load_task
 
@@ -41,7 +41,7 @@ def test_it_is_a_task_and_learns(example: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
     micro, accum = config.train.micro_batch_size, config.train.grad_accum_steps
     dataset = task.dataset("train")
-    plan = BatchPlan(len(dataset), micro * accum, micro, accum, 0, 1, seed=0, shuffle=True, drop_last=False)
+    plan = BatchSchedule(len(dataset), micro * accum, micro, accum, 0, 1, seed=0, shuffle=True, drop_last=False)
     losses = []
     for step in StepLoader(dataset, plan, task.collate, n_steps=20):
         loss = mean_loss(task, model, [batch for batch, _ in step.micro_batches])

@@ -16,8 +16,8 @@ from ..format.layout import fsync_folder
 from ..format.manifest import CorruptCheckpoint
 from ..format.writer import check_space
 from . import targets
-from .model_info import ModelInfo, model_info
 from .sources import open_source
+from .targets import ModelInfo, model_info
 
 TARGETS = ("safetensors", "torch", "shardkit")
 

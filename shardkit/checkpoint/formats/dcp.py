@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointError
 from ..format.reader import TensorInfo
 from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical
-from .torch_zip import Archive
+from .torch_file import Archive
 from .unpickle import Record, TensorRef, load
 
 METADATA = ".metadata"

@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointError
 from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source
-from .torch_zip import Archive
+from .torch_file import Archive
 from .unpickle import Record, TensorRef
 
 _OPTIM = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

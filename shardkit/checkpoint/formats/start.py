@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ...errors import CheckpointError
 from ...strategies import Strategy
 from ...strategies.base import Shard
-from ..agree import agreed
 from ..format.reader import TensorInfo
+from ..resume import agreed
 from .source import PIECE_BYTES, Source
 from .sources import open_source
 

@@ -1,16 +1,154 @@
-"""State dicts that torch.save wrote (`.pt`, `.pth`, `.bin`), as a source of weights."""
+"""Files that torch.save writes (`.pt`, `.pth`, `.bin`), read without torch.load: a zip of a pickle and arrays."""
 
 from __future__ import annotations
 
+import io
+import os
+import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import torch
 
 from ...errors import CheckpointError
 from .safetensors import listed_files, weights_source
-from .source import FileTensor, Source
-from .torch_zip import Archive
-from .unpickle import TensorRef
+from .source import RESTORE, Extent, FileTensor, Source
+from .unpickle import TensorRef, load
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, then the lengths of name and extra field
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, start + length) of a file as a file of their own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class Archive:
+    """One `torch.save` archive: a whole file, or a part of one as DCP packs them.
+
+    Attributes:
+        content: what was saved, with `TensorRef` for tensors; see `unpickle.load`.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or asks for code.
+    """
+
+    def __init__(self, file: Path, start: int = 0, length: int | None = None) -> None:
+        self.file, self._start = file, start
+        try:
+            with file.open("rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                self._length = size - start if length is None else length
+                if start < 0 or self._length < 0 or start + self._length > size:
+                    raise CheckpointError(f"{file} has {size} bytes, {start + self._length} are needed", RESTORE)
+                window = _Window(opened, start, self._length)
+                self._refuse_other_formats(window)
+                self._records = self._index(zipfile.ZipFile(io.BufferedReader(window)), window)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be read: {error.strerror or error}", "check its path, owner and mode"
+            ) from error
+        except (zipfile.BadZipFile, LookupError, ValueError, NotImplementedError, struct.error) as error:
+            raise CheckpointError(f"{file} is damaged: {error}", RESTORE) from error
+        self.content = load(self._pickle, str(file))
+
+    def _refuse_other_formats(self, window: _Window) -> None:
+        head = window.read(4)
+        window.seek(0)
+        if head != b"PK\x03\x04":
+            raise CheckpointError(
+                f"{self.file} is not the zip archive that torch.save writes",
+                "check the path; a file of torch before 1.6 has to be saved again with torch.save",
+            )
+
+    def _index(self, archive: zipfile.ZipFile, window: _Window) -> dict[str, tuple[int, int]]:
+        """(offset in the file, bytes) of each stored array by its key; reads the pickle."""
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise ValueError(f"{len(names)} entries data.pkl")
+        root = names[0].removesuffix("data.pkl")
+        if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+            raise CheckpointError(
+                f"{self.file} was written by a big-endian machine", "save it again on a little-endian one"
+            )
+        self._pickle = archive.read(names[0])
+        found: dict[str, tuple[int, int]] = {}
+        for info in archive.infolist():
+            if not info.filename.startswith(f"{root}data/"):
+                continue
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed")
+            window.seek(info.header_offset)
+            signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
+            offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            if signature != b"PK\x03\x04" or offset + info.file_size > self._length:
+                raise ValueError(f"{info.filename} is cut off")
+            found[info.filename.removeprefix(f"{root}data/")] = (self._start + offset, info.file_size)
+        return found
+
+    def place(self, ref: TensorRef, name: str) -> int:
+        """Where in the file the tensor's first element lies, in bytes.
+
+        Raises:
+            CheckpointError: it is not in the archive, not whole, or not in the order of its indices.
+        """
+        if not ref.is_contiguous:
+            raise CheckpointError(
+                f"{name} in {self.file} is not contiguous: strides {ref.stride} for shape {ref.shape}",
+                "save it again as tensor.contiguous()",
+            )
+        offset, size = self._records.get(ref.storage.key, (0, -1))
+        if (ref.start + ref.numel) * ref.dtype.itemsize > size:
+            raise CheckpointError(f"{self.file} does not hold all of {name}", RESTORE)
+        return offset + ref.start * ref.dtype.itemsize
+
+    def tensor(self, ref: TensorRef, name: str) -> FileTensor:
+        """The tensor as a source has it."""
+        return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.place(ref, name), (0,), ref.numel),))
+
+    def number(self, value: Any, name: str) -> float:
+        """A number, or the only element of a tensor.
+
+        Raises:
+            CheckpointError: it is neither.
+        """
+        if isinstance(value, TensorRef) and value.numel == 1:
+            with self.file.open("rb") as file:
+                file.seek(self.place(value, name))
+                data = bytearray(file.read(value.dtype.itemsize))
+            value = torch.frombuffer(data, dtype=value.dtype).item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckpointError(f"{name} in {self.file} is no number", RESTORE)
+        return int(value) if float(value).is_integer() else float(value)
+
 
 INDEX = "pytorch_model.bin.index.json"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

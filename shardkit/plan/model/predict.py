@@ -18,17 +18,16 @@ from ...memory.rows import CATEGORIES, PHASES, PhaseName
 from ...strategies.zero.config import STAGES
 from ...tasks.load import load_task
 from ...tracing.events import EventLog
-from ...tracing.tracing import BETWEEN, Tracing
+from ...tracing.traced_step import BETWEEN, Tracing
 from ...tracing.tracker import TensorTracker
 from ..simulate import shim
 from ..simulate.step import on_fake, run_steps, sample_batch
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, whole_pages
-from .cost import Segment, StepTime, step_time
+from .cost import Segment, Speeds, StepTime, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
-from .speeds import Speeds, speeds_of
 from .work import WorkCounter
 
 MICRO_BATCHES = 3

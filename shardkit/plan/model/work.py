@@ -17,8 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ...config.schema import RunConfig
 from ...tracing.events import EventLog
-from .cost import Segment
-from .speeds import Speeds
+from .cost import Segment, Speeds
 
 _PHASES = ("forward", "backward", "step")
 _MODES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError, ShardkitError
-from ...memory.units import gib
+from ...memory.rows import gib
 from ..client import Planner
 from ..model.estimate import MemoryEstimate
 from ..target import Target

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError, ShardkitError
-from ...memory.units import gib
+from ...memory.rows import gib
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..target import Target

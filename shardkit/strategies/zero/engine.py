@@ -23,8 +23,18 @@ from ..base import OptimizerFactory, Shard
 from ..states import buffer_shards
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
-from .load import create_zero_states, frozen_shards, refresh_compute_weights, set_zero_scalars, zero_scalars
-from .state import share_rates, zero3_shards, zero3_state, zero12_shards, zero12_state
+from .state import (
+    create_zero_states,
+    frozen_shards,
+    refresh_compute_weights,
+    set_zero_scalars,
+    share_rates,
+    zero3_shards,
+    zero3_state,
+    zero12_shards,
+    zero12_state,
+    zero_scalars,
+)
 
 
 class ZeRO:

@@ -1,15 +1,18 @@
-"""Where DeepSpeed keeps its state: flat partitions (ZeRO-1/2) and per-parameter partitions (ZeRO-3)."""
+"""DeepSpeed's state: its flat partitions (ZeRO-1/2) or per-parameter ones (ZeRO-3), and what a load needs of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ..base import Shard
+from ..local import even_range
+from ..states import create_states, flat, scalars_of, set_scalars
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
@@ -27,8 +30,8 @@ def share_rates(zero: Any) -> None:
 
 def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
     """Flat model parameters (whole), this rank's fp32 master partition, its gradients and its optimizer state."""
-    for flat in zero.bit16_groups_flat:
-        yield "params", flat
+    for buffer in zero.bit16_groups_flat:
+        yield "params", buffer
     yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
     for held in (zero.averaged_gradients, zero.all_grad_tensors):
         for grads in held.values():
@@ -68,14 +71,14 @@ def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tupl
 def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
     """Each group is one flat buffer cut into world_size equal partitions; a parameter's part of ours is one range."""
     groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
-    for group, flat, master in groups:
+    for group, buffer, master in groups:
         size = master.numel()
         mine = rank * size
         for param in group:
             if param.numel() == 0:
                 continue
             # Where the parameter lies, whatever order and padding the engine chose.
-            offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+            offset = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
             first, last = max(offset, mine), min(offset + param.numel(), mine + size)
             if first < last:
                 yield from _fragment(
@@ -103,3 +106,106 @@ def _fragment(
     for key, value in optimizer_of(zero, master).state.get(master, {}).items():
         if isinstance(value, torch.Tensor) and value.shape == master.shape:
             yield Shard(f"optim.{fqn}.{key}", shape, start, value.narrow(0, at, length))
+
+
+def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Parameter], dict[str, Any]]]:
+    """(flat master of this rank, the parameters in it, their optimizer group) of every partition."""
+    if stage < 3:
+        groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, zero.optimizer.param_groups, strict=True)
+        yield from groups
+        return
+    for index, (master, params) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
+        yield master, params, optimizer_of(zero, master).param_groups[zero.sub_group_to_group_id[index]]
+
+
+def create_zero_states(zero: Any, stage: int) -> None:
+    """Optimizer states of every flat master."""
+    for master, _, group in masters(zero, stage):
+        create_states(optimizer_of(zero, master), group, master)
+
+
+def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:
+    """A flat master has one step counter: it counts for each parameter in it. Loss scaler: `engine.loss_scaler.*`."""
+    found: dict[str, float] = {}
+    for master, params, _ in masters(zero, stage):
+        state = optimizer_of(zero, master).state.get(master, {})
+        for param in params:
+            found |= scalars_of(fqns[id(param)], master, state)
+    return found | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
+
+
+def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mapping[str, float]) -> None:
+    """Put saved numbers back; the parameters of a flat master must agree on them.
+
+    Raises:
+        CheckpointError: they do not (a parameter that had no gradient in some steps, under another strategy).
+    """
+    for master, params, _ in masters(zero, stage):
+        state = optimizer_of(zero, master).state.get(master, {})
+        names = [fqns[id(param)] for param in params]
+        for key in state:
+            values = {name: scalars[f"optim.{name}.{key}"] for name in names if f"optim.{name}.{key}" in scalars}
+            if len(set(values.values())) > 1:
+                low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+                raise CheckpointError(
+                    f"the checkpoint says {values[low]:g} for optim.{low}.{key} and {values[high]:g} for "
+                    f"optim.{high}.{key}, but ZeRO keeps one for both",
+                    "resume under ddp, fsdp or hsdp, or freeze the parameters that get no gradient",
+                )
+        for name in names:
+            set_scalars(name, state, scalars)
+    if hasattr(zero.optimizer, "ds_opt_adam"):
+        _replay_bias_correction(zero.optimizer)
+    for key, value in _loss_scaler(zero).items():
+        setattr(zero.loss_scaler, key, type(value)(scalars.get(f"engine.loss_scaler.{key}", value)))
+
+
+def _loss_scaler(zero: Any) -> dict[str, float]:
+    """Numbers of a dynamic loss scaler (fp16); a static one follows from the config."""
+    values = vars(zero.loss_scaler) if getattr(zero, "dynamic_loss_scale", False) else {}
+    return {k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _replay_bias_correction(optimizer: Any) -> None:
+    """Bring DeepSpeedCPUAdam's own powers of beta to the loaded step.
+
+    The kernel multiplies them up in fp32 step by step, and computes them by `pow` where a step does not follow the
+    last one: the two differ in the last bits, so a resumed run would leave the original's curve.
+    """
+    state = next((s for s in optimizer.state.values() if "step" in s), None)
+    if state is None:
+        return
+    group, empty = optimizer.param_groups[0], torch.empty(0)
+    for step in range(1, int(state["step"]) + 1):
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, True, empty, empty, empty, empty
+        )
+
+
+@torch.no_grad()
+def refresh_compute_weights(zero: Any, stage: int) -> None:
+    """Copy the masters into the weights that forward reads, and gather those, as the engine's own step does."""
+    if stage < 3:
+        zero.update_lp_params()
+        return
+    zero.checkpoint_event_prologue()  # persistent parameters are whole outside a step: partition them first
+    for index in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(index)
+    zero.checkpoint_event_epilogue()
+
+
+def frozen_shards(module: nn.Module, stage: int, rank: int, part: int, parts: int) -> Iterator[Shard]:
+    """Parameters that are not trained: ZeRO-3 partitions them, ZeRO-1/2 keep them whole; one of `parts` ranges then."""
+    param: Any
+    for fqn, param in module.named_parameters():
+        if param.requires_grad:
+            continue
+        if stage < 3:
+            start, end = even_range(param.numel(), part, parts)
+            yield Shard(f"model.{fqn}", tuple(param.shape), start, flat(fqn, param)[start:end])
+            continue
+        size = int(param.partition_numel())
+        length = max(0, min(size, int(param.ds_numel) - rank * size))
+        if length:
+            local = param.ds_tensor.detach().view(-1).narrow(0, 0, length)
+            yield Shard(f"model.{fqn}", tuple(param.ds_shape), rank * size, local)

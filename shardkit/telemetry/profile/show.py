@@ -1,13 +1,49 @@
-"""What `shardkit profile` prints: the answers of one run's profile, or of two side by side. Imports no torch."""
+"""A run's profile: read from its files, and printed by `shardkit profile`. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ...memory.units import gib
+from ...errors import DataError
+from ...memory.rows import gib
 from .account import CATEGORIES
 from .chrome_trace import OUTSIDE, PHASES
+
+FOLDER = "profile"
+SCHEMA = 1
+"""Of `rank{r}_summary.json`; grows when a field changes its meaning or goes away."""
+
+
+def read_summaries(run_dir: Path) -> list[dict[str, Any]]:
+    """Every profiled rank's summary, the one with the largest peak first.
+
+    Raises:
+        DataError: no such directory, a run without a profile, or a file that is no summary.
+    """
+    if not run_dir.is_dir():
+        raise DataError(f"{run_dir} is not a directory", "pass the run.dir of a run")
+    paths = sorted((run_dir / FOLDER).glob("rank*_summary.json"))
+    if not paths:
+        raise DataError(
+            f"{run_dir} holds no profile", "train with profile.start=STEP, a step of the run (later than the first)"
+        )
+    summaries = [_read(path) for path in paths]
+    return sorted(summaries, key=lambda summary: (-summary["peak"]["bytes"], summary["rank"]))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text())
+        schema = summary["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "profile the run again") from error
+    if schema != SCHEMA:
+        raise DataError(f"{path} has schema {schema}, this version reads {SCHEMA}", "profile the run again")
+    return {**summary, "files": {name: str(path.parent / file) for name, file in summary["files"].items()}}
+
 
 Summary = Mapping[str, Any]
 TOP = 8

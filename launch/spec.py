@@ -1,0 +1,161 @@
+"""What to run, where, on how many ranks: the one description that torchrun's command and Slurm's script come from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, LaunchError
+
+if TYPE_CHECKING:
+    from ..config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the nodes of one torchrun job meet.
+
+    Attributes:
+        endpoint: HOST:PORT of the store; None = one node, on a port that the system picks.
+        node_rank: this node's place, for nodes that are numbered from outside (Slurm); None = torchrun numbers them.
+        is_host: whether this node holds the store; None = torchrun compares host names.
+        run_id: the same on every node, and another for every job that uses the endpoint.
+        conf: more of torchrun's `--rdzv-conf`, `key=value,…`.
+    """
+
+    endpoint: str | None = None
+    node_rank: int | None = None
+    is_host: bool | None = None
+    run_id: str = "shardkit"
+    conf: str = ""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What is asked of Slurm; None leaves the choice to the cluster.
+
+    Attributes:
+        style: `torchrun` starts one torchrun per node, `srun` one task per rank.
+        signal_s: seconds before the time limit at which the job is told to save; None = preemption_warning.DEFAULT_S.
+        time: as Slurm writes it, `4:00:00`.
+        container: an image for srun's --container-image (pyxis).
+        container_mounts: as pyxis writes them, beside the working and the run directory.
+        max_requeues: preemptions and time limits after which the job is not queued again.
+        extra: raw `--key=value` options for sbatch.
+    """
+
+    style: str = "torchrun"
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array: str | None = None
+    dependency: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    exclude: str | None = None
+    cpus_per_task: int | None = None
+    container: str | None = None
+    container_mounts: str | None = None
+    signal_s: int | None = None
+    max_requeues: int = 100
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A training job.
+
+    Attributes:
+        config: the YAML file; None = defaults.
+        overrides: `section.key=value`, applied after the file.
+        run_dir: where the run is written.
+        nproc_per_node: ranks on each node.
+        nodes: (min, max); they differ for an elastic job.
+        gpus_per_node: GPUs to ask the cluster for; 0 = none.
+        python: the interpreter that ranks run in.
+        cwd: where relative paths of the config start.
+        log_dir: where torchrun puts each rank's output.
+        bind_cpus: whether each rank gets CPUs of its own.
+        on_gpus: whether ranks use GPUs.
+    """
+
+    config: str | None
+    run_dir: str
+    nproc_per_node: int
+    overrides: tuple[str, ...] = ()
+    nodes: tuple[int, int] = (1, 1)
+    gpus_per_node: int = 0
+    max_restarts: int = 0
+    python: str = "python3"
+    cwd: str = "."
+    log_dir: str = ""
+    bind_cpus: bool = True
+    on_gpus: bool = False
+    name: str = "shardkit"
+    rendezvous: Rendezvous = Rendezvous()
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may leave and join while it runs."""
+        return self.nodes[0] != self.nodes[1]
+
+    @property
+    def train_args(self) -> list[str]:
+        """Arguments of `python -m shardkit.train`."""
+        return ([] if self.config is None else ["--config", self.config]) + list(self.overrides)
+
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """`2` → (2, 2), `1:2` → (1, 2).
+
+    Raises:
+        LaunchError: not a number or MIN:MAX of numbers from 1.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise LaunchError(f"--nnodes {text!r} is no number of nodes", "pass a number, or MIN:MAX with 1 <= MIN <= MAX")
+    return low, high
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """`host:29500` → (host, 29500).
+
+    Raises:
+        LaunchError: no port, or not one.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise LaunchError(
+            f"--rdzv-endpoint {endpoint!r} is not HOST:PORT",
+            "name a host that all nodes reach and a free port on it, e.g. node0:29500",
+        )
+    return host, int(port)
+
+
+def check_fits(config: RunConfig, nodes: int, ranks_per_node: int, gpus_per_node: int) -> None:
+    """Refuse what the ranks would refuse.
+
+    Raises:
+        ConfigError: the strategy, its mesh or the batch does not fit the ranks, or there is no GPU for run.device=cuda.
+        LaunchError: no ranks, or more on a node than GPUs.
+    """
+    from ..config import capability
+    from ..config.load import resolve_batch
+
+    wanted, world_size = config.run.device, nodes * ranks_per_node
+    if nodes < 1 or ranks_per_node < 1:
+        raise LaunchError(f"--nodes {nodes} with {ranks_per_node} rank(s) per node", "ask for at least one of each")
+    if wanted == "cuda" and not gpus_per_node:
+        raise ConfigError("run.device=cuda, but the job asks for no GPU", "pass --gpus-per-node N, or run.device=cpu")
+    if wanted != "cpu" and 0 < gpus_per_node < ranks_per_node:
+        raise LaunchError(
+            f"{ranks_per_node} ranks on each node, but {gpus_per_node} GPU(s)",
+            f"ask for {ranks_per_node} GPUs or {gpus_per_node} ranks per node, or set run.device=cpu",
+        )
+    device = "cuda" if gpus_per_node and wanted != "cpu" else "cpu"
+    capability.check(config, device=device, world_size=world_size, local_world_size=ranks_per_node)
+    resolve_batch(config, world_size)

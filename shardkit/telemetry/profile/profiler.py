@@ -1,0 +1,212 @@
+"""Run torch's profiler over the steps that `profile.start` and `profile.steps` name, and write what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...memory.ledger import MemoryLedger
+from ...memory.rows import PhaseName
+from ...memory.state import HasState, local_tensors
+from ...parallel.world import World
+from ...strategies import Strategy
+from ...strategies.step import Phases
+from .account import STATE, Snapshot, account, summarise
+from .chrome_trace import RANGES, read_trace
+from .show import FOLDER, SCHEMA
+from .timeline import render
+
+_RANGE = {phase: name for name, phase in RANGES.items()}
+_PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+_HISTORY = 200_000
+"""How many events back a snapshot of CUDA's allocator goes."""
+
+
+class Profiler:
+    """Profiles some steps of a run; the others run as they would without it.
+
+    Args:
+        run_dir: files go to `profile/` there.
+
+    Raises:
+        ConfigError: `profile.ranks` names a rank that does not exist.
+    """
+
+    def __init__(
+        self, config: RunConfig, world: World, strategy: Strategy, ledger: MemoryLedger, run_dir: Path
+    ) -> None:
+        wanted = config.profile.ranks
+        if wanted != "all" and max(wanted) >= world.size:
+            raise ConfigError(
+                f"profile.ranks={wanted}, but the run's ranks are 0 to {world.size - 1}",
+                "name ranks that exist, or set profile.ranks=all",
+            )
+        self._config, self._world, self._folder = config, world, run_dir / FOLDER
+        self._strategy, self._ledger = strategy, ledger
+        self._wanted = wanted == "all" or world.rank in wanted
+        self._first = config.profile.start or 0
+        self._last = self._first + config.profile.steps - 1
+        self._torch: profile | None = None
+        self._tracing = False
+        self._steps: list[int] = []
+        self._seen: tuple[int, int] | None = None
+        self._snapshots: list[Snapshot] = []
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._in_use: int | None = None
+
+    def before(self, step: int) -> Phases:
+        """What accounts the phases of `step`: the ledger, and in a profiled step ranges of the trace around it."""
+        self._seen = (self._seen[0] if self._seen else step, step)
+        if step == self._first and self._wanted:
+            self._start()
+        if self._torch is None:
+            return self._ledger
+        self._steps.append(step)
+        return self
+
+    def after(self, step: int) -> None:
+        """Stop tracing after the last profiled step; what follows it (an evaluation, a save) is not part of it."""
+        if step == self._last and self._torch is not None:
+            self._stop()
+
+    @contextmanager
+    def phase(self, name: PhaseName) -> Iterator[None]:
+        """A phase of a profiled step: accounted, and a range of the trace."""
+        with self._ledger.phase(name), record_function(_RANGE[_PHASE[name]]):
+            yield
+        self._look(_PHASE[name])
+
+    def sample_state(self, source: HasState) -> None:
+        self._ledger.sample_state(source)
+
+    def finish(self, step: int) -> None:
+        """Write this rank's files, once the last profiled step is recorded."""
+        if step == self._last and self._torch is not None:
+            self._write(self._torch)
+
+    def close(self, failed: bool) -> None:
+        """The run is over: write the steps there were, or say that there were none."""
+        if self._torch is not None:
+            self._stop()
+            if failed:
+                self._keep_history()  # what an out-of-memory error needs; the trace lacks a whole step
+            else:
+                self._write(self._torch)
+        elif self._world.is_main and self._seen is not None and not failed:
+            first, last = self._seen
+            if not first <= self._first <= last:
+                say(f"profile.start={self._first}: nothing was profiled, this run did steps {first} to {last}")
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._world.device.type == "cuda"
+
+    def _start(self) -> None:
+        settings = self._config.profile
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_cuda
+        if self._on_cuda:
+            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
+            self._in_use = torch.cuda.memory_allocated(self._world.device)
+        self._look("start")
+        self._torch = profile(
+            activities=activities, profile_memory=True, record_shapes=settings.record_shapes, with_stack=settings.stack
+        )
+        self._torch.start()
+        self._tracing = True
+
+    def _stop(self) -> None:
+        if self._tracing and self._torch is not None:
+            self._tracing = False
+            self._torch.stop()
+
+    def _look(self, after: str) -> None:
+        """Note where state lies now. Gathered parameters count where the model still holds them."""
+        gone = [address for address, storage in self._storages.items() if storage() is None]
+        for address in gone:
+            del self._storages[address]
+        found: dict[int, tuple[str, int]] = {}
+        own = self._strategy.state_tensors()
+        gathered = (("params", param) for param in self._strategy.model.parameters())
+        for kind, tensor in chain(own, gathered):
+            for local in local_tensors(tensor):
+                storage = local.untyped_storage()
+                if local.device.type != self._world.device.type or storage.nbytes() == 0:
+                    continue
+                known = found.get(storage.data_ptr())
+                if known is None or STATE.index(kind) < STATE.index(known[0]):
+                    found[storage.data_ptr()] = (kind, storage.nbytes())
+                    self._storages.setdefault(storage.data_ptr(), weakref.ref(storage))
+        self._snapshots.append(Snapshot(after, found, frozenset(gone)))
+
+    def _keep_history(self) -> None:
+        self._torch = None
+        try:
+            self._save_allocator_history()
+        except OSError as error:
+            say(f"rank {self._world.rank}: the allocator's history cannot be written: {error}")
+
+    def _write(self, traced: profile) -> None:
+        self._torch = None
+        try:
+            files = self._write_files(traced)
+        except OSError as error:  # a full disk is no reason to lose the run
+            say(f"rank {self._world.rank}: the profile cannot be written: {error}")
+            return
+        if self._world.is_main or self._config.profile.ranks != "all":
+            numbers = sorted({self._steps[0], self._steps[-1]})
+            say(f"profiled step {'-'.join(map(str, numbers))} on rank {self._world.rank}: {files['memory']}")
+
+    def _write_files(self, traced: profile) -> dict[str, str]:
+        self._folder.mkdir(exist_ok=True)
+        stem, device = f"rank{self._world.rank}", self._world.device.type
+        trace = self._folder / f"{stem}_trace.json.gz"
+        traced.export_chrome_trace(str(trace))
+        found = account(read_trace(trace, device), self._snapshots, self._in_use)
+        files = {"trace": trace.name, "memory": f"{stem}_memory.html"}
+        if self._save_allocator_history():
+            files["snapshot"] = f"{stem}_snapshot.pickle"
+        summary = {**self._identity(), **summarise(found, self._steps), "files": files}
+        (self._folder / files["memory"]).write_text(render(found, summary), encoding="utf-8")
+        (self._folder / f"{stem}_summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        return {name: str(self._folder / file) for name, file in files.items()}
+
+    def _identity(self) -> dict[str, Any]:
+        config = self._config
+        return {
+            "schema": SCHEMA,
+            "rank": self._world.rank,
+            "world_size": self._world.size,
+            "device": self._world.device.type,
+            "torch": torch.__version__,
+            "settings": {
+                "parallel.strategy": config.parallel.strategy,
+                "precision.mode": config.precision.mode,
+                "activation.policy": config.activation.policy,
+                "train.micro_batch_size": config.train.micro_batch_size,
+            },
+        }
+
+    def _save_allocator_history(self) -> bool:
+        """On CUDA: every allocation with its Python stack, for pytorch.org/memory_viz."""
+        if not self._on_cuda:
+            return False
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"rank{self._world.rank}_snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return True
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""Policies and offload under torch.compile: the order is checkpointing → offload → compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from benchmarks.activation import packed_bytes
+from shardkit.activation import checkpoint_activations, offload_activations
+from shardkit.config.schema import ActivationConfig, CompileConfig
+from shardkit.errors import ConfigError
+from shardkit.parallel.compile import compile_blocks
+from tests.activation.test_activation import CPU, MODEL, POLICIES, batch, gradients, reference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    # Inductor's own generator draws by the shape of each graph, which a policy changes; eager's does not.
+    with inductor.patch(fallback_random=True):
+        yield
+    torch._functorch.config.activation_memory_budget = 1.0
+    torch.compiler.reset()
+
+
+def compiled(dropout: float = 0.1, scope: str = "block", **settings: Any) -> Any:
+    model = reference(MODEL.model_copy(update={"dropout": dropout}))
+    config, blocks = ActivationConfig(**settings), list(model.blocks)
+    checkpoint_activations(model, blocks, config, compiled=True)
+    offload_activations(model, blocks, config, CPU, compiled=True)
+    compile_blocks(model, blocks, CompileConfig(enabled=True, scope=scope), CPU)
+    return model
+
+
+def assert_close(got: Any, want: Any) -> None:
+    assert got[0].item() == pytest.approx(want[0].item(), rel=1e-5)
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compiled_gradients_are_those_of_eager(policy: str, offload: str) -> None:
+    # Compiled dropout draws other numbers than eager: without it.
+    want = gradients(reference(MODEL.model_copy(update={"dropout": 0.0})))
+    assert_close(gradients(compiled(0.0, **POLICIES[policy], offload=offload, offload_min_bytes=0)), want)
+
+
+@pytest.mark.parametrize("policy", ["full", "sqrt"])
+def test_compiled_dropout_is_the_same_the_second_time(policy: str) -> None:
+    want = gradients(compiled(0.1))
+    torch.compiler.reset()
+    assert_close(gradients(compiled(0.1, **POLICIES[policy])), want)
+
+
+@pytest.mark.parametrize("policy", ["full", "every_k", "selective"])
+def test_the_whole_model_compiled(policy: str) -> None:
+    want = gradients(reference(MODEL.model_copy(update={"dropout": 0.0})))
+    assert_close(gradients(compiled(0.0, "model", **POLICIES[policy], offload="cpu", offload_min_bytes=0)), want)
+
+
+def test_a_budget_keeps_less_and_gives_the_gradients_of_the_whole_budget() -> None:
+    whole = compiled(0.0, policy="budget", budget=1.0)
+    kept = packed_bytes(whole, *batch())
+    whole.zero_grad()
+    want = gradients(whole)
+    tight = compiled(0.0, policy="budget", budget=0.2)
+    assert_close(gradients(tight), want)
+    assert packed_bytes(tight, *batch()) < 0.7 * kept
+
+
+def slope(model: Any) -> tuple[float, float]:
+    """The gradient's norm, and the loss's own slope in its direction under the same random numbers."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(5)
+        value: torch.Tensor = model(*batch())
+        return value
+
+    gradient = torch.autograd.grad(loss(), parameters)
+    norm = torch.sqrt(sum(g.square().sum() for g in gradient)).item()
+    ends, step = [], 2e-3
+    for sign in (1, -2):
+        with torch.no_grad():
+            for parameter, g in zip(parameters, gradient, strict=True):
+                parameter.add_(g, alpha=sign * step / norm)
+        ends.append(loss().item())
+    return norm, (ends[0] - ends[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "sqrt"])
+def test_with_dropout_the_gradient_is_that_of_the_loss_that_was_computed(policy: str) -> None:
+    with inductor.patch(fallback_random=False):  # as users run it
+        norm, real = slope(compiled(0.1, **POLICIES[policy]))
+    assert norm == pytest.approx(real, rel=5e-3)
+
+
+def test_a_budget_is_refused_to_a_model_with_dropout() -> None:
+    with pytest.raises(ConfigError, match=r"dropout has p=0\.1: torch\.compile would draw other random numbers"):
+        compiled(0.1, policy="budget", budget=0.5)
+    compiled(0.1, policy="budget", budget=1.0)

@@ -1,0 +1,84 @@
+"""Under every strategy each policy and offload give the losses and gradient norms of keeping everything, dropout on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+STRATEGIES = ["ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
+KEEP = "none"
+QUICK: dict[str, dict[str, Any]] = {
+    KEEP: {},
+    "sqrt": {"activation.policy": "sqrt"},
+    "selective+offload": {"activation.policy": "selective", "activation.offload": "cpu"},
+    "sqrt+offload": {"activation.policy": "sqrt", "activation.offload": "cpu"},
+}
+WHOLE: dict[str, dict[str, Any]] = QUICK | {
+    "full": {"activation.policy": "full"},
+    "every_k": {"activation.policy": "every_k", "activation.every_k": 2},
+    "selective": {"activation.policy": "selective"},
+    "selective_op": {"activation.policy": "selective_op"},
+    "offload": {"activation.offload": "cpu"},
+    "full+offload": {"activation.policy": "full", "activation.offload": "cpu"},
+    "selective_op+offload": {"activation.policy": "selective_op", "activation.offload": "cpu"},
+}
+
+
+def curves(
+    strategies: list[str], techniques: dict[str, dict[str, Any]], precision: str = "fp32", steps: int = 2
+) -> dict[str, dict[str, Any]]:
+    """strategy → technique → (loss, gradient norm) of each step, with bytes of device state after the last."""
+    import torch.distributed as dist
+
+    from tests.strategies import cases
+
+    cases.MODEL = cases.MODEL.model_copy(update={"dropout": 0.1, "n_layers": 5})
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out: dict[str, dict[str, Any]] = {}
+    for strategy in strategies:
+        for name, technique in techniques.items():
+            extra = {"activation.offload_min_bytes": 0} if "activation.offload" in technique else {}
+            settings = cases.overrides(
+                strategy, world, "adamw_clipped", **technique, **extra, **{"precision.mode": precision}
+            )
+            out.setdefault(strategy, {})[name] = _run(cases, settings, rank, world, steps)
+    return out
+
+
+def _run(cases: Any, settings: dict[str, Any], rank: int, world: int, steps: int) -> Any:
+    import gc
+
+    from shardkit.run.job import start
+
+    with start(None, settings) as job:
+        cases.wrap(job, cases.MODEL)
+        results = [job.step(cases.micro_batches(i, rank, world), cases.loss_fn, cases.n_targets) for i in range(steps)]
+        state = cases.count_storages(job.strategy.state_tensors())
+    gc.collect()
+    return [(result.loss, result.grad_norm) for result in results], state
+
+
+def check(got: dict[str, dict[str, Any]]) -> None:
+    for strategy, results in got.items():
+        for name, result in results.items():
+            assert result == results[KEEP], (strategy, name)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategies", [["ddp", "zero2"], ["fsdp", "zero3"]], ids="+".join)
+def test_losses_and_norms_are_those_of_keeping_everything(strategies: list[str]) -> None:
+    check(run_ranks(2, "tests.activation.test_strategies:curves", strategies=strategies, techniques=QUICK)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_policy(strategy: str, precision: str) -> None:
+    target = "tests.activation.test_strategies:curves"
+    check(run_ranks(2, target, strategies=[strategy], techniques=WHOLE, precision=precision, steps=3, timeout=400)[0])

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.startup import help_ratio
+from shardkit import __version__
+from shardkit.cli import __main__
+from shardkit.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def shardkit(*args: object) -> int:
+    """Exit code of the command, run in this process."""
+    with pytest.raises(SystemExit) as caught:
+        __main__.main([str(arg) for arg in args])
+    code = caught.value.code
+    return code if isinstance(code, int) else int(code is not None)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the installed package's folder with one config and one template."""
+    package = tmp_path / "package"
+    for name, text in {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n", "slurm/.hidden": ""}.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    monkeypatch.setattr(__main__, "PACKAGE", package)
+    return package
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("--version") == 0
+    assert capsys.readouterr().out == f"shardkit {__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("-h") == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("init", "schema", "capability", "--debug"))
+
+
+def test_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("trian") == 2
+    assert "No such command 'trian'" in capsys.readouterr().err
+
+
+def test_init_copies_configs_and_templates(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "new" / "my job"
+    assert shardkit("init", target) == 0
+    assert tree(target) == {"configs/a.yaml": "train: {}\n", "slurm/a.sbatch": "#!/bin/bash\n"}
+    assert capsys.readouterr().out.splitlines() == [str(target / "configs/a.yaml"), str(target / "slurm/a.sbatch")]
+
+
+def test_init_refuses_to_overwrite_and_writes_nothing(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    mine = tmp_path / "slurm/a.sbatch"
+    mine.write_text("mine")
+    assert shardkit("init", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"error: {mine} would be overwritten\n  fix: " in error
+    assert "--force" in error
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "configs").exists()
+    assert shardkit("init", "--force", tmp_path) == 0
+    assert mine.read_text() == "#!/bin/bash\n"
+
+
+def test_init_into_a_file_is_a_clear_error(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    assert shardkit("init", tmp_path / "taken") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["error", "fix"]
+    assert str(tmp_path / "taken") in lines[0]
+
+
+def test_the_real_configs_are_copied(tmp_path: Path) -> None:
+    assert shardkit("init", tmp_path) == 0
+    assert (tmp_path / "configs/quickstart.yaml").read_bytes() == (REPO / "configs/quickstart.yaml").read_bytes()
+
+
+def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"train", "parallel", "optim"} <= set(schema["properties"])
+
+
+def test_capability_is_a_table_of_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("capability") == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"))
+
+
+def fail(*_: object) -> None:
+    raise ConfigError("train.max_steps=0", "set it to at least 1")
+
+
+def test_user_error_is_two_lines_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "copy_templates", fail)
+    monkeypatch.delenv("SHARDKIT_DEBUG", raising=False)
+    assert shardkit("init", tmp_path) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: train.max_steps=0\n  fix: set it to at least 1\n"
+    assert captured.out == ""
+
+
+def test_debug_adds_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(__main__, "copy_templates", fail)
+    monkeypatch.setenv("SHARDKIT_DEBUG", "0")  # restored afterwards, whatever --debug sets
+    assert shardkit("--debug", "init", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert "in fail" in error
+    assert error.endswith("error: train.max_steps=0\n  fix: set it to at least 1\n")
+    assert os.environ["SHARDKIT_DEBUG"] == "1"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    code = "from shardkit.cli import __main__ as cli; cli.copy_templates = lambda *_: 1 / 0; cli.main(['init', 'x'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_help_starts_about_as_fast_as_a_bare_typer_app() -> None:
+    # The exact figure is benchmarks/startup.py's; on a shared machine only a heavy import shows.
+    assert help_ratio(rounds=9)["interval_95"][0] < 1.5

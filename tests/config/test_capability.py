@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkit.config import capability
+from shardkit.config.capability import (
+    CAPABILITIES,
+    DESCRIPTIONS,
+    MARKERS,
+    STRATEGIES,
+    check,
+    markdown_table,
+    mesh_shape,
+)
+from shardkit.config.load import load_config, resolve_batch
+from shardkit.config.schema import Offload, RunConfig, StrategyName
+from shardkit.errors import ConfigError
+from tests.config import capability_cases
+from tests.ranks import run_ranks
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
+
+# What asks for each feature of the table that a config can ask for.
+ASKS: dict[str, dict[str, Any]] = {
+    "no_sync": {"parallel.no_sync": True},
+    "keep_gathered": {"parallel.reshard_after_forward": False},
+    "bucket_mb": {"parallel.bucket_mb": 10},
+    "offload_optimizer": {"parallel.offload_optimizer": "cpu"},
+    "offload_param": {"parallel.offload_param": "cpu"},
+    "nvme": {"parallel.offload_param": "nvme", "parallel.nvme_path": "/scratch"},
+    "ds_config": {"parallel.ds_config": {"wall_clock_breakdown": True}},
+    "bf16": {"precision.mode": "bf16"},
+    "fp16": {"precision.mode": "fp16"},
+    "tf32": {"precision.mode": "tf32"},
+    "fp8": {"precision.mode": "fp8"},
+    "pure_bf16": {"precision.mode": "pure_bf16"},
+    "reduce_dtype": {"precision.reduce_dtype": "bf16"},
+    "prefetch": {"parallel.prefetch": 2},
+    "hpz": {"parallel.hpz": 2},
+    "offload_ratio": {"parallel.offload_ratio": 0.5, "parallel.offload_optimizer": "cpu"},
+    "adafactor": {"optim.name": "adafactor"},
+    "muon": {"optim.name": "muon"},
+    "adamw8bit": {"optim.name": "adamw8bit"},
+    "in_backward": {"optim.in_backward": True, "train.max_norm": None},
+    "ema": {"train.ema_decay": 0.99},
+    "activation_checkpointing": {"activation.policy": "full"},
+    "activation_offload": {"activation.offload": "cpu"},
+    "compile": {"compile.enabled": True},
+    "tied_weights": {"model.tie_weights": True},
+    "sync_batchnorm": {"model.sync_batchnorm": True},
+}
+# Known only once there is a model; the mesh and the ranks have tests of their own below.
+NOT_ASKED = {"data_parallel", "mesh", "frozen_params", "unused_params", "buffers"}
+
+
+def configured(**parallel: Any) -> RunConfig:
+    return load_config(overrides={f"parallel.{key}": value for key, value in parallel.items()}).config
+
+
+def run_check(settings: dict[str, Any], world: int = 4, local: int | None = None, device: Any = "cuda") -> None:
+    config = load_config(overrides=settings).config
+    check(config, device=device, world_size=world, local_world_size=local or world)
+
+
+def refused(settings: dict[str, Any], world: int = 4, local: int | None = None, device: Any = "cuda") -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        run_check(settings, world, local, device)
+    assert caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
+    return caught.value
+
+
+def ranks_of(strategy: str) -> int:
+    return 1 if strategy == "single" else 4
+
+
+# The table
+
+
+def test_the_table_is_complete() -> None:
+    assert get_args(StrategyName) == STRATEGIES
+    assert set(CAPABILITIES) == set(DESCRIPTIONS) == set(ASKS) | NOT_ASKED
+    for support in CAPABILITIES.values():
+        assert tuple(support) == STRATEGIES
+        assert all(value is True or (value and "\n" not in value) for value in support.values())
+
+
+@pytest.mark.parametrize(
+    ("feature", "works"),
+    [
+        ("data_parallel", "ddp fsdp hsdp zero1 zero2 zero3"),
+        ("mesh", "hsdp"),
+        ("no_sync", "ddp fsdp hsdp zero1"),
+        ("keep_gathered", "fsdp hsdp"),
+        ("bucket_mb", "ddp zero1 zero2 zero3"),
+        ("offload_optimizer", "zero1 zero2 zero3"),
+        ("offload_param", "fsdp hsdp zero3"),
+        ("nvme", "zero3"),
+        ("ds_config", "zero1 zero2 zero3"),
+        ("fp8", "single ddp fsdp hsdp"),
+        ("hpz", "zero3"),
+        ("prefetch", "fsdp hsdp"),
+        ("muon", "single ddp fsdp hsdp"),
+        ("adamw8bit", "single ddp"),
+        ("in_backward", "single"),
+    ],
+)
+def test_what_engines_can_do(feature: str, works: str) -> None:
+    assert [name for name in STRATEGIES if CAPABILITIES[feature][name] is True] == works.split()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("feature", ASKS)
+def test_check_refuses_exactly_what_the_table_refuses(feature: str, strategy: StrategyName) -> None:
+    settings = {"parallel.strategy": strategy, **ASKS[feature]}
+    reason = CAPABILITIES[feature][strategy]
+    if reason is True:
+        run_check(settings, ranks_of(strategy))
+    else:
+        error = refused(settings, ranks_of(strategy))
+        key, value = next(iter(ASKS[feature].items()))
+        assert key in error.cause
+        assert isinstance(value, dict) or str(value).lower() in error.cause
+        assert strategy in error.cause
+        assert reason in error.cause
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_than_one_rank(strategy: str) -> None:
+    if strategy == "single":
+        assert (
+            "2 ranks does not work with parallel.strategy=single" in refused({"parallel.strategy": strategy}, 2).cause
+        )
+    else:
+        run_check({"parallel.strategy": strategy}, 2)
+    run_check({"parallel.strategy": strategy}, 1)
+
+
+def test_fsdp_offloads_the_optimizer_together_with_parameters() -> None:
+    for strategy in ("fsdp", "hsdp"):
+        both = {"parallel.strategy": strategy, "parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"}
+        run_check(both)
+        assert "offload_param=cpu too" in refused(both | {"parallel.offload_param": "none"}).cause
+
+
+@pytest.mark.parametrize("mode", ["fp16", "tf32"])
+def test_modes_that_need_a_gpu(mode: str) -> None:
+    settings = {"parallel.strategy": "zero2", "precision.mode": mode}
+    run_check(settings, device="cuda")
+    assert f"precision.mode={mode}, but the run is on the CPU" in refused(settings, device="cpu").cause
+
+
+def test_bf16_works_on_the_cpu() -> None:
+    run_check({"precision.mode": "bf16"}, device="cpu")
+
+
+def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    error = refused({"parallel.strategy": "zero2"})
+    assert "needs deepspeed, which is not installed" in error.cause
+    assert "pip install deepspeed" in error.fix
+    assert "fsdp" in error.fix
+    run_check({"parallel.strategy": "fsdp"})
+
+
+# Settings that would do nothing
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"compile.mode": "max-autotune"}, "compile.mode"),
+        ({"activation.policy": "full", "activation.every_k": 3}, "activation.every_k"),
+        ({"activation.policy": "full", "activation.budget": 0.2}, "activation.budget"),
+        ({"activation.policy": "full", "activation.offload_min_bytes": 1}, "activation.offload_min_bytes"),
+        ({"activation.block_classes": ["Block"]}, "activation.block_classes"),
+        ({"data.prefetch": 4}, "data.prefetch"),
+        ({"data.val_path": "x", "data.val_fraction": 0.1}, "data.val_fraction"),
+        ({"data.val_path": "x", "train.eval_batches": 0}, "data.val_path"),
+        ({"train.eval_every": 5, "train.eval_batches": 0}, "train.eval_every"),
+        ({"optim.schedule": "constant", "optim.min_lr_ratio": 0.5}, "optim.min_lr_ratio"),
+        (
+            {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "optim.implementation": "foreach"},
+            "optim.implementation",
+        ),
+        ({"parallel.strategy": "zero1", "parallel.no_sync": False}, "parallel.no_sync"),
+        ({"data.mask_token": 7}, "data.mask_token"),
+        ({"data.augment": False}, "data.augment"),
+        ({"model.hf": {"model_type": "gpt2"}}, "model.hf"),
+        ({"task.name": "hf_causal_lm", "model.n_layers": 8}, "model.n_layers"),
+        ({"task.name": "super_resolution", "model.loss_chunk_size": 8}, "model.loss_chunk_size"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_an_error(settings: dict[str, Any], key: str) -> None:
+    error = refused(settings)
+    assert key in error.cause
+    assert "would be ignored" in error.cause
+    assert error.fix == f"remove {key}"
+    run_check({name: value for name, value in settings.items() if name != key})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resolved_config_passes_though_it_spells_out_every_key(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(load_config(overrides={"parallel.strategy": strategy}).render())
+    size = ranks_of(strategy)
+    check(load_config(path).config, device="cpu", world_size=size, local_world_size=size)
+
+
+# The mesh
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "local", "shape"),
+    [
+        ({}, 16, 8, (2, 8)),
+        ({}, 4, 4, (1, 4)),
+        ({"dp_replicate": 4}, 16, 8, (4, 4)),
+        ({"dp_shard": 2}, 16, 8, (8, 2)),
+        ({"dp_replicate": 2, "dp_shard": 2}, 4, 4, (2, 2)),
+    ],
+)
+def test_hsdp_mesh(parallel: dict[str, int], world: int, local: int, shape: tuple[int, int]) -> None:
+    config = configured(strategy="hsdp", **parallel)
+    assert mesh_shape(config, world, local) == shape
+    check(config, device="cuda", world_size=world, local_world_size=local)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "local", "cause"),
+    [
+        ({"dp_replicate": 3}, 4, 4, "parallel.dp_replicate=3 does not divide the world size 4"),
+        ({"dp_shard": 8}, 4, 4, "parallel.dp_shard=8 does not divide the world size 4"),
+        ({"dp_replicate": 2, "dp_shard": 4}, 4, 4, "parallel.dp_replicate=2 × parallel.dp_shard=4 = 8, but"),
+        ({}, 6, 4, "the 4 ranks of one node, which do not divide the world size 6"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(parallel: dict[str, int], world: int, local: int, cause: str) -> None:
+    error = refused({"parallel.strategy": "hsdp"} | {f"parallel.{k}": v for k, v in parallel.items()}, world, local)
+    assert cause in error.cause
+    assert f"1 × {world}" in error.fix
+
+
+def test_other_strategies_accept_only_the_mesh_they_have() -> None:
+    run_check({"parallel.strategy": "fsdp", "parallel.dp_shard": 4})
+    run_check({"parallel.strategy": "ddp", "parallel.dp_replicate": 4})
+    error = refused({"parallel.strategy": "fsdp", "parallel.dp_shard": 2})
+    assert "parallel.dp_shard=2, but fsdp on 4 ranks has dp_shard=4: only hsdp" in error.cause
+    assert "hsdp" in error.fix
+    refused({"parallel.strategy": "ddp", "parallel.dp_shard": 2})
+
+
+@given(
+    parallel=st.fixed_dictionaries(
+        {"strategy": st.sampled_from(STRATEGIES)},
+        optional={
+            "dp_replicate": st.integers(1, 9),
+            "dp_shard": st.integers(1, 9),
+            "offload_param": st.sampled_from(get_args(Offload)),
+            "no_sync": st.none() | st.booleans(),
+            "bucket_mb": st.floats(0.1, 100),
+        },
+    ),
+    nodes=st.integers(1, 4),
+    local=st.integers(1, 8),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+@settings(deadline=None)
+def test_any_config_passes_with_a_mesh_of_all_ranks_or_is_refused(
+    parallel: dict[str, Any], nodes: int, local: int, device: Any
+) -> None:
+    world = nodes * local
+    try:
+        config = configured(**parallel)
+        check(config, device=device, world_size=world, local_world_size=local)
+    except ConfigError:
+        return
+    replicate, shard = mesh_shape(config, world, local)
+    assert replicate * shard == world
+
+
+# The README's table
+
+
+def test_the_table_shows_every_refusal_with_its_reason() -> None:
+    table = markdown_table()
+    reasons = {value for support in CAPABILITIES.values() for value in support.values() if value is not True}
+    for reason in reasons:
+        assert reason in table
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(CAPABILITIES)
+    assert {row.count("|") for row in rows} == {len(STRATEGIES) + 2}
+    assert table.count("✓") == sum(value is True for support in CAPABILITIES.values() for value in support.values())
+
+
+def test_the_readme_has_the_current_table() -> None:
+    begin, end = MARKERS
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    table = text.partition(begin)[2].partition(end)[0]
+    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability --write README.md"
+
+
+def test_write_replaces_only_what_is_between_the_markers(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n", encoding="utf-8")
+    command = [sys.executable, "-m", "shardkit.config.capability"]
+    subprocess.run([*command, "--write", str(path)], cwd=REPO, check=True)
+    assert path.read_text(encoding="utf-8") == f"before\n{MARKERS[0]}\n{markdown_table()}\n{MARKERS[1]}\nafter\n"
+    assert subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout == markdown_table() + "\n"
+
+
+def test_write_without_markers_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("no markers")
+    with pytest.raises(ConfigError):
+        capability.write_table(path)
+    assert path.read_text() == "no markers"
+    with pytest.raises(ConfigError):
+        capability.write_table(tmp_path / "missing.md")
+
+
+# The configs that ship
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_can_run(path: Path, device: Any) -> None:
+    sizes = [1] if path.stem == "single_gpu_offload" else [2, 8]
+    for world in sizes:
+        reference = load_config(path).config.task.name == "causal_lm"
+        for overrides in ([], ["model.preset=debug", "train.seq_len=128"])[: 1 + reference]:
+            config = load_config(path, overrides).config
+            check(config, device=device, world_size=world, local_world_size=world)
+            assert resolve_batch(config, world) >= 1
+
+
+# The marks, on a real model
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("feature", capability_cases.FEATURES)
+def test_every_mark_trains_like_one_process(feature: str) -> None:
+    works = [name for name in STRATEGIES[1:] if CAPABILITIES[feature][name] is True]
+    target = "tests.config.capability_cases:losses"
+    want = run_ranks(1, target, strategies=["single"], feature=feature, timeout=300)[0]["single"]
+    tolerance = 1e-2 if feature == "bf16" else 1e-5
+    assert want[0] - want[-1] > 0.1
+    for rank in run_ranks(2, target, strategies=works, feature=feature, timeout=300):
+        for name, curve in rank.items():
+            assert curve == pytest.approx(want, abs=tolerance), name
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_unused_parameters_are_named_where_the_table_refuses_them() -> None:
+    refused_by = [name for name in STRATEGIES if CAPABILITIES["unused_params"][name] is not True]
+    assert refused_by == ["ddp", "zero1", "zero2", "zero3"]
+    for messages in run_ranks(
+        2, "tests.config.capability_cases:refusals", strategies=refused_by, feature="unused_params"
+    ):
+        for name, (cause, fix) in messages.items():
+            assert cause.startswith("2 of 16 parameters got no gradient in the first step (spare.weight, spare.bias)")
+            assert f"parallel.strategy={name} cannot train: {CAPABILITIES['unused_params'][name]}" in cause
+            assert "freeze them" in fix

@@ -1,0 +1,554 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from shardkit.config.load import LoadedConfig, json_schema, load_config, resolve_batch
+from shardkit.config.presets import MODEL_PRESETS
+from shardkit.config.schema import RunConfig
+from shardkit.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
+SECTIONS: dict[str, Any] = {name: info.annotation for name, info in RunConfig.model_fields.items()}
+KEYS = [f"{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
+
+Write = Callable[[str | bytes], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_config(text: str | bytes) -> Path:
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write_config
+
+
+def refused(path: Path | str | None = None, overrides: Any = ()) -> ConfigError:
+    """The error; cause and fix are one line each."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    error = caught.value
+    assert error.cause
+    assert error.fix
+    assert "\n" not in error.cause + error.fix
+    return error
+
+
+# What is read, and from where it came
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    loaded = load_config(None)
+    assert loaded.config == RunConfig()
+    assert set(loaded.sources) == set(KEYS)
+    assert set(loaded.sources.values()) == {"default"}
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "train:\n", "\ufeff"])
+def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
+    assert load_config(write(text)).config == RunConfig()
+
+
+def test_later_layers_win_and_sources_say_so(write: Write) -> None:
+    path = write("train: {max_steps: 7, seq_len: 64}\noptim: {lr: 1e-4}\n")
+    loaded = load_config(path, ["train.max_steps=8", "run.dir=out"])
+    assert (loaded.config.train.max_steps, loaded.config.train.seq_len) == (8, 64)
+    assert loaded.config.optim.lr == 1e-4
+    assert loaded.sources["train.max_steps"] == "command line"
+    assert loaded.sources["train.seq_len"] == str(path)
+    assert loaded.sources["train.seed"] == "default"
+
+
+def test_the_last_of_two_overrides_holds() -> None:
+    assert load_config(None, ["train.seed=1", "train.seed=2"]).config.train.seed == 2
+
+
+def test_overrides_as_a_mapping() -> None:
+    loaded = load_config(overrides={"optim.lr": 1e-3, "optim.betas": (0.8, 0.9), "train.max_norm": None})
+    assert loaded.config.optim.lr == 1e-3
+    assert loaded.config.optim.betas == (0.8, 0.9)
+    assert loaded.config.train.max_norm is None
+    assert loaded.sources["optim.lr"] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("override", "dotted", "value"),
+    [
+        ("train.max_norm=null", "train.max_norm", None),
+        ("optim.lr=1e-4", "optim.lr", 1e-4),
+        ("train.max_steps=1e3", "train.max_steps", 1000),
+        ("parallel.no_sync=off", "parallel.no_sync", False),
+        ("optim.betas=[0.8, 0.9]", "optim.betas", (0.8, 0.9)),
+        ("run.dir=2024", "run.dir", "2024"),
+        ("run.dir=1e3", "run.dir", "1e3"),
+        ("run.dir=a=b: c", "run.dir", "a=b: c"),
+        ('run.dir="a b"', "run.dir", "a b"),
+        ("data.path=*.txt", "data.path", "*.txt"),
+        ("data.path=[ab]*/x", "data.path", "[ab]*/x"),
+        ("data.path=null", "data.path", None),
+    ],
+)
+def test_values_on_the_command_line(override: str, dotted: str, value: object) -> None:
+    section, key = dotted.split(".")
+    assert getattr(getattr(load_config(None, [override]).config, section), key) == value
+
+
+def test_deep_overrides_merge_into_raw_keys(write: Write) -> None:
+    path = write("parallel: {ds_config: {zero_optimization: {overlap_comm: true, stage3_max_live_parameters: 1_000}}}")
+    loaded = load_config(
+        path,
+        [
+            "parallel.ds_config.zero_optimization.overlap_comm=false",
+            "parallel.ds_config.aio.x=1e-4",
+            "task.factory=a:B",
+            "task.args.n=3",
+        ],
+    )
+    raw = loaded.config.parallel.ds_config
+    assert raw == {
+        "zero_optimization": {"overlap_comm": False, "stage3_max_live_parameters": 1000},
+        "aio": {"x": 1e-4},
+    }
+    assert isinstance(raw["aio"]["x"], float)
+    assert loaded.config.task.args == {"n": 3}
+    assert loaded.sources["parallel.ds_config.zero_optimization.overlap_comm"] == "command line"
+    assert loaded.sources["parallel.ds_config.zero_optimization.stage3_max_live_parameters"] == str(path)
+
+
+def test_anchors_and_merge_keys_work(write: Write) -> None:
+    loaded = load_config(
+        write("parallel: {ds_config: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}}"), ["parallel.ds_config.b.x=9"]
+    )
+    assert loaded.config.parallel.ds_config == {"a": {"x": 1, "y": 2}, "b": {"x": 9, "y": 3}}
+
+
+def test_yaml_1_1_surprises_are_text(write: Write) -> None:
+    loaded = load_config(write("task: {factory: 'a:B', args: {d: 2024-01-01, t: 12:30:00, o: 010, h: 0x10}}"))
+    assert loaded.config.task.args == {"d": "2024-01-01", "t": "12:30:00", "o": "010", "h": "0x10"}
+
+
+# Presets
+
+
+def test_a_preset_gives_the_sizes_that_are_not_set(write: Write) -> None:
+    loaded = load_config(write("model: {preset: 124m, n_layers: 2}"))
+    assert (loaded.config.model.d_model, loaded.config.model.n_layers) == (768, 2)
+    assert loaded.sources["model.d_model"] == "preset 124m"
+    assert loaded.sources["model.n_layers"].endswith("c.yaml")
+    assert loaded.sources["model.dropout"] == "default"
+
+
+def test_a_preset_on_the_command_line_replaces_the_files_sizes(write: Write) -> None:
+    resolved = write(load_config(None, ["model.preset=124m"]).render())
+    loaded = load_config(resolved, ["model.preset=355m", "model.n_layers=3"])
+    assert loaded.config.model.d_model == MODEL_PRESETS["355m"]["d_model"]
+    assert loaded.config.model.n_layers == 3
+    assert loaded.sources["model.d_model"] == "preset 355m"
+    assert loaded.sources["model.n_layers"] == "command line"
+
+
+# print-config
+
+
+def same(first: LoadedConfig, second: LoadedConfig) -> bool:
+    return first.config.model_dump() == second.config.model_dump()
+
+
+def test_rendered_config_shows_sources_and_loads_to_the_same(write: Write) -> None:
+    loaded = load_config(write("optim: {lr: 1e-5}\nrun: {dir: 'a # b'}"), ["train.max_norm=null", "model.preset=7b"])
+    text = loaded.render()
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines() if "  # " in line}
+    assert lines["lr"].endswith("c.yaml")
+    assert lines["max_norm"].endswith("# command line")
+    assert lines["d_model"].endswith("# preset 7b")
+    assert lines["seed"].endswith("# default")
+    assert same(load_config(write(text)), loaded)
+    assert yaml.safe_load(text)["run"]["dir"] == "a # b"  # other readers agree
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=12)
+    | st.sampled_from(["1e-4", "null", "yes", "0x1", "010", "a: b", "- a", "x # y", "2024-01-01", "~", "<<", "\x85"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(args=st.dictionaries(st.text(max_size=6), plain, max_size=4), folder=st.text(min_size=1, max_size=20))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_config_survives_print_config(tmp_path: Path, args: dict[str, Any], folder: str) -> None:
+    loaded = load_config(overrides={"task.factory": "a:B", "task.args": args, "run.dir": folder})
+    path = tmp_path / "resolved.yaml"
+    path.write_text(loaded.render(), encoding="utf-8")
+    assert same(load_config(path), loaded)
+
+
+# Errors: files
+
+
+def test_file_errors(tmp_path: Path, write: Write) -> None:
+    assert "does not exist" in refused(tmp_path / "missing.yaml").cause
+    assert "is a directory" in refused(tmp_path).cause
+    assert "not UTF-8" in refused(write(b"\xff\xfe\x00t")).cause
+    assert "cannot be read" in refused(tmp_path / "a\0b").cause
+    assert "cannot be read" in refused(write("train: {}") / "below_a_file").cause
+
+
+def test_a_missing_file_lists_its_neighbours() -> None:
+    assert "fsdp.yaml" in refused(REPO / "configs" / "fdsp.yaml").fix
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user that is not root")
+def test_a_file_without_permission(write: Write) -> None:
+    path = write("train: {}")
+    path.chmod(0)
+    assert "Permission denied" in refused(path).cause
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "cause"),
+    [
+        ("train:\n  a: [1\n", ":3:1", "not YAML"),
+        ("train:\n\tmax_steps: 1\n", ":2:1", "not YAML"),
+        ("a: 1\n---\nb: 2\n", ":2:1", "not YAML"),
+        ("- 1\n", "", "a list, not a mapping"),
+        ("just text\n", "", "not a mapping"),
+        ("train: 3\n", ":1", "train=3"),
+        ("train:\n  seed: 1\n  max_steps: 2\n  seed: 3\n", ":4", "'seed' is already set on line 2"),
+        ("train: {}\ntrain: {}\n", ":2", "'train' is already set on line 1"),
+        ("parallel: {ds_config: {a: 1, a: 2}}\n", ":1", "'a' is already set"),
+        ("1: 2\n", ":1", "a key must be text"),
+        ("? [a]\n: 2\n", ":1", "a key must be text"),
+        ("task: {args: {x: !!python/object:os.system ls}}\n", ":1", "tag"),
+        ("task: {args: {x: !!binary aGk=}}\n", ":1", "!!binary"),
+        ("train: {seed: !!int x}\n", ":1", "does not fit its tag"),
+        ("task: {args: &a {x: *a}}\n", ":1", "nested deeper"),
+        ('run: {dir: "\\ud800"}\n', ":1", "surrogate"),
+        ("train: {seed: 99999999999999999999999}\n", ":1", "bits"),
+        ("run: {dir: *x}\n", ":1:12", "undefined alias"),
+        ("a\0b", "", "not YAML"),
+    ],
+)
+def test_yaml_errors_name_the_place(write: Write, text: str, where: str, cause: str) -> None:
+    path = write(text)
+    error = refused(path)
+    assert f"{path}{where}" in error.cause
+    assert cause in error.cause
+
+
+def test_nesting_and_expansion_are_bounded(write: Write) -> None:
+    assert "nested deeper" in refused(write("task: {args: {x: " + "[" * 2000 + "]" * 2000 + "}}")).cause
+    bombs = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    assert "more than" in refused(write("task:\n  a0: &a0 [x]\n" + bombs)).cause
+    nested: dict[str, Any] = {}
+    nested["x"] = nested
+    assert "nested deeper" in refused(overrides={"task.args": nested}).cause
+
+
+# Errors: keys
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("train.max_step=1", "train.max_steps"),
+        ("train.lr=1", "optim.lr"),
+        ("trian.max_steps=1", "train.max_steps"),
+        ("optimizer.lr=1", "optim.lr"),
+        ("train.learning_rate=1", "optim.lr"),
+        ("train.batch_size=1", "train.micro_batch_size"),
+        ("training.gradient_clipping=1", "train.max_norm"),
+        ("parallel.reshard_after_foward=1", "parallel.reshard_after_forward"),
+        ("checkpoint.every=1", "checkpoint.every_steps"),
+        ("lr=1", "optim.lr"),
+        ("zero_stage=2", "parallel.strategy"),
+    ],
+)
+def test_unknown_keys_get_a_suggestion(write: Write, override: str, meant: str) -> None:
+    assert refused(None, [override]).fix == f"did you mean {meant}?"
+    dotted, value = override.split("=")
+    section, _, key = dotted.partition(".")
+    error = refused(write(f"# line 1\n{section}: {f'{{{key}: {value}}}' if key else value}\n"))
+    assert error.fix == f"did you mean {meant}?"
+    assert "c.yaml:2" in error.cause
+
+
+def test_unknown_keys_without_a_near_one_list_what_there_is() -> None:
+    assert "max_steps" in refused(None, ["train.qqqqq=1"]).fix
+    assert "parallel" in refused(None, ["qqqqq.zzzzz=1"]).fix
+
+
+def test_several_errors_are_counted_and_named(write: Write) -> None:
+    error = refused(write("train: {max_steps: 0, seed: x}\noptim: {lr: -1}\n"))
+    assert "train.max_steps=0" in error.cause
+    assert "(+2 more: train.seed, optim.lr)" in error.cause
+    assert "(+1 more: train.b)" in refused(write("train: {a: 1, b: 1}\n")).cause
+
+
+@pytest.mark.parametrize(
+    "override", ["", "=", "train", "train=1", "train.=1", ".x=1", "train..x=1", "a b", "max_steps 3"]
+)
+def test_malformed_overrides_say_the_form(override: str) -> None:
+    error = refused(None, [override])
+    assert "section.key=value" in error.cause
+    assert "optim.lr=1e-3" in error.fix
+
+
+def test_overrides_below_a_value_or_beside_one(write: Write) -> None:
+    assert "optim.lr is a value" in refused(None, ["optim.lr.x=1"]).cause
+    path = write("parallel: {ds_config: {a: 1}}")
+    assert "parallel.ds_config.a is 1" in refused(path, ["parallel.ds_config.a.b=1"]).cause
+    assert "optim.lr='[1'" in refused(None, ["optim.lr=[1"]).cause
+
+
+# Errors: values
+
+
+@pytest.mark.parametrize(
+    ("override", "shown", "wanted"),
+    [
+        ("train.max_steps=0", "0", "an integer >= 1"),
+        ("train.max_steps=2.5", "2.5", "an integer >= 1"),
+        ("train.max_steps=yes", "true", "an integer >= 1"),
+        ("train.grad_accum_steps=-1", "-1", "an integer >= 1, or null"),
+        ("train.seed=4294967296", "4294967296", "an integer >= 0 and < 2147483648"),
+        ("optim.lr=fast", "'fast'", "a number >= 0"),
+        ("optim.lr=null", "null", "a number >= 0"),
+        ("optim.lr=.inf", "inf", "a number >= 0"),
+        ("optim.betas=[0.9]", "[0.9]", "a list of 2 numbers"),
+        ("data.shuffle=3", "3", "true or false"),
+        ("task.factory=nocolon", "'nocolon'", "text like package.module:Class, or null"),
+        ("parallel.ds_config=3", "3", "a mapping"),
+        ("run.dir=", "null", "text that is not empty"),
+        ("precision.mode=int8", "'int8'", "one of fp32, tf32, bf16, fp16, fp8, pure_bf16"),
+    ],
+)
+def test_wrong_values_say_what_was_set_and_what_is_expected(
+    write: Write, override: str, shown: str, wanted: str
+) -> None:
+    dotted, value = override.split("=")
+    assert refused(None, [override]).cause == f"{dotted}={shown} (command line), expected {wanted}"
+    section, key = dotted.split(".")
+    path = write(f"{section}:\n  # comment\n  {key}: {value}\n")
+    assert refused(path).cause == f"{dotted}={shown} ({path}:3), expected {wanted}"
+
+
+def test_fixes_for_common_slips(write: Write) -> None:
+    assert refused(None, ["parallel.strategy=fdsp"]).fix == "did you mean parallel.strategy=fsdp?"
+    assert refused(None, ["run.device=gpu"]).fix == "did you mean run.device=cuda?"
+    assert refused(write("run: {dir: 2024}")).fix == 'quote it: "2024"'
+
+
+def test_long_values_are_shortened(write: Write) -> None:
+    assert len(refused(None, ["optim.lr=" + "x" * 10_000]).cause) < 200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause", "fix"),
+    [
+        (["model.n_heads=3"], "model.n_heads=3 does not divide model.d_model=128", "model.d_model="),
+        (["train.seq_len=999"], "train.seq_len=999 is longer than model.max_seq_len=256", "max_seq_len=999"),
+        (["task.args={a: 1}"], "task.args is set", "task.factory"),
+        (["optim.momentum=0.9"], "optim.momentum=0.9 is a key of sgd", "optim.name=sgd"),
+        (["optim.name=sgd", "optim.eps=1e-3"], "optim.eps=0.001 is a key of adamw", "optim.eps"),
+        (["optim.betas=[0.9, 1]"], "1.0 is outside [0, 1)", "0.9"),
+        (["parallel.offload_param=nvme"], "needs parallel.nvme_path", "nvme_path"),
+        (["parallel.nvme_path=/x"], "nothing is offloaded to nvme", "remove"),
+        (["train.global_batch_size=12"], "not a multiple of micro_batch_size = 8", "8 or 16"),
+    ],
+)
+def test_values_that_contradict_each_other(overrides: list[str], cause: str, fix: str) -> None:
+    error = refused(None, overrides)
+    assert cause in error.cause
+    assert "(command line)" in error.cause
+    assert fix in error.fix
+
+
+# The batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "steps"),
+    [
+        ([], 4, 1),
+        (["train.grad_accum_steps=3"], 4, 3),
+        (["train.global_batch_size=64"], 4, 2),
+        (["train.global_batch_size=64", "train.grad_accum_steps=2"], 4, 2),
+        (["train.global_batch_size=64"], 1, 8),
+    ],
+)
+def test_accumulation_is_derived(overrides: list[str], world: int, steps: int) -> None:
+    assert resolve_batch(load_config(None, overrides).config, world) == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "cause"),
+    [
+        (["train.global_batch_size=64"], 3, "not a multiple of micro_batch_size × world size = 8 × 3 = 24"),
+        (["train.global_batch_size=16"], 4, "is less than micro_batch_size × world size = 8 × 4 = 32"),
+        (["train.global_batch_size=64", "train.grad_accum_steps=4"], 4, "train.grad_accum_steps=4 contradicts"),
+    ],
+)
+def test_batches_that_cannot_be_met_say_which_would(overrides: list[str], world: int, cause: str) -> None:
+    config = load_config(None, overrides).config
+    with pytest.raises(ConfigError) as caught:
+        resolve_batch(config, world)
+    assert cause in caught.value.cause
+    for advice in caught.value.fix.split(", or "):  # each piece of advice works on its own
+        dotted, value = advice.removeprefix("set ").removeprefix("remove ").partition("=")[::2]
+        change = {dotted: value.split(" or ")[0] or None}
+        given = dict(item.split("=") for item in overrides)
+        fixed = load_config(overrides={**given, **change}).config
+        assert resolve_batch(fixed, world) >= 1
+
+
+# Random input: a valid config or a ConfigError, nothing else
+
+keys = st.sampled_from(KEYS) | st.text(max_size=10)
+values = plain | st.floats() | st.integers() | st.binary(max_size=3) | st.dates() | st.tuples(st.integers())
+
+
+def loads_or_refuses(path: Path | None, overrides: Any = ()) -> None:
+    outcome = load_or_error(path, overrides)
+    if isinstance(outcome, ConfigError):
+        assert "\n" not in outcome.cause + outcome.fix
+        assert outcome.cause
+        assert outcome.fix
+        assert len(outcome.cause) < 600
+        str(outcome).encode()
+    else:
+        assert isinstance(outcome.config, RunConfig)
+        outcome.render().encode()
+
+
+def load_or_error(path: Path | None, overrides: Any) -> LoadedConfig | ConfigError:
+    try:
+        return load_config(path, overrides)
+    except ConfigError as error:
+        return error
+
+
+fuzz = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(st.dictionaries(keys, values, max_size=4))
+@example({"model.n_heads": 0})
+@example({"optim.betas": [0.5, 10**400]})
+@example({"optim.lr": 10**5000})
+@example({"task.args": {1: 2}})
+@fuzz
+def test_random_mappings(overrides: dict[str, Any]) -> None:
+    loads_or_refuses(None, overrides)
+
+
+@given(st.lists(st.builds("{}={}".format, keys, st.text(max_size=15) | plain.map(json.dumps)) | st.text(), max_size=4))
+@example(["optim.lr=" + "[" * 5000])
+@example(["run.dir=\ud800"])
+@example(["\ud800.x=1"])
+@example(['train.seed="\\U00110000"'])
+@fuzz
+def test_random_overrides(overrides: list[str]) -> None:
+    loads_or_refuses(None, overrides)
+
+
+tree = st.dictionaries(
+    st.sampled_from(list(SECTIONS)) | st.text(max_size=5),
+    st.dictionaries(st.sampled_from([key.split(".")[1] for key in KEYS]) | st.text(max_size=5), plain, max_size=4)
+    | plain,
+    max_size=4,
+)
+
+
+@given(tree.map(yaml.safe_dump) | st.text() | st.text("{}[]:,-?&*!|>'\"%#\n\t ab1<~.0"))
+@example("a: !!int\n")
+@example("!!set {a}")
+@example("a: &a {<<: *a}")
+@example('"\\U00110000"')
+@example("%YAML 3.0\n---\n")
+@fuzz
+def test_random_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    loads_or_refuses(path)
+
+
+@given(st.binary(max_size=40))
+@fuzz
+def test_random_bytes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_bytes(content)
+    loads_or_refuses(path)
+
+
+# The schema
+
+
+def test_every_section_and_field_has_a_description() -> None:
+    schema = json_schema()
+    assert all(schema["properties"][section].get("description") for section in SECTIONS)
+    fields = {name: model.model_fields for name, model in SECTIONS.items()}
+    missing = [f"{name}.{key}" for name, keys in fields.items() for key, info in keys.items() if not info.description]
+    assert not missing
+
+
+def test_the_checked_in_schema_is_current() -> None:
+    current = json.loads((REPO / "configs" / "schema.json").read_text())
+    assert current == json_schema(), "run: python -m shardkit.config.load configs/schema.json"
+
+
+def test_the_schema_is_written_by_the_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardkit.config.load"]
+    subprocess.run([*command, str(tmp_path / "s.json")], cwd=REPO, check=True)
+    assert json.loads((tmp_path / "s.json").read_text()) == json_schema()
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 2
+
+
+# The configs that ship
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_name_their_schema_and_directory(path: Path) -> None:
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    loaded = load_config(path)
+    assert loaded.config.run.dir == f"runs/{path.stem}"
+    assert str(path) in loaded.sources.values()
+
+
+def test_every_strategy_and_mode_ships_a_config() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert names >= {
+        "quickstart",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_offload",
+        "single_gpu_offload",
+    }
+
+
+def test_loading_imports_no_torch() -> None:
+    code = (
+        "import sys, shardkit.config.load, shardkit.config.capability as c; "
+        "c.markdown_table(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0

@@ -1,0 +1,179 @@
+"""A memory cap raises what a smaller GPU would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shardkit.config import capability
+from shardkit.config.load import load_config
+from shardkit.errors import ConfigError
+from shardkit.oom import shortage
+from shardkit.oom.cap import MemoryCap, memory_cap
+from tests.ranks import REPO, run_ranks
+
+KIB = 1024
+
+
+def zeros(n_kib: int) -> torch.Tensor:
+    return torch.zeros(n_kib * KIB, dtype=torch.uint8)
+
+
+def failing(make: Callable[[], Any]) -> shortage.Shortage:
+    """The shortage of the out-of-memory error that `make` raises; everything it had is let go."""
+    try:
+        make()
+    except torch.OutOfMemoryError as error:
+        found = shortage.of(error)
+        assert found is not None
+        return found
+    raise AssertionError("there was enough memory")
+
+
+def test_the_cap_is_exact_to_the_byte() -> None:
+    with MemoryCap(100 * KIB) as cap:
+        kept = zeros(60)
+        full = zeros(40)
+        assert cap.current("cpu") == 100 * KIB
+        del full
+        found = failing(lambda: torch.zeros(40 * KIB + 1, dtype=torch.uint8))
+        assert (found.kind, found.request, found.limit) == ("cap", 40 * KIB + 1, 100 * KIB)
+        assert (found.free, found.allocated, found.missing) == (40 * KIB, 60 * KIB, 1)
+        assert found.op == "aten.zeros.default"
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            zeros(41)
+        assert cap.current("cpu") == 60 * KIB, "the tensor that was too much is gone, though its error is kept"
+        del caught
+        assert zeros(40).numel() == 40 * KIB, "whoever deals with the error may go on"
+        failing(lambda: zeros(41))
+    del kept
+
+
+def test_backward_runs_out_as_forward_does() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.randn(256, 64)
+
+    def peak(phase: str) -> int:
+        cap = MemoryCap(2**40)
+        with cap:
+            cap.see([*model.parameters()])
+            cap.mark("forward")
+            loss = model(x).square().sum()
+            cap.mark("backward")
+            loss.backward()
+        model.zero_grad()
+        return cap.peak("cpu", phase)
+
+    assert peak("backward") > peak("forward")
+    limit = peak("backward") - 1
+    with MemoryCap(limit) as cap:
+        cap.see([*model.parameters()])
+        loss = model(x).square().sum()
+        found = failing(loss.backward)
+    assert found.allocated is not None and found.request is not None
+    assert found.allocated <= limit < found.allocated + found.request
+
+
+def test_growth_outside_of_operators_is_noticed_at_the_next_one() -> None:
+    with MemoryCap(100 * KIB):
+        tensor = zeros(1)
+        tensor.untyped_storage().resize_(200 * KIB)
+        assert failing(tensor.detach).request == 199 * KIB
+
+
+def test_live_storages_are_known_with_where_they_were_made() -> None:
+    with MemoryCap(1000 * KIB) as cap:
+        kept = torch.ones(4, 64 * KIB, dtype=torch.uint8)
+        small = torch.ones(8)
+        gone = zeros(300)
+        del gone
+        (made,) = cap.made()
+    assert (made.n_bytes, made.shape, made.dtype) == (256 * KIB, (4, 64 * KIB), "torch.uint8")
+    assert made.by.startswith("aten.ones.default at ") and "in test_live_storages_are_known" in made.by
+    assert __file__ in made.by
+    del kept, small
+
+
+def test_no_cap_changes_nothing() -> None:
+    before = torch._C._len_torch_dispatch_stack()
+    with memory_cap(None, torch.device("cpu")) as cap:
+        assert cap is None
+        assert torch._C._len_torch_dispatch_stack() == before
+
+
+class Hungry:
+    """Samples of 8 KiB, each cut out of 80 KiB."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return zeros(80)[: 8 * KIB].clone()
+
+
+def load() -> int:
+    with MemoryCap(100 * KIB):
+        kept = zeros(30)
+        data: Any = Hungry()
+        loader: DataLoader[Any] = DataLoader(data, 2, num_workers=1, multiprocessing_context="fork")
+        total = sum(int(batch.numel()) for batch in loader)
+        del kept
+    return total
+
+
+def test_a_forked_loader_process_does_not_run_out_for_its_parent() -> None:
+    assert run_ranks(1, "tests.oom.test_cap:load", init_group=False) == [8 * 8 * KIB]
+
+
+def test_a_cap_on_the_cpu_does_not_see_compiled_code_and_says_so() -> None:
+    config = load_config(overrides=["memory.cap=1GiB", "compile.enabled=true"]).config
+    with pytest.raises(ConfigError, match=r"memory\.cap=1GiB with compile\.enabled=true on the CPU"):
+        capability.check(config, device="cpu", world_size=2, local_world_size=2)
+    capability.check(config, device="cuda", world_size=2, local_world_size=2)
+
+
+_ON_GPU = """
+import sys, torch
+from shardkit.memory import shortage
+from shardkit.oom.cap import memory_cap
+device = torch.device("cuda", 0)
+torch.zeros(1, device=device)
+shortage.observe(device)
+with memory_cap(512 * 2**20, device):
+    kept = [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]
+    try:
+        kept += [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]
+    except torch.OutOfMemoryError as error:
+        found = shortage.of(error)
+        assert found.exact and found.request == 64 * 2**20, found
+        assert found.reserved <= 512 * 2**20, found
+    else:
+        sys.exit("the cap did not bite")
+kept += [torch.empty(64 * 2**20, dtype=torch.uint8, device=device) for _ in range(6)]  # without it there is room
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_the_allocator_keeps_to_the_cap_with_and_without_expandable_segments(expandable: str) -> None:
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_GPU], cwd=REPO, capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cap_above_the_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="but the GPU has"), memory_cap(2**50, torch.device("cuda", 0)):
+        pass

@@ -1,0 +1,178 @@
+"""A run that plans itself: shown at its start, beside what was measured at its end, and never in its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from shardkit.config.load import load_config
+from shardkit.errors import ShardkitError
+from shardkit.hardware import calibration
+from shardkit.launch.ranks.env import RankEnv
+from shardkit.plan import history
+from shardkit.plan.client import Planner
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
+from shardkit.plan.target import Target
+from shardkit.report.page import run_page
+from shardkit.report.read import read_run
+from shardkit.run import planning
+from tests.run.test_train import run, settings, text
+
+__all__ = ["text"]
+
+
+def planners() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "shardkit.plan.worker" in " ".join(process.cmdline())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), (2, "fsdp")])
+def test_a_run_shows_its_plan_beside_what_was_measured(
+    ranks: int, strategy: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    more = {"parallel.strategy": strategy, "memory.plan": "true", "memory.trace_step": 3, "model.d_model": 33}
+    done = run(settings(tmp_path, text, **more, **{"model.n_heads": 1}), ranks)
+    assert done.returncode == 0, done.stderr
+    assert "plan: " in done.stderr and " predicted" in done.stderr and "not planned" not in done.stderr
+    names = [f"rank {rank}@" for rank in range(max(1, ranks))]
+    header = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["predicted"])
+    assert all(name in header for name in names)
+    for what in ("params", "optimizer"):
+        exact = next(line for line in done.stdout.splitlines() if line.startswith(f"{what} on the device"))
+        assert exact.count("(+0.0%)") == len(names), exact
+    folder = tmp_path / "run"
+    estimate, *others = json.loads((folder / "plan.json").read_text())["ranks"]
+    assert [other["rank"] for other in others] == list(range(1, ranks)), "33 rows are 17 and 16: each rank has its plan"
+    assert (estimate["rank"], estimate["world_size"], estimate["device"]) == (0, len(names), "cpu")
+    page = run_page(read_run(folder), folder / "report.html")
+    section = page[page.index('<section id="plan"') :].partition("</section>")[0]
+    for what in ("peak allocated", "params on the device", "optimizer on the device", "activations on the device"):
+        assert section.count(f">{what}<") == len(names), what
+    (kept,) = history.runs(calibration.cpu_name())
+    assert kept["predicted"]["peak"] == estimate["peak"]["allocated"]
+    assert kept["measured"]["peak"] == pytest.approx(estimate["peak"]["allocated"], rel=0.1)
+
+
+def a_job(run_dir: Path, held: tuple[int, ...], *overrides: str, device: str = "cpu") -> Any:
+    """As much of a job as planning looks at: `held` bytes of state on each rank."""
+    size = len(held)
+    env = RankEnv(0, size, 0, size, 0, 1, "group", None, None, 0)
+    world = SimpleNamespace(
+        env=env, rank=0, size=size, is_main=True, device=torch.device(device), gather=lambda value: list(held)
+    )
+    config = load_config(None, [f"run.dir={run_dir}", "model.preset=debug", *overrides]).config
+    strategy = SimpleNamespace(state_tensors=lambda: iter(()))
+    return SimpleNamespace(config=config, world=world, strategy=strategy)
+
+
+def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def predict(self: Planner, config: Any) -> MemoryEstimate:
+        peak = PeakEstimate(2**29, 2**29, 2**29, "forward", "")
+        return MemoryEstimate(
+            "cpu", 4, self.target.rank, 1, 1, "cpu", {}, peak, 1, 0, {}, device_memory=self.target.cap
+        )
+
+    monkeypatch.setattr(Planner, "predict", predict)
+    job = a_job(tmp_path, (40, 40, 40, 24), "memory.plan=true", "memory.cap=1GiB")
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        plan.wait(job.config)
+    ranks = json.loads((tmp_path / "plan.json").read_text())["ranks"]
+    assert [entry["rank"] for entry in ranks] == [0, 3]
+    assert capsys.readouterr().err == "plan: 0.50 GiB of 1.00 GiB predicted (fits)\n", "said once"
+
+
+def test_the_end_of_a_run_ends_its_planning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = a_job(tmp_path, (1,), "memory.plan=true")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        while not (found := planners()):  # pytest's time limit ends it
+            assert plan._thread is not None and plan._thread.is_alive()
+        (process,) = found
+        assert process.nice() == 19 and os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert planners() == [] and not process.is_running()
+    assert not (tmp_path / "plan.json").exists() and caplog.records == []
+    assert [thread.name for thread in threading.enumerate() if "_plan" in thread.name] == []
+
+
+def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = a_job(tmp_path, (1,), "memory.plan=true")
+    monkeypatch.setattr(planning, "LIMIT_S", 0.01)
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        assert plan._thread is not None
+        plan._thread.join(30)
+    assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.01 s"]
+    monkeypatch.setattr(planning, "LIMIT_S", 60.0)
+
+    def predict(self: Planner, config: Any, **how: Any) -> Any:
+        raise ShardkitError("aten::odd has no fake kernel", "register one")
+
+    monkeypatch.setattr(Planner, "predict", predict)
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        plan.wait(job.config)
+    assert caplog.records[1].message.startswith("this run is not planned: aten::odd has no fake kernel")
+    assert len(caplog.records) == 2
+
+
+def test_automatic_planning_keeps_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*overrides: str, device: str = "cpu") -> bool:
+        with planning.RunPlan() as plan:
+            plan.begin(a_job(tmp_path, (1,), *overrides, device=device), tmp_path)
+            return plan._thread is not None
+
+    monkeypatch.setattr(planning.RunPlan, "_plan", lambda self, *what: None)
+    monkeypatch.setattr(planning, "_target", lambda job: Target(1, None, 1))
+    assert not planned() and not planned("memory.plan=false", device="cuda")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert not planned(device="cuda"), "the only CPU is the rank's"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(planning, "_HOST_BYTES", 0)
+    assert planned(device="cuda")
+    monkeypatch.setattr(planning, "_HOST_BYTES", 2**62)
+    assert not planned(device="cuda"), "memory is short"
+
+
+def test_the_plan_of_another_config_is_not_this_runs(tmp_path: Path) -> None:
+    job = a_job(tmp_path, (1,), "memory.plan=true")
+    kept = {"config": history.digest(job.config), "ranks": [{"world_size": 1}]}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(kept))
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        assert plan._thread is None, "submit planned it"
+        off = [f"memory.plan={value}" for value in ("auto", "false")]
+        plan.begin(a_job(tmp_path, (1,), off[0], "run.overwrite=true", "logging.every=3"), tmp_path)
+        assert path.exists(), "what is logged changes nothing"
+        plan.begin(a_job(tmp_path, (1, 1), off[1]), tmp_path)
+        assert not path.exists(), "another world"
+        path.write_text(json.dumps(kept))
+        plan.begin(a_job(tmp_path, (1,), off[1], "train.micro_batch_size=3"), tmp_path)
+        assert not path.exists(), "another batch"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_planned_as_it_is(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    job = a_job(tmp_path, (1,), device="cuda:0")
+    aim = planning._target(job)
+    assert aim.gpu is not None
+    assert aim.gpu.device_name == torch.cuda.get_device_name(0)
+    assert aim.gpu.memory == torch.cuda.get_device_properties(0).total_memory

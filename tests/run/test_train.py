@@ -1,0 +1,424 @@
+"""The command people run: what it trains, writes, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardkit.train import main
+
+REPO = Path(__file__).resolve().parents[2]
+LAUNCHER_VARIABLES = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GROUP_|OMPI_|PMI)")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small corpus in a directory of its own."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
+    return folder
+
+
+def settings(tmp_path: Path, text: Path, **extra: Any) -> list[str]:
+    values = {
+        "data.path": text, "data.cache_dir": tmp_path / "cache", "run.dir": tmp_path / "run", "run.device": "cpu",
+        "train.max_steps": 6, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_batches": 2,
+        "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 3,
+    }  # fmt: skip
+    return [f"{k}={v}" for k, v in {**values, **{k.replace("__", "."): v for k, v in extra.items()}}.items()]
+
+
+def run(
+    args: list[str], ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 180
+) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "shardkit.train", *args],
+        cwd=REPO, env=environment(env), capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.match(k)}
+    return {**clean, "OMP_NUM_THREADS": "1", **(extra or {})}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, text: Path) -> None:
+    done = run(settings(tmp_path, text), ranks)
+    assert done.returncode == 0, done.stderr
+    assert "destroy_process_group" not in done.stderr
+    folder = tmp_path / "run"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["d_model"] == 32
+    steps = lines(folder / "metrics.jsonl")
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert set(steps[0]) >= {"loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "data_wait_s"}
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[0]["tokens"] == 32 * 4 * max(1, ranks)
+    assert "val_loss" in steps[-1]
+    memory = lines(folder / "memory.jsonl")
+    assert [m["step"] for m in memory] == [1, 3, 6]
+    assert [r["rank"] for r in memory[-1]["ranks"]] == list(range(max(1, ranks)))
+    assert json.loads((folder / "env.json").read_text())["packages"]["torch"]
+    assert list((folder / "tensorboard").iterdir())
+    assert "validation loss" in done.stdout and "unigram cross entropy" in done.stdout
+    for name in ("metrics.jsonl", "memory.jsonl", "config.yaml"):
+        assert name in done.stdout, "the files written are listed"
+
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", [SLOW("ddp"), "fsdp", SLOW("zero1"), SLOW("zero2"), SLOW("zero3")])
+def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: Path) -> None:
+    done = run(
+        [
+            "--config",
+            "docs/examples/my_task.yaml",
+            f"parallel.strategy={strategy}",
+            f"run.dir={tmp_path}/run",
+            "run.device=cpu",
+            "train.max_steps=12",
+        ],
+        ranks=2,
+        env={"PYTHONPATH": f"{REPO}/docs/examples"},
+    )
+    assert done.returncode == 0, done.stderr
+    steps = lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 12 and steps[-1]["loss"] < steps[0]["loss"]
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), SLOW("fsdp"), "zero2", SLOW("zero3")])
+def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
+    command = [sys.executable, "docs/examples/own_loop.py", strategy]
+    if strategy != "single":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        command, cwd=REPO, env=environment({"PYTHONPATH": str(REPO)}), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    loss = float(re.search(r"loss ([\d.]+)", done.stdout).group(1))  # type: ignore[union-attr]
+    assert loss < 1.2, "starts near ln 4 = 1.386"
+
+
+def test_print_config_shows_where_values_come_from(tmp_path: Path) -> None:
+    done = run(["--config", "configs/quickstart.yaml", "optim.lr=0.01", "--print-config"])
+    assert done.returncode == 0
+    assert re.search(r"lr: 0.01 +# command line", done.stdout)
+    assert re.search(r"strategy: ddp +# .*quickstart.yaml", done.stdout)
+    assert "# default" in done.stdout
+    assert yaml.safe_load(done.stdout)["optim"]["lr"] == 0.01
+
+
+def user_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """One line of cause, one of fix, exit code 2, no traceback."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    fixes = [line for line in done.stderr.splitlines() if line.startswith("  fix: ")]
+    assert len(errors) == 1 and len(fixes) == 1, done.stderr
+    for words in said:
+        assert words in done.stderr, done.stderr
+
+
+BAD = {
+    "unknown key": (["train.max_step=3"], ["max_step", "did you mean", "max_steps"]),
+    "key of another section": (["train.lr=3"], ["optim.lr"]),
+    "wrong type": (["train.max_steps=many"], ["train.max_steps", "many"]),
+    "negative size": (["model.d_model=-8"], ["model.d_model", "-8"]),
+    "heads": (["model.d_model=30", "model.n_heads=4"], ["n_heads", "d_model"]),
+    "not an override": (["max_steps"], ["max_steps"]),
+    "missing data": (["data.path=/nowhere/at/all"], ["/nowhere/at/all"]),
+    "no such module": (["task.factory=no_such_module:Task"], ["no_such_module"]),
+    "no such class": (["task.factory=json:Task"], ["json", "Task"]),
+    "single offload": (["parallel.strategy=ddp", "parallel.offload_optimizer=cpu"], ["offload_optimizer", "ddp"]),
+    "nvme with fsdp": (
+        ["parallel.strategy=fsdp", "parallel.offload_param=nvme", "parallel.nvme_path=/tmp"],
+        ["nvme", "fsdp"],
+    ),
+    "fp16 zero on cpu": (["parallel.strategy=zero2", "precision.mode=fp16"], ["fp16"]),
+    "ds_config conflict": (
+        ["parallel.strategy=zero2", "parallel.ds_config.gradient_clipping=7"],
+        ["ds_config.gradient_clipping", "train.max_norm"],
+    ),
+    "no gpu": (["run.device=cuda"], ["run.device", "cuda"]),
+    "mesh": (
+        ["parallel.strategy=hsdp", "parallel.dp_replicate=2", "parallel.dp_shard=3"],
+        ["dp_replicate", "dp_shard"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_settings_are_refused_in_two_lines(
+    case: str, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, said = BAD[case]
+    if case == "no gpu" and _has_gpu():
+        pytest.skip("needs a machine without a GPU")
+    for name in filter(LAUNCHER_VARIABLES.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
+    code = main([*settings(tmp_path, text), *overrides])
+    out = capfd.readouterr()
+    user_error(subprocess.CompletedProcess([], code, out.out, out.err), *said)
+    assert not (tmp_path / "run").exists(), "nothing half-written"
+
+
+def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.txt").write_text("too short")
+    user_error(run(settings(tmp_path, tmp_path / "tiny.txt")), "tiny.txt")
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    user_error(run(settings(tmp_path, tmp_path / "none")), "none")
+
+
+@pytest.mark.parametrize(
+    "content", [b"train: [1, 2", b"\xff\xfe\x00bad", b"- a\n- list\n", b"train:\n  max_steps: 1\n  max_steps: 2\n"]
+)
+def test_an_unreadable_config_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(content)
+    user_error(run(["--config", str(tmp_path / "bad.yaml")]), "bad.yaml")
+
+
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
+    user_error(run(["--config", str(tmp_path / "gone.yaml")]), "gone.yaml")
+
+
+def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    user_error(run(settings(tmp_path, text)), "already holds a run", "overwrite")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_overwrite_deletes_the_old_run_only(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 99}\n')
+    (folder / "notes.txt").write_text("mine")
+    done = run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1))
+    assert done.returncode == 0, done.stderr
+    assert [s["step"] for s in lines(folder / "metrics.jsonl")] == [1]
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_half_set_ranks_are_refused(tmp_path: Path, text: Path) -> None:
+    user_error(run(settings(tmp_path, text), env={"RANK": "0"}), "RANK", "WORLD_SIZE")
+
+
+def test_slurm_against_torchrun_is_refused(tmp_path: Path, text: Path) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    torchrun |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}
+    slurm |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1"}
+    user_error(run(settings(tmp_path, text), env={**torchrun, **slurm}), "SLURM")
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, text: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        user_error(run(settings(tmp_path, text), env=env), port, "in use")
+
+
+def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=env), "init_timeout_s")
+
+
+def test_zero_without_deepspeed_is_refused(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "site").mkdir()
+    # The path finder says that deepspeed does not exist, as on a machine without it.
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, path=None, target=None):\n"
+        "    return None if name.split('.')[0] == 'deepspeed' else find(name, path, target)\n"
+        "PathFinder.find_spec = hide\n"
+    )
+    done = run([*settings(tmp_path, text), "parallel.strategy=zero2"], env={"PYTHONPATH": str(tmp_path / "site")})
+    user_error(done, "deepspeed", "pip install")
+
+
+def test_a_loss_that_is_not_finite_names_step_and_rank(tmp_path: Path, text: Path) -> None:
+    done = run([*settings(tmp_path, text), "optim.lr=1e30", "train.max_norm=null", "optim.name=sgd"])
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"error: the loss is not finite at step \d+ on rank 0", done.stderr)
+
+
+@pytest.mark.dist
+def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardkit.train", *settings(tmp_path, text, train__max_steps=100000, logging__every=1)],
+        cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True,
+        # A test run in the background ignores Ctrl-C, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stderr is not None
+    seen = ""
+    while "step 3/" not in seen:
+        line = process.stderr.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert "Traceback" not in rest and "destroy_process_group" not in rest
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+SLOW_TASK = '''
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Task:
+    """Rank 1 sleeps in every forward."""
+    def __init__(self, config): pass
+    def build_model(self): return nn.Linear(8, 1)
+    def dataset(self, split): return torch.randn(64, 8) if split == "train" else None
+    def n_targets(self, batch): return len(batch)
+    def loss(self, model, batch):
+        time.sleep(0.2 if dist.get_rank() == 1 else 0.02)
+        return model(batch).square().sum()
+'''
+
+
+@pytest.mark.dist
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    (tmp_path / "slow_task.py").write_text(SLOW_TASK)
+    args = [
+        "task.factory=slow_task:Task",
+        f"run.dir={tmp_path}/run",
+        "run.device=cpu",
+        "train.max_steps=4",
+        "train.micro_batch_size=4",
+    ]
+    done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[5-9]\d × the median", done.stdout), done.stdout
+
+
+RAGGED_TASK = '''
+import torch
+from torch import nn
+
+class Task:
+    """14 ragged samples, so that a global batch of 12 leaves 2 for the epoch's last step."""
+    def __init__(self, config): pass
+    def build_model(self): return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    def dataset(self, split):
+        g = torch.Generator().manual_seed(3)
+        return [(torch.randn(6, generator=g), 1 + i % 5) for i in range(14)] if split == "train" else None
+    def n_targets(self, batch): return int(batch[1].sum())
+    def loss(self, model, batch):
+        x, weight = batch
+        return (weight * (model(x).squeeze(-1) - x.sum(-1)).square()).sum()
+'''
+
+
+@pytest.mark.dist
+def test_a_short_last_batch_gives_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "ragged_task.py").write_text(RAGGED_TASK)
+    curves = []
+    for ranks in (0, 2, 3):
+        args = ["task.factory=ragged_task:Task", f"run.dir={tmp_path}/run{ranks}", "run.device=cpu",
+                "train.max_steps=5",
+                "train.micro_batch_size=2", "train.global_batch_size=12", "optim.lr=0.05"]  # fmt: skip
+        done = run(args, ranks=ranks, env={"PYTHONPATH": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+        steps = lines(tmp_path / f"run{ranks}" / "metrics.jsonl")
+        curves.append(([s["loss"] for s in steps], [s["tokens"] for s in steps]))
+    losses, tokens = curves[0]
+    assert tokens[1] < tokens[0] / 2, "every second step is the epoch's short one"
+    for other, other_tokens in curves[1:]:
+        assert other_tokens == tokens
+        assert other == pytest.approx(losses, abs=1e-5)
+
+
+def test_parameters_that_do_not_move_are_an_error(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "stuck_task.py").write_text(RAGGED_TASK.replace("return (weight *", "return 0.0 * (weight *"))
+    args = ["task.factory=stuck_task:Task", f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=2",
+            "train.micro_batch_size=2", "optim.name=sgd", "optim.weight_decay=0"]  # fmt: skip
+    done = run(args, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "no parameter changed in the first step" in done.stderr
+
+
+CONFIG_RANKS = {"quickstart": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "zero1": 2, "zero2": 2, "zero3": 2, "zero3_offload": 2,
+                "single_gpu_offload": 0}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", list(CONFIG_RANKS))
+def test_every_ready_made_config_trains(name: str, tmp_path: Path, text: Path) -> None:
+    of_tasks = {"bert", "gpt2", "swin2sr", "vit"}  # trained by tests/tasks/test_models.py
+    assert {p.stem for p in (REPO / "configs").glob("*.yaml")} == set(CONFIG_RANKS) | of_tasks
+    small = [
+        "model.preset=debug",
+        "train.seq_len=64",
+        "train.micro_batch_size=2",
+        "train.max_steps=3",
+        "run.device=cpu",
+    ]
+    small += [
+        f"run.dir={tmp_path}/run",
+        f"data.path={text}",
+        f"data.cache_dir={tmp_path}/cache",
+        "train.eval_batches=2",
+    ]
+    done = run(["--config", f"configs/{name}.yaml", *small, "train.global_batch_size=null", "train.grad_accum_steps=1"],
+               ranks=CONFIG_RANKS[name], timeout=280)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3

@@ -1,0 +1,173 @@
+"""What Prometheus reads is what was gathered, in its own format."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.errors import ConfigError
+from shardkit.telemetry.prometheus import MetricsServer
+from tests.memory.samples import cpu_row, gpu_row
+from tests.ranks import run_ranks
+
+# A line of the text format 0.0.4: name, labels with escaped values, value.
+SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
+
+
+def scrape(url: str) -> dict[tuple[str, str], float]:
+    """(metric, labels as they stand) → value; every metric must have its HELP and TYPE before it."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        text = answer.read().decode()
+    assert text.endswith("\n")
+    found, described = {}, set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            described.add(line.split()[2])
+        elif not line.startswith("# HELP "):
+            match = SAMPLE.fullmatch(line)
+            assert match is not None, line
+            assert match[1] in described
+            found[match[1], match[2] or ""] = float(match[3])
+    return found
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    served = MetricsServer("127.0.0.1", 0)
+    yield served
+    served.close()
+
+
+def test_ranks_and_categories_are_labels(server: MetricsServer) -> None:
+    server.update({"step": 7, "loss": 2.5, "grad_norm": float("inf")}, [gpu_row(0), gpu_row(1, 5 * 2**30, "node2")])
+    found = scrape(server.url)
+    assert found["shardkit_step", ""] == 7
+    assert found["shardkit_grad_norm", ""] == float("inf")
+    assert found["shardkit_rank_device_peak_allocated_bytes", 'rank="1",host="node2"'] == 5 * 2**30
+    assert found["shardkit_rank_host_peak_rss_bytes", 'rank="0",host="node1"'] == 2 * 2**30
+    assert found["shardkit_rank_state_bytes", 'rank="0",host="node1",category="optimizer",place="host"'] == 2**31
+    assert found["shardkit_rank_phase_peak_bytes", 'rank="1",host="node2",phase="step",kind="allocated"'] == 5 * 2**30
+    assert found["shardkit_rank_alloc_retries_total", 'rank="0",host="node1"'] == 2
+
+
+def test_what_a_device_does_not_have_is_left_out(server: MetricsServer) -> None:
+    server.update({"step": 1}, [replace(cpu_row(0), state=None)])
+    names = {name for name, _ in scrape(server.url)}
+    assert "shardkit_rank_host_rss_bytes" in names
+    assert not any("device" in name or "state" in name or "retries" in name for name in names)
+
+
+def test_label_values_are_escaped(server: MetricsServer) -> None:
+    server.update({}, [cpu_row(0, host='a"b\\c\nd}')])
+    assert ("shardkit_rank_host_rss_bytes", r'rank="0",host="a\"b\\c\nd}"') in scrape(server.url)
+
+
+def test_an_evaluations_loss_stays_until_the_next(server: MetricsServer) -> None:
+    server.update({"step": 1, "val_loss": 3.0}, [])
+    server.update({"step": 2}, [])
+    found = scrape(server.url)
+    assert (found["shardkit_step", ""], found["shardkit_validation_loss", ""]) == (2, 3.0)
+
+
+def test_nothing_else_is_served(server: MetricsServer) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(server.url.replace("/metrics", "/../etc/passwd"), timeout=10)
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"logging.prometheus_port={port}: cannot listen on 127.0.0.1:{port}"
+        ) as error:
+            MetricsServer("127.0.0.1", port)
+    assert "prometheus_port=0" in error.value.fix
+
+
+def test_closing_ends_its_thread_and_frees_the_port() -> None:
+    served = MetricsServer("127.0.0.1", 0)
+    assert any(thread.name == "prometheus" for thread in threading.enumerate())
+    served.close()
+    assert not any(thread.name == "prometheus" for thread in threading.enumerate())
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(served.url, timeout=10)
+
+
+def settings(folder: Path, **extra: Any) -> list[str]:
+    text = folder / "text"
+    text.mkdir(exist_ok=True)
+    for i in range(20):
+        (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
+    values = {
+        "data.path": text, "data.cache_dir": folder / "cache", "run.dir": folder / "run", "run.device": "cpu",
+        "train.max_steps": 3, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_batches": 0,
+        "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 1,
+        "logging.tensorboard": "false", "checkpoint.at_end": "false", "parallel.strategy": "ddp",
+    }  # fmt: skip
+    return [f"{k}={v}" for k, v in {**values, **{k.replace("__", "."): v for k, v in extra.items()}}.items()]
+
+
+def scraped_steps(overrides: list[str], run_dir: str) -> list[dict[str, float]]:
+    """What the endpoint says after each step of a real run; rank 0's."""
+    import torch.distributed as dist
+
+    from shardkit.config.load import load_config
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
+
+    found = []
+    with start(load_config(None, overrides)) as job:
+        for _ in Trainer(job).recorded_steps():
+            if dist.get_rank() == 0:
+                url = Path(run_dir, "logs", "prometheus.txt").read_text().strip()
+                found.append({f"{name} {labels}".strip(): value for (name, labels), value in scrape(url).items()})
+    return found
+
+
+def exit_code(overrides: list[str]) -> int:
+    from shardkit.train import main
+
+    return main(overrides)
+
+
+@pytest.mark.dist
+def test_a_run_is_scraped_while_it_trains(tmp_path: Path) -> None:
+    args = settings(tmp_path, logging__prometheus_port=0)
+    first, second = run_ranks(
+        2, "tests.telemetry.test_prometheus:scraped_steps", overrides=args, run_dir=str(tmp_path / "run")
+    )
+    assert second == []
+    assert not (tmp_path / "run" / "logs" / "prometheus.txt").exists()  # nobody answers any more
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gathers = [json.loads(line) for line in (tmp_path / "run" / "memory.jsonl").read_text().splitlines()]
+    assert len(first) == len(steps) == len(gathers) == 3
+    for answer, step, gather in zip(first, steps, gathers, strict=True):
+        assert answer["shardkit_loss"] == step["loss"]
+        for row in gather["ranks"]:
+            who = f'rank="{row["rank"]}",host="{row["host"]}"'
+            assert answer[f"shardkit_rank_host_peak_rss_bytes {who}"] == row["host_mem"]["peak_rss"]
+            held = row["state"]["optimizer"]["device"]
+            assert answer[f'shardkit_rank_state_bytes {who},category="optimizer",place="device"'] == held > 0
+
+
+@pytest.mark.dist
+def test_a_taken_port_stops_every_rank(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        args = settings(tmp_path, logging__prometheus_port=taken.getsockname()[1])
+        assert run_ranks(2, "tests.telemetry.test_prometheus:exit_code", overrides=args, timeout=60) == [2, 2]
