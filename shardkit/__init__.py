@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -26,3 +28,9 @@ def __getattr__(name: str) -> Any:
         module, attribute = _PUBLIC[name]
         return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+
+
+# `from shardkit.config_io import load_config`, as it was written before `config` was a package, keeps working.
+_config_io = ModuleType("shardkit.config_io", "Now shardkit.config.load.")
+_config_io.__getattr__ = lambda name: getattr(import_module("shardkit.config.load"), name)  # type: ignore[method-assign]
+sys.modules[_config_io.__name__] = _config_io

@@ -1,4 +1,4 @@
-"""Errors a user can act on: one line of cause, one line of fix."""
+"""Errors a user can act on: one line of cause, one line of fix, sizes written the same way everywhere."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ def report(error: ShardkitError) -> int:
     fix = f"\n  fix: {error.fix}" if error.fix else ""
     print(f"error: {error.cause}{fix}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def gib(n_bytes: float, decimals: int = 2) -> str:
+    """Bytes as messages and tables write them: in GiB, or in MiB below a tenth of a GiB."""
+    if abs(n_bytes) < 0.1 * 2**30:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return f"{n_bytes / 2**30:.{decimals}f} GiB"

@@ -22,7 +22,7 @@ PACKAGE = REPO / "shardkit"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"files", "config"},
-    {"config_io", "launch", "memory", "data"},
+    {"launch", "memory", "data"},
     {"parallel", "tracing"},
     {"activation", "hardware", "models", "oom"},
     {"strategies", "tasks"},

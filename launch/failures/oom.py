@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...errors import gib
 from . import exit_codes
 from .failure import Failure
 
@@ -47,10 +48,10 @@ def words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, A
 def _pressure(record: Mapping[str, Any]) -> str:
     memory, row = record["memory"], record["row"]["host_mem"]
     used = memory["limit"] - memory["free"]
-    workers = f", its loader processes {gib(row['children_rss'])}" if row["children_rss"] else ""
+    workers = f", its loader processes {gib(row['children_rss'], 1)}" if row["children_rss"] else ""
     return (
-        f"  the host's memory was almost used up at step {record['step']}: {gib(used)} of {gib(memory['limit'])} on "
-        f"{record['host']}; rank {record['rank']} held {gib(row['rss'])}{workers}"
+        f"  the host's memory was almost used up at step {record['step']}: {gib(used, 1)} of "
+        f"{gib(memory['limit'], 1)} on {record['host']}; rank {record['rank']} held {gib(row['rss'], 1)}{workers}"
     )
 
 
@@ -66,11 +67,6 @@ def _changes(record: Mapping[str, Any]) -> list[str]:
 
 def _change(one: Mapping[str, Any], width: int, missing: int) -> str:
     saving = one["saving_bytes"]
-    amount = "saves memory" if saving is None else f"saves {gib(saving)}"
+    amount = "saves memory" if saving is None else f"saves {gib(saving, 1)}"
     short = " (not enough alone)" if saving is not None and saving < missing else ""
     return f"    {one['change']:<{width}}  {amount}{short}: {one['cost']}"
-
-
-def gib(n_bytes: float) -> str:
-    """Bytes as GiB with one decimal, or MiB below a tenth of a GiB."""
-    return f"{n_bytes / 2**30:.1f} GiB" if abs(n_bytes) >= 0.1 * 2**30 else f"{n_bytes / 2**20:.1f} MiB"

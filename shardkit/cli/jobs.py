@@ -150,8 +150,7 @@ def _planned(
     config: str, overrides: list[str], spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan what is submitted, and what that was; of an array, its first job."""
-    from ..errors import ConfigError
-    from ..memory.rows import gib
+    from ..errors import ConfigError, gib
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 

@@ -166,8 +166,7 @@ def max_model(
 ) -> None:
     """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, and by real steps."""
     from ..config.load import load_config, resolve_batch
-    from ..errors import ConfigError
-    from ..memory.rows import gib
+    from ..errors import ConfigError, gib
     from ..plan.search.ladder import tried
     from ..plan.search.max_model import batch_sizes, largest, model_sizes
     from ..plan.target import cap_setting, choose_target, target_here

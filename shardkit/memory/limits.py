@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from .rows import RankRow, gib
+from ..errors import gib
+from .rows import RankRow
 
 # v1 writes "no limit" as the largest multiple of the page size that fits 63 bits.
 _V1_UNLIMITED = 2**62

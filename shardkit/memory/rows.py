@@ -10,14 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
-
-def gib(n_bytes: float) -> str:
-    """Bytes as GiB, or MiB below a tenth of a GiB."""
-    if abs(n_bytes) < 0.1 * 2**30:
-        return f"{n_bytes / 2**20:.1f} MiB"
-    return f"{n_bytes / 2**30:.2f} GiB"
-
-
 SCHEMA = 1
 PhaseName = Literal["init", "wrap", "forward", "backward", "step"]
 StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from ..errors import ConfigError
-from ..memory.rows import gib
+from ..errors import ConfigError, gib
 from ..memory.state import local_tensors
 from ..tracing.tracker import TensorTracker
 from .shortage import Shortage, innermost

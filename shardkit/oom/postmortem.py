@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, gib
 from ..memory.ledger import MemoryLedger
 from ..memory.phases import phase_of
-from ..memory.rows import RankRow, StateKind, gib
+from ..memory.rows import RankRow, StateKind
 from ..parallel.blocks import find_blocks
 from . import shortage as shortages
 from .advice import Advice, Used, advise

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..errors import gib
 from ..hardware import calibration
-from ..memory.rows import gib
 from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate

@@ -33,7 +33,7 @@ def refuse_misfit(changed: Changed, target: Target) -> MemoryEstimate:
 
 def misfit(estimate: MemoryEstimate) -> str:
     """One line on what is short, by how much and where."""
-    from ..memory.rows import gib
+    from ..errors import gib
 
     peak = estimate.peak
     if estimate.device_memory is not None and estimate.needed > estimate.device_memory:

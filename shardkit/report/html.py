@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..memory.rows import gib
+from ..errors import ConfigError, gib
 
 Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 STYLE = """

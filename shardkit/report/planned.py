@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..errors import ShardkitError
+from ..errors import ShardkitError, gib
 from ..hardware import calibration
-from ..memory.rows import KINDS, RankRow, gib
+from ..memory.rows import KINDS, RankRow
 from ..plan import history
 from .figures import COLOURS
 from .html import LINES, Figure, unit_of

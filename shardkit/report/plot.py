@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..memory.rows import gib
+from ..errors import gib
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found
 from ..plan.search.trial import writing

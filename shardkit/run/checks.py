@@ -13,8 +13,8 @@ from torch import nn
 
 from ..config.capability import CAPABILITIES
 from ..config.schema import PrecisionConfig, StrategyName
-from ..errors import ConfigError
-from ..memory.rows import KINDS, gib
+from ..errors import ConfigError, gib
+from ..memory.rows import KINDS
 from ..memory.state import local_tensors
 from ..parallel.precision import master_dtype
 from ..parallel.world import World

@@ -15,10 +15,9 @@ from types import TracebackType
 import torch
 
 from ..config.schema import RunConfig
-from ..errors import ShardkitError
+from ..errors import ShardkitError, gib
 from ..hardware.cards import DEFAULT, GPUS
 from ..memory.limits import tightest_limit
-from ..memory.rows import gib
 from ..memory.state import local_tensors
 from ..plan.client import Planner
 from ..plan.history import digest

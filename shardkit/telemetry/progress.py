@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..memory.rows import RankRow, gib
+from ..errors import gib
+from ..memory.rows import RankRow
 from ..memory.summary import Summary, pressure, summary
 
 if TYPE_CHECKING:

@@ -552,3 +552,9 @@ def test_loading_imports_no_torch() -> None:
         "c.markdown_table(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+def test_load_config_is_found_where_it_was_before() -> None:
+    from shardkit.config_io import load_config as former
+
+    assert former is load_config

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.memory.rows import gib
+from shardkit.errors import gib
 from shardkit.report.compare import compare_page
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...config.schema import RunConfig
-from ...errors import ConfigError, ShardkitError
-from ...memory.rows import gib
+from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import MemoryEstimate
 from ..target import Target

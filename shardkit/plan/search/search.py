@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from ...config.schema import RunConfig
-from ...errors import ConfigError, ShardkitError
-from ...memory.rows import gib
+from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..target import Target

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
-from ...memory.rows import gib
+from ...errors import DataError, gib
 from .account import CATEGORIES
 from .chrome_trace import OUTSIDE, PHASES
 

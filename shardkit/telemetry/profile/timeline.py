@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ...memory.rows import gib
+from ...errors import gib
 from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
