@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-# `from shardkit.config_io import load_config`, as it was written before `config` was a package, keeps working.
-_config_io = ModuleType("shardkit.config_io", "Now shardkit.config.load.")
-_config_io.__getattr__ = lambda name: getattr(import_module("shardkit.config.load"), name)  # type: ignore[method-assign]
+# `from shardkit.config_io import load_config`, as it was written before `config` was a package, keeps working. A lazy
+# attribute for this one name only: inspect and others ask every loaded module for names of theirs.
+_config_io = ModuleType("shardkit.config_io", "Now `shardkit.load_config`.")
+_config_io.__dict__["__getattr__"] = lambda name: __getattr__(name if name == "load_config" else f"config_io.{name}")
 sys.modules[_config_io.__name__] = _config_io
