@@ -92,6 +92,34 @@ def test_imports_flow_downward(module: str) -> None:
     assert not upward, f"shardkit.{module} imports {sorted(upward)} from its own layer or one above"
 
 
+def rooms() -> dict[str, set[str]]:
+    """Top-level file or package of shardkit, launch among them, → the others that it imports."""
+    found: dict[str, set[str]] = {}
+    for module in SOURCES:
+        own = module.split(".")[0]
+        found.setdefault(own, set()).update(name.split(".")[0] for name in shardkit_imports(module))
+        found[own].discard(own)
+    return found
+
+
+def test_the_map_stays_small_enough_to_know() -> None:
+    found = rooms()
+    files = {name for name in found if f"{name}.__init__" not in SOURCES}
+    assert len(files) <= 6, f"shardkit/ has more than six files: {sorted(files)}"
+    assert len(found) <= 24, f"more than 24 files and packages: {sorted(found)}"
+    edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
+    assert len(edges) <= 100, f"{len(edges)} imports between them: {edges}"
+    modules = [name for name in SOURCES if name.split(".")[-1] != "__init__"]
+    assert len(modules) <= 180, f"{len(modules)} modules"
+
+
+def test_packages_form_no_cycle() -> None:
+    try:
+        TopologicalSorter(rooms()).prepare()
+    except CycleError as error:
+        pytest.fail(f"packages import each other: {' → '.join(error.args[1])}")
+
+
 def test_no_import_cycles() -> None:
     graph = {module: shardkit_imports(module, all_of_it=False) for module in SOURCES}
     try:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ..config.schema import RunConfig
 from ..launch.doctor.examine import Check
-from ..memory.probe import DeviceProbe
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from . import calibration
 from .speed import copy_speed, matmul_flops, matmul_types, memory_speed, new_page_speed, operator_seconds, timed
@@ -154,9 +153,10 @@ def _outside(world: World, context: int | None) -> dict[str, float | None]:
 
 
 def _beyond_allocator(device: torch.device) -> int | None:
-    probe = DeviceProbe(device)
-    in_use, counters = probe.in_use(), probe.read()
-    return None if in_use is None or counters is None else in_use - counters.reserved
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free) - torch.cuda.memory_reserved(device)
 
 
 def _bus_speed(world: World, name: str, n_bytes: int) -> float:

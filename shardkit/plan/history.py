@@ -30,6 +30,11 @@ def path() -> Path:
     return calibration.cache_dir() / "past.jsonl"
 
 
+def this_cpu() -> str:
+    """The name under which runs on this machine's CPU are kept; runs on GPUs are kept under the card's."""
+    return calibration.cpu_name()
+
+
 def digest(config: RunConfig) -> str:
     """The same for configs whose steps need the same memory."""
     settings = config.model_dump(mode="json", exclude=_BESIDE | {"memory"})

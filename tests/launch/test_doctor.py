@@ -17,7 +17,6 @@ from shardkit.launch.doctor import examine, host
 from shardkit.launch.doctor.examine import Check
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
-from shardkit.memory.probe import DeviceCounters
 from tests.launch.jobs import REPO, environment
 from tests.launch.test_affinity import fake_machine
 
@@ -85,18 +84,9 @@ def test_slow_ranks_and_wrong_clocks_are_named() -> None:
 def test_the_card_beyond_the_allocator_is_told_apart_by_context_and_communicator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Probe:
-        """An imitation of a card on which 700 MiB are in use, 100 of them the allocator's."""
-
-        def __init__(self, device: torch.device) -> None: ...
-
-        def in_use(self) -> int:
-            return 700 * 2**20
-
-        def read(self) -> DeviceCounters:
-            return DeviceCounters(0, 0, 100 * 2**20, 0, 0, 0)
-
-    monkeypatch.setattr(collectives, "DeviceProbe", Probe)
+    # An imitation of a card on which 700 MiB are in use, 100 of them the allocator's.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 1000 * 2**20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * 2**20)
     world = SimpleNamespace(size=2, device=torch.device("cuda"), gather=lambda value: [value, value])
     found = collectives._outside(world, 450 * 2**20)  # type: ignore[arg-type]
     assert found == {"context_bytes": 450 * 2**20, "communicator_bytes": 150 * 2**20}
