@@ -1,57 +1,51 @@
-"""`shardkit doctor`: looks at this machine for what makes training fail or crawl; each finding comes with its fix."""
+"""`shardkit doctor`: looks at this machine for what makes training fail or crawl. Imports no torch: a child asks it."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import resource
+import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
 
-from ...errors import ShardkitError
+from ...errors import LaunchError
+from ..ranks import affinity
+from ..ranks.affinity import available_cores
+from ..ranks.env import detect
+from ..ranks.gpus import visible_gpus
+from .finding import Check, from_error
 
-Status = Literal["pass", "warn", "fail"]
-_MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding.
-
-    Attributes:
-        found: what there is, one line.
-        fix: what to do about it; empty when it passed.
-        data: the numbers, for programs.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+_GIB = 2**30
+_OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil": (5, 9), "pydantic": (2, 11)}
 
 
 def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
     """All checks of this machine, torch's in a process of its own."""
-    from . import host
 
     looks: list[Callable[[], Iterable[Check]]] = [
-        host.python,
-        host.packages,
+        python,
+        packages,
         torch_checks,
-        host.compiler,
-        host.gpu_driver,
-        host.gpu_processes,
-        host.numa,
-        host.memory,
-        host.limits,
-        host.shared_memory,
-        host.network,
-        host.rank_variables,
-        lambda: host.disk("run directory", run_dir),
-        lambda: host.disk("cache directory", cache_dir),
+        compiler,
+        gpu_driver,
+        gpu_processes,
+        numa,
+        memory,
+        limits,
+        shared_memory,
+        network,
+        rank_variables,
+        lambda: disk("run directory", run_dir),
+        lambda: disk("cache directory", cache_dir),
     ]
     return [check for look in looks for check in look()]
 
@@ -70,33 +64,222 @@ def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[C
     return [Check(**item) for item in json.loads(lines[-1])]
 
 
-def render(checks: list[Check]) -> str:
-    """One line per finding, its fix below."""
-    width = max(len(check.name) for check in checks)
-    lines = []
-    for check in checks:
-        lines.append(f"{_MARKS[check.status]}  {check.name.ljust(width)}  {check.found}")
-        if check.fix:
-            lines.append(f"{' ' * (width + 8)}fix: {check.fix}")
-    counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
-    lines.append(f"{counts['pass']} ok, {counts['warn']} warnings, {counts['fail']} failures")
-    return "\n".join(lines)
+def python() -> list[Check]:
+    """Interpreter and cores."""
+    found = f"{platform.python_version()}, {available_cores()} cores for this process, {platform.platform()}"
+    return [Check("python", "pass", found, data={"cores": available_cores()})]
 
 
-def as_json(checks: list[Check], extra: dict[str, Any]) -> str:
-    """For programs: `{"status": …, "checks": […], …}`."""
-    return json.dumps({"status": worst(checks), "checks": [asdict(check) for check in checks], **extra}, indent=1)
+def packages() -> list[Check]:
+    """Versions of what shardkit needs."""
+    checks = []
+    for name, oldest in _OLDEST.items():
+        wanted = ".".join(map(str, oldest))
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            checks.append(Check(name, "fail", "not installed", f"pip install '{name}>={wanted}'"))
+            continue
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        old = numbers < oldest
+        fix = f"pip install '{name}>={wanted}'" if old else ""
+        checks.append(Check(f"{name} version", "fail" if old else "pass", version, fix, {"version": version}))
+    return checks
 
 
-def worst(checks: list[Check]) -> Status:
-    """The most severe status."""
-    order: tuple[Status, ...] = ("fail", "warn")
-    for status in order:
-        if any(check.status == status for check in checks):
-            return status
-    return "pass"
+def compiler() -> list[Check]:
+    """What DeepSpeed needs to build CPUAdam."""
+    missing = [] if any(shutil.which(name) for name in ("c++", "g++", "clang++")) else ["a C++ compiler"]
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        missing.append("Python's headers")
+    if shutil.which("ninja") is None and not _installed("ninja"):
+        missing.append("ninja")
+    if not missing:
+        return [Check("compiler", "pass", "C++ compiler, Python's headers and ninja")]
+    found = f"no {', no '.join(missing)}: offload_optimizer=cpu cannot build its optimizer"
+    return [Check("compiler", "warn", found, "apt-get install g++ python3-dev ninja-build")]
 
 
-def from_error(name: str, error: ShardkitError) -> Check:
-    """An error that the user can correct, as a finding."""
-    return Check(name, "fail", error.cause, error.fix)
+def gpu_driver() -> list[Check]:
+    """Driver and topology as nvidia-smi tells."""
+    said = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
+    if said is None:
+        if visible_gpus():
+            fix = "install the driver's tools, or start the container with the nvidia runtime"
+            return [Check("driver", "warn", "GPUs, but no nvidia-smi", fix)]
+        return [Check("driver", "pass", "no NVIDIA GPU on this machine")]
+    topology = _nvidia_smi("topo", "-m") or ""
+    nvlink = any(f"NV{n}" in topology for n in range(1, 40))
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    found = f"{len(lines)} GPU(s): {lines[0]}" + ("; NVLink" if nvlink else "")
+    return [Check("driver", "pass", found, data={"gpus": lines, "topology": topology})]
+
+
+def gpu_processes() -> list[Check]:
+    """Others on the GPUs take memory that a plan counts on."""
+    said = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+    if said is None:
+        return []
+    others = [line for line in said.splitlines() if line.strip()]
+    if not others:
+        return [Check("GPU processes", "pass", "none")]
+    found = f"{len(others)} process(es) use the GPUs, first: {others[0]}"
+    return [Check("GPU processes", "warn", found, "end them (nvidia-smi shows their ids), or use other GPUs")]
+
+
+def numa(root: Path = Path("/")) -> list[Check]:
+    """NUMA nodes, which of them GPUs hang on, and how `shardkit launch` shares the CPUs out among a rank per GPU."""
+    nodes: dict[int, list[int]] = {}
+    for cpu, place in sorted(affinity.topology(root).items()):
+        nodes.setdefault(place[0], []).append(cpu)
+    allowed = affinity.allowed_cpus()
+    found = "; ".join(f"node {node}: CPUs {affinity.render(cpus)}" for node, cpus in sorted(nodes.items()))
+    found = found or "the kernel tells no NUMA nodes"
+    gpus = affinity.gpu_nodes(os.environ, root)
+    if gpus:
+        found += f"; GPUs on nodes {', '.join('?' if node is None else str(node) for node in gpus)}"
+    data = {"nodes": {str(node): cpus for node, cpus in nodes.items()}, "gpus": gpus, "allowed": allowed}
+    far = [index for index, node in enumerate(gpus) if node in nodes and not set(nodes[node]) & set(allowed)]
+    if far:
+        found += f"; this process may use none of the CPUs beside GPU {', '.join(map(str, far))}"
+        fix = "ask for CPUs beside the GPUs (Slurm: --gpu-bind=closest, --cpus-per-gpu; Docker: --cpuset-cpus)"
+        return [Check("NUMA", "warn", found, fix, data)]
+    return [Check("NUMA", "pass", found, data=data)]
+
+
+def memory() -> list[Check]:
+    """Free host memory, and the cgroup's limit, which the kernel enforces by killing."""
+    fields = dict(line.split(":") for line in _read(Path("/proc/meminfo")).splitlines() if ":" in line)
+    total, available = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit = cgroup_memory_limit()
+    bound = min(available, limit) if limit else available
+    found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    found += f", cgroup limit {limit / _GIB:.1f} GiB" if limit and limit < total else ""
+    data = {"total": total, "available": available, "cgroup_limit": limit}
+    low = bound < 4 * _GIB
+    fix = "close other programs, or raise the container's or the job's memory (--mem)" if low else ""
+    return [Check("host memory", "warn" if low else "pass", found, fix, data)]
+
+
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes this process's control group may use, the tightest on the way up; None = no limit."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for depth in range(len(parts), -1, -1):
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            text = _read(mount.joinpath(*parts[:depth]) / name).strip()
+            if text.isdigit() and int(text) < 2**60:  # v1 writes a huge number for "none"
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def limits() -> list[Check]:
+    """Locked memory (pinned buffers, RDMA) and open files."""
+    checks = []
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024} KiB"
+    tight = locked != resource.RLIM_INFINITY and locked < _GIB and visible_gpus() > 0
+    fix = "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK; in Docker --ulimit memlock=-1"
+    checks.append(Check("memlock", "warn" if tight else "pass", shown, fix if tight else "", {"bytes": locked}))
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files < 4096
+    fix = f"ulimit -n {min(most, 65536)}" if few else ""
+    checks.append(Check("open files", "warn" if few else "pass", f"at most {files}", fix, {"soft": files}))
+    return checks
+
+
+def shared_memory() -> list[Check]:
+    """/dev/shm: NCCL and data-loader workers put their buffers there; a full one ends them with SIGBUS."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return [Check("/dev/shm", "warn", "not mounted", "mount a tmpfs on /dev/shm")]
+    usage = shutil.disk_usage(path)
+    low = usage.free < _GIB
+    found = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+    fix = "start the container with --shm-size=8g or --ipc=host, or set data.workers=0" if low else ""
+    return [Check("/dev/shm", "warn" if low else "pass", found, fix, {"free": usage.free})]
+
+
+def network() -> list[Check]:
+    """Whether other processes can reach this machine under its own name."""
+    name = socket.gethostname()
+    try:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        fix = f"add {name} to DNS or to /etc/hosts; torchrun: pass an address as --rdzv-endpoint and --local-addr"
+        return [Check("host name", "warn", f"{name} does not resolve", fix)]
+    try:
+        with socket.create_server(("", 0)) as server, socket.create_connection((name, server.getsockname()[1]), 5):
+            pass
+    except OSError as error:
+        fix = "open the firewall between the nodes (all ports from 1024 up), and on the loopback device"
+        return [Check("ports", "fail", f"cannot connect to {name} ({address}) on a free port: {error.strerror}", fix)]
+    loop = address.startswith("127.") or address == "::1"
+    found = f"{name} is {address}, a free port can be reached" + (
+        "; other nodes must know another address" if loop else ""
+    )
+    return [Check("ports", "pass", found, data={"address": address})]
+
+
+def rank_variables() -> list[Check]:
+    """Variables of launchers that contradict each other."""
+    try:
+        env = detect()
+    except LaunchError as error:
+        return [from_error("rank variables", error)]
+    return [Check("rank variables", "pass", f"{env.source}: rank {env.rank} of {env.world_size}")]
+
+
+def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
+    """Space, and the speed of a write that reaches the disk, where `path` is or will be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < 2 * n_bytes:
+        return [Check(name, "fail", f"{place}: {free / _GIB:.2f} GiB free", "free some space, or choose another disk")]
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+            block = os.urandom(2**20)
+            began = time.perf_counter()
+            for _ in range(n_bytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = n_bytes / (time.perf_counter() - began)
+    except OSError as error:
+        return [Check(name, "fail", f"{place} cannot be written: {error.strerror}", "choose a directory you can write")]
+    slow, full = speed < 50e6, free < 20 * _GIB
+    fix = "checkpoints will be slow: use a faster disk, or checkpoint.async_save=true" if slow else ""
+    fix = fix or ("a checkpoint takes 12 bytes per parameter: check that some fit" if full else "")
+    found = f"{place}: {free / _GIB:.0f} GiB free, writes {speed / 1e6:.0f} MB/s"
+    data = {"free": free, "write_bytes_per_s": speed, "path": str(place)}
+    return [Check(name, "warn" if slow or full else "pass", found, fix, data)]
+
+
+def _nvidia_smi(*args: str) -> str | None:
+    try:
+        done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from .examine import Check
+from .finding import Check
 
 # In a process of its own: DeepSpeed prints, and an op of another build can crash.
 _OPS = """

@@ -206,7 +206,8 @@ def doctor(
     """Look for what makes training fail or crawl; under torchrun or srun also measure the ranks together."""
     from ..errors import LaunchError
     from ..hardware import calibration
-    from ..launch.doctor import examine as doctors
+    from ..launch.doctor import finding
+    from ..launch.doctor.examine import examine
     from ..launch.ranks.env import detect
 
     try:
@@ -223,10 +224,10 @@ def doctor(
             return
         if calibrate:
             calibration.save(measured[1])
-    checks = doctors.examine(Path(run_dir), calibration.cache_dir()) + (measured[0] if measured else [])
+    checks = examine(Path(run_dir), calibration.cache_dir()) + (measured[0] if measured else [])
     extra = {"measured": measured[1]} if measured else {}
-    typer.echo(doctors.as_json(checks, extra) if json_output else doctors.render(checks))
-    raise typer.Exit(1 if doctors.worst(checks) == "fail" else 0)
+    typer.echo(finding.as_json(checks, extra) if json_output else finding.render(checks))
+    raise typer.Exit(1 if finding.worst(checks) == "fail" else 0)
 
 
 def _load(config: str, overrides: list[str]) -> LoadedConfig:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.schema import RunConfig
-from ..launch.doctor.examine import Check
+from ..launch.doctor.finding import Check
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from . import calibration
 from .speed import copy_speed, matmul_flops, matmul_types, memory_speed, new_page_speed, operator_seconds, timed

@@ -13,8 +13,8 @@ import torch
 from shardkit.cli.__main__ import main
 from shardkit.errors import ConfigError
 from shardkit.hardware import calibration, collectives
-from shardkit.launch.doctor import examine, host
-from shardkit.launch.doctor.examine import Check
+from shardkit.launch.doctor import examine, finding
+from shardkit.launch.doctor.finding import Check
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
 from tests.launch.jobs import REPO, environment
@@ -116,15 +116,15 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_missing_and_old_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)})
-    status = {check.name: check.status for check in host.packages()}
+    monkeypatch.setattr(examine, "_OLDEST", {"torch": (999, 0), "no-such-package-at-all": (1, 0), "pydantic": (2, 0)})
+    status = {check.name: check.status for check in examine.packages()}
     assert status == {"torch version": "fail", "no-such-package-at-all": "fail", "pydantic version": "pass"}
 
 
 def test_a_full_or_read_only_disk(tmp_path: Path) -> None:
-    (full,) = host.disk("run directory", tmp_path, n_bytes=2**60)
+    (full,) = examine.disk("run directory", tmp_path, n_bytes=2**60)
     assert full.status == "fail" and full.fix
-    (gone,) = host.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
+    (gone,) = examine.disk("run directory", Path("/proc/1/nothing"), n_bytes=0)
     assert gone.status == "fail" and "cannot be written" in gone.found
 
 
@@ -135,24 +135,24 @@ def test_the_cgroups_memory_limit(limit: str, found: int | None, tmp_path: Path)
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (group / "memory.max").write_text(limit + "\n")
-    assert host.cgroup_memory_limit(tmp_path) == found
+    assert examine.cgroup_memory_limit(tmp_path) == found
 
 
 def test_gpus_far_from_the_allowed_cpus_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = fake_machine(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1, 2, 3])
-    (near,) = host.numa(root)
+    (near,) = examine.numa(root)
     assert near.status == "pass" and near.found == "node 0: CPUs 0-1; node 1: CPUs 2-3; GPUs on nodes 1, 0, ?"
     monkeypatch.setattr(affinity, "allowed_cpus", lambda: [0, 1])
-    (far,) = host.numa(root)
+    (far,) = examine.numa(root)
     assert far.status == "warn" and far.found.endswith("none of the CPUs beside GPU 0") and far.fix
 
 
 def test_the_worst_finding_decides() -> None:
     fine, bad = Check("a", "pass", "x"), Check("b", "fail", "y", "do z")
-    assert examine.worst([fine, bad]) == "fail" and examine.worst([fine]) == "pass"
-    assert examine.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
+    assert finding.worst([fine, bad]) == "fail" and finding.worst([fine]) == "pass"
+    assert finding.render([fine, bad]).splitlines()[1:3] == ["FAIL  b  y", "         fix: do z"]
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
