@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import gib
+from ..html.cells import Cell, words
+from ..html.page import LINES, Figure, Page, label, paragraph, table, unit_of
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, named, reasons
-from .html import LINES, Cell, Figure, Page, esc, label, table, unit_of, words
 
 _BAD = "#b3261e"
 
@@ -101,7 +102,7 @@ def write_page(
     page.section("plot", "Plot", page.figure("plot", figure))
     page.section("table", "Figures", table(head, rows))
     if notes:
-        page.section("notes", "Notes", *(f"<p>{esc(note)}</p>" for note in notes))
+        page.section("notes", "Notes", *map(paragraph, notes))
     text = page.render()
     draft = path.with_name(path.name + ".part")
     with writing(path.parent):
