@@ -8,17 +8,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from ..errors import ConfigError
-from .cells import Cell
+from ..errors import ConfigError, gib
 
+Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 SETTINGS: dict[str, Any] = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
 DRAW = """
 for (const [id, data, layout] of REPORT.figures) Plotly.newPlot(id, data, layout, REPORT.settings);
@@ -46,6 +47,49 @@ def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
     return ("GiB", 2.0**30) if largest >= 2**30 else ("MiB", 2.0**20)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell: what it shows, the exact number behind it (bytes, seconds) if any, its colour in a chart."""
+
+    text: str
+    value: float | None = None
+    numeric: bool = True
+    colour: str = ""
+
+    @property
+    def exact(self) -> str:
+        """The number as a program would read it; empty without one."""
+        return "" if self.value is None or not math.isfinite(self.value) else repr(self.value)
+
+
+def n_bytes(value: float | None) -> Cell:
+    return Cell("–") if value is None else Cell(gib(value), value)
+
+
+def quantity(value: float | None, unit: Unit) -> Cell:
+    """A number in its unit; `value` in bytes, seconds or as it is."""
+    if value is None:
+        return Cell("–")
+    if unit == "bytes":
+        return n_bytes(value)
+    texts = {
+        "s": f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms",
+        "count": f"{value:,.0f}",
+        "plain": f"{value:.4f}",
+        "rate": f"{value:,.0f}",
+        "share": f"{100 * value:.2f} %",
+    }
+    return Cell(texts[unit], value)
+
+
+def percent(share: float | None) -> Cell:
+    return Cell("–") if share is None else Cell(f"{100 * share:+.1f} %".replace("-0.0 %", "+0.0 %"), share)
+
+
+def words(value: object) -> Cell:
+    return Cell(str(value), numeric=False)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], mark: int | None = None) -> Markup:
     """Rows under a head; `mark` is the row that is set in bold. A head starting with `>` is right-aligned."""
     return Markup(_TEMPLATES.get_template("table.html").render(head=head, rows=rows, mark=mark))
@@ -68,11 +112,7 @@ def folded(title: str, text: str) -> Markup:
 
 @dataclass
 class Page:
-    """Collects sections and figures, then becomes one file. Whatever is not `Markup` is escaped.
-
-    Attributes:
-        lead: stands under the title.
-    """
+    """Collects sections and figures, then becomes one file; `lead` stands under the title. Only `Markup` is trusted."""
 
     title: str
     lead: str = ""
@@ -128,12 +168,9 @@ LAYOUT: dict[str, Any] = {
     "hovermode": "closest",
     "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     "font": {"family": "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", "size": 12, "color": "#1c2733"},
-    "paper_bgcolor": "#ffffff",
-    "plot_bgcolor": "#ffffff",
-    "template": {
-        "layout": {
-            "xaxis": {"gridcolor": "#e8ecf0", "zerolinecolor": "#e8ecf0", "automargin": True},
-            "yaxis": {"gridcolor": "#e8ecf0", "zerolinecolor": "#c8d0d8", "automargin": True},
-        }
-    },
-}
+    "paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff",
+    "template": {"layout": {
+        "xaxis": {"gridcolor": "#e8ecf0", "zerolinecolor": "#e8ecf0", "automargin": True},
+        "yaxis": {"gridcolor": "#e8ecf0", "zerolinecolor": "#c8d0d8", "automargin": True},
+    }},
+}  # fmt: skip

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ..html.cells import Cell, quantity, words
-from ..html.page import Page, heading, paragraph, table
+from ..html.page import Cell, Page, heading, paragraph, quantity, table, words
 from ..memory.summary import pressure
 from . import figures, measure
 from .page import facts

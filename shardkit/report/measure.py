@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from ..html.cells import Unit
+from ..html.page import Unit
 from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.summary import BEST, WHOLE, WORST, Straggler, pressure, summary
 from .read import Gather, Run, number

@@ -12,8 +12,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from ..html.cells import Cell, n_bytes, percent, quantity, words
-from ..html.page import Page, folded, heading, paragraph, table
+from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
 from . import figures, measure, planned, postmortem, traced

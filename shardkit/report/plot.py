@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import gib
-from ..html.cells import Cell, words
-from ..html.page import LINES, Figure, Page, label, paragraph, table, unit_of
+from ..html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found
 from ..plan.search.trial import writing

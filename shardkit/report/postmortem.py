@@ -11,8 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..html.cells import Cell, n_bytes, words
-from ..html.page import folded, heading, table
+from ..html.page import Cell, folded, heading, n_bytes, table, words
 
 _BYTES = re.compile(
     r"bytes|request|alloc|reserved|fragment|limit|free|missing|total|rss|peak|saving|capacity|memory|staging|in_use"

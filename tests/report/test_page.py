@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.html.cells import Cell
-from shardkit.html.page import Figure, Page, table
+from shardkit.html.page import Cell, Figure, Page, table
 from shardkit.report.compare import compare_page
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run

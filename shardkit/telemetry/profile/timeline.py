@@ -11,8 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ...errors import gib
-from ...html.cells import Cell, n_bytes, quantity, words
-from ...html.page import Page, paragraph, table
+from ...html.page import Cell, Page, n_bytes, paragraph, quantity, table, words
 from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
