@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,8 @@ from .errors import ConfigError
 
 STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 """What a full or failing disk says."""
+TAIL = 1 << 16
+"""Bytes at the end of a file of JSON lines that hold its last ones."""
 _LOG = logging.getLogger(__name__)
 _warned: set[str] = set()
 
@@ -52,7 +54,8 @@ def outlive_full_disks() -> None:
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
     """Make or replace a file: whoever reads it meanwhile, or after a crash, finds the old one or the new one, whole.
 
-    Its mode is that of a new file. Of several writers at once the last one wins.
+    Its mode is that of a new file. Of several writers at once the last one wins. One that is killed leaves its draft,
+    `NAME.part…`, behind.
 
     Args:
         durable: it is on the disk before it has its name; for the name itself, sync its folder.
@@ -63,15 +66,17 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
     data = content.encode() if isinstance(content, str) else content
     # A shared folder has writers on several nodes: a process id would not tell them apart.
     draft = path.with_name(f"{path.name}.part{os.urandom(6).hex()}")
+    file = draft.open("xb")
     try:
-        with draft.open("xb") as file:
+        with file:
             file.write(data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong first is what the caller must hear
+            draft.unlink()
         raise
 
 

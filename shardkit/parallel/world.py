@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, LaunchError
+from ..files import write_whole
 from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
 
@@ -225,9 +225,7 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
             host = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
         tcp = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        draft.write_text(f"{host} {tcp.port}")
-        draft.replace(path)
+        write_whole(path, f"{host} {tcp.port}")
         return tcp
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():

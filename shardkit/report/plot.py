@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import gib
+from ..files import write_whole
 from ..html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found
@@ -103,10 +104,8 @@ def write_page(
     if notes:
         page.section("notes", "Notes", *map(paragraph, notes))
     text = page.render()
-    draft = path.with_name(path.name + ".part")
     with writing(path.parent):
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     return path
 
 
