@@ -99,10 +99,8 @@ def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> I
         held: IO[str] | None = file
         try:
             _lock(file, wait_s)
-        except BlockingIOError:
-            raise
         except OSError as error:
-            if not optional:
+            if not optional or isinstance(error, BlockingIOError):
                 raise
             _LOG.debug("no lock on %s (%s): going on without", path, error)
             held = None

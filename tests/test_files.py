@@ -101,6 +101,14 @@ def test_a_writer_killed_before_the_rename_leaves_the_old_file(tmp_path: Path) -
     assert path.read_bytes() == b"newer"
 
 
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[bool]()
+    monkeypatch.setattr("os.fsync", lambda _: synced.append((tmp_path / "file").exists()))
+    write_whole(tmp_path / "file", "x", durable=True)
+    write_whole(tmp_path / "other", "x")
+    assert synced == [False]
+
+
 def test_a_full_disk_leaves_the_old_file_and_no_draft(small_disk: Path) -> None:  # noqa: F811
     path = small_disk / "file"
     write_whole(path, "old")
