@@ -153,14 +153,10 @@ def _scripts(figures: list[list[Any]]) -> list[str]:
     return [get_plotlyjs(), f"const REPORT = {found};{DRAW}"]
 
 
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, keep_trailing_newline=True
 )
-_TEMPLATES.filters["digest"] = _digest
+_TEMPLATES.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 LAYOUT: dict[str, Any] = {
     "height": 320,

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ...errors import gib
-from ...html.page import Cell, Page, n_bytes, paragraph, quantity, table, words
+from ...html.page import Cell, Page, n_bytes, paragraph, table, words
 from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
@@ -38,20 +38,19 @@ def render(found: Account, summary: Mapping[str, Any]) -> str:
         for category, n in peak["categories"].items()
         if n
     ]
-    live = [
-        (words(e["op"]), words(e["phase"]), words(e["category"]), quantity(e["count"], "count"), n_bytes(e["bytes"]))
-        for e in peak["live"][:15]
-    ]
-    made = [
-        (words(e["op"]), words(e["phase"]), Cell(f"{e['count']:g}", e["count"]), n_bytes(e["bytes"]))
-        for e in summary["allocations"][:15]
-    ]
+    live = _rows(peak["live"], "op", "phase", "category")
+    made = _rows(summary["allocations"], "op", "phase")
     page = Page(title, paragraph(lead))
     page.section("timeline", "Bytes by category over time", _svg(found))
     page.section("peak", "At the peak", table(["category", ">bytes", ">share"], shares))
     page.section("alive", "Alive at the peak", table(["made by", "in", "category", ">count", ">bytes"], live))
     page.section("allocated", "Allocated per step", table(["by", "in", ">count", ">bytes"], made))
     return page.render()
+
+
+def _rows(entries: Sequence[Mapping[str, Any]], *names: str) -> list[list[Cell]]:
+    """The first entries: what they are named by, how many, how large."""
+    return [[*(words(e[n]) for n in names), Cell(f"{e['count']:g}"), n_bytes(e["bytes"])] for e in entries[:15]]
 
 
 def _share(part: int, whole: int) -> Cell:
