@@ -11,13 +11,16 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from ..errors import ConfigError, gib
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 SETTINGS: dict[str, Any] = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
@@ -92,7 +95,7 @@ def words(value: object) -> Cell:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], mark: int | None = None) -> Markup:
     """Rows under a head; `mark` is the row that is set in bold. A head starting with `>` is right-aligned."""
-    return Markup(_TEMPLATES.get_template("table.html").render(head=head, rows=rows, mark=mark))
+    return Markup(_template("table.html").render(head=head, rows=rows, mark=mark))
 
 
 def paragraph(text: object, kind: str = "") -> Markup:
@@ -137,8 +140,8 @@ class Page:
             ConfigError: there is, and Plotly is not installed.
         """
         scripts = _scripts(self._figures) if self._figures else []
-        page = _TEMPLATES.get_template("page.html")
-        return page.render(title=self.title, lead=self.lead, sections=self._sections, scripts=scripts)
+        told = {"title": self.title, "lead": self.lead, "sections": self._sections, "scripts": scripts}
+        return _template("page.html").render(told) + "\n"
 
 
 def _scripts(figures: list[list[Any]]) -> list[str]:
@@ -153,10 +156,14 @@ def _scripts(figures: list[list[Any]]) -> list[str]:
     return [get_plotlyjs(), f"const REPORT = {found};{DRAW}"]
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, keep_trailing_newline=True
-)
-_TEMPLATES.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+@cache
+def _template(name: str) -> Template:
+    from jinja2 import Environment, FileSystemLoader  # a tenth of a second, which a run without a page need not wait
+
+    found = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    found.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return found.get_template(name)
+
 
 LAYOUT: dict[str, Any] = {
     "height": 320,
