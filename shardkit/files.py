@@ -1,21 +1,28 @@
-"""Writing so that a full or failing disk ends no run, and so that what is written stays readable."""
+"""Writing so that a full or failing disk ends no run, and so that what is written stays readable; locks."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import ConfigError
 
 STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 """What a full or failing disk says."""
+TAIL = 1 << 16
+"""Bytes at the end of a file of JSON lines that hold its last ones."""
+_LOG = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 class _Lossy(io.FileIO):
@@ -44,8 +51,75 @@ def outlive_full_disks() -> None:
             setattr(sys, name, io.TextIOWrapper(kept, stream.encoding, stream.errors, line_buffering=True))
 
 
-_LOG = logging.getLogger(__name__)
-_warned: set[str] = set()
+def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Make or replace a file: whoever reads it meanwhile, or after a crash, finds the old one or the new one, whole.
+
+    Its mode is that of a new file. Of several writers at once the last one wins. One that is killed leaves its draft,
+    `NAME.part…`, behind.
+
+    Args:
+        durable: it is on the disk before it has its name; for the name itself, sync its folder.
+
+    Raises:
+        OSError: it cannot be written, and the old one is as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    # A shared folder has writers on several nodes: a process id would not tell them apart.
+    draft = path.with_name(f"{path.name}.part{os.urandom(6).hex()}")
+    file = draft.open("xb")
+    try:
+        with file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # what went wrong first is what the caller must hear
+            draft.unlink()
+        raise
+
+
+@contextmanager
+def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
+    """Hold an exclusive lock on a file, which is made and stays; the system releases it with the process.
+
+    Args:
+        wait_s: how long to wait for others; None: as long as they hold it.
+        optional: go on without it on a file system that has no locks.
+
+    Yields:
+        The file, open for reading and appending; None without a lock.
+
+    Raises:
+        BlockingIOError: others held it for longer than `wait_s`.
+        OSError: the file cannot be opened, or not be locked.
+    """
+    with path.open("a+") as file:
+        held: IO[str] | None = file
+        try:
+            _lock(file, wait_s)
+        except OSError as error:
+            if not optional or isinstance(error, BlockingIOError):
+                raise
+            _LOG.debug("no lock on %s (%s): going on without", path, error)
+            held = None
+        yield held
+
+
+def _lock(file: IO[str], wait_s: float | None) -> None:
+    if wait_s is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
@@ -60,12 +134,7 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     """
     lines = [json.dumps(obj, allow_nan=False).encode() + b"\n" for obj in objects]
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            for line in lines:
-                _write_whole(descriptor, line)
-        finally:
-            os.close(descriptor)
+        append_lines(path, lines)
     except OSError as error:
         if error.errno not in STORAGE_TROUBLE:
             raise ConfigError(
@@ -78,7 +147,21 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     return True
 
 
-def _write_whole(descriptor: int, line: bytes) -> None:
+def append_lines(path: str | Path, lines: Iterable[bytes]) -> None:
+    """Append lines, each in one write: those of several processes do not mix, and one that is cut short is taken back.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        for line in lines:
+            _append(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _append(descriptor: int, line: bytes) -> None:
     size = os.fstat(descriptor).st_size
     written = os.write(descriptor, line)
     if written == len(line):
@@ -89,3 +172,28 @@ def _write_whole(descriptor: int, line: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, size)
         raise
+
+
+def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The objects on a file's lines; damaged lines are passed over, and a file that cannot be read has none.
+
+    Args:
+        last_bytes: read only the whole lines among so many bytes at the end.
+    """
+    try:
+        with path.open("rb") as file:
+            start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
+            file.seek(start)
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    return [found for line in lines[1 if start else 0 :] if (found := parsed(line))]
+
+
+def parsed(line: str | bytes) -> dict[str, Any]:
+    """The object on a line; empty for one that a kill cut short."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -22,7 +22,7 @@ PACKAGE = REPO / "shardkit"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"files", "config"},
-    {"launch", "memory", "data"},
+    {"html", "launch", "memory", "data"},
     {"parallel", "tracing"},
     {"activation", "hardware", "models", "oom"},
     {"strategies", "tasks"},

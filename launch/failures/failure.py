@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ShardkitError
+from ...files import write_whole
 from . import exit_codes
 
 TORCHRUN_LOG = "torchrun.log"
@@ -111,11 +112,9 @@ def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | N
 def _write(path: Path, own: Mapping[str, Any]) -> bool:
     extra = {"py_callstack": own.get("trace", ""), "timestamp": str(int(own["when"]))}
     message = own["message"]
-    draft = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
-        draft.replace(path)
+        write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
     except OSError:  # a full disk must not hide the error itself, which goes to stderr next
         return False
     return True

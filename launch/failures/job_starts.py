@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files import TAIL, append_lines, read_objects
+
 _NO_END = "without a word: its node was lost, or it was killed"
 
 
@@ -61,7 +63,7 @@ def restarts(run_dir: Path) -> list[tuple[int, str]]:
     """(step, reason) of each restart within jobs; what several nodes saw of one restart counts once."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     seen: Counter[tuple[int, int]] = Counter()
-    for event in (parsed(line) for line in _lines(path(run_dir))):
+    for event in read_objects(path(run_dir)):
         if event.get("event") != "restart":
             continue
         seen[(event["step"], event["by"])] += 1
@@ -73,7 +75,7 @@ def restarts(run_dir: Path) -> list[tuple[int, str]]:
 
 def starts(run_dir: Path) -> list[Start]:
     """Every recorded start, in order."""
-    events = [event for line in _lines(path(run_dir)) if (event := parsed(line))]
+    events = read_objects(path(run_dir))
     ends = {(e.get("job"), e.get("restart")): e.get("reason") for e in events if e.get("event") == "end"}
     return [
         Start(e["job"], e["restart"], e["step"], ends.get((e["job"], e["restart"])))
@@ -93,48 +95,18 @@ def summary(run_dir: Path) -> str | None:
 
 def last_step(run_dir: Path) -> int:
     """The last optimizer step in metrics.jsonl; 0 before the first."""
-    last = tail(run_dir / "metrics.jsonl")
+    last = read_objects(run_dir / "metrics.jsonl", TAIL)
     return int(last[-1]["step"]) if last and "step" in last[-1] else 0
-
-
-def tail(file: Path, n_bytes: int = 65536) -> list[dict[str, Any]]:
-    """The objects on the last whole lines of a file; none where there is no file."""
-    try:
-        with file.open("rb") as opened:
-            opened.seek(0, 2)
-            start = max(0, opened.tell() - n_bytes)
-            opened.seek(start)
-            lines = opened.read().splitlines()
-    except OSError:
-        return []
-    return [found for line in lines[1 if start else 0 :] if (found := parsed(line))]
 
 
 def _one_line(text: str) -> str:
     return text.partition("\n")[0][:200]
 
 
-def parsed(line: str | bytes) -> dict[str, Any]:
-    """The object on a line; empty for one that a kill cut short."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _append(run_dir: Path, event: dict[str, Any]) -> None:
-    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **event})
+    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **event}) + "\n"
     try:
         path(run_dir).parent.mkdir(parents=True, exist_ok=True)
-        with path(run_dir).open("a") as file:
-            file.write(line + "\n")
+        append_lines(path(run_dir), [line.encode()])
     except OSError as error:  # a full disk must not end a job that only wanted to note something
         print(f"cannot write {path(run_dir)}: {error.strerror}", file=sys.stderr, flush=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...files import write_whole
 
 
 class ReservedPort:
@@ -48,11 +48,9 @@ def publish(path: Path, endpoint: str) -> None:
     Raises:
         LaunchError: the directory cannot be written.
     """
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(endpoint)
-        draft.replace(path)
+        write_whole(path, endpoint)
     except OSError as error:
         raise LaunchError(
             f"cannot write {path}: {error.strerror}", "set run.dir to a directory that every node can write"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from ..failures.job_starts import tail
+from ...files import TAIL, read_objects
 from . import commands, requeue
 
 DEFAULT_S = 120
@@ -24,10 +24,12 @@ def needed_s(run_dir: Path) -> int | None:
 
     Twice, because a save in the background may have to be waited for, and disks have bad days. None: nothing was saved.
     """
-    saves = [float(save["total_s"]) for save in tail(run_dir / "logs" / "checkpoints.jsonl") if "total_s" in save]
+    saved = read_objects(run_dir / "logs" / "checkpoints.jsonl", TAIL)
+    saves = [float(save["total_s"]) for save in saved if "total_s" in save]
     if not saves:
         return None
-    steps = sorted(float(step["step_time_s"]) for step in tail(run_dir / "metrics.jsonl") if "step_time_s" in step)
+    done = read_objects(run_dir / "metrics.jsonl", TAIL)
+    steps = sorted(float(step["step_time_s"]) for step in done if "step_time_s" in step)
     step = steps[int(_USUAL * (len(steps) - 1))] if steps else 0.0
     return _SLACK_S + math.ceil(2 * (max(saves) + step))
 

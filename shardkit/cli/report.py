@@ -21,6 +21,7 @@ def report(
 ) -> None:
     """Write one HTML file that shows a run, or compares two: loss, every rank's memory, what was planned."""
     from ..errors import ShardkitError
+    from ..files import write_whole
     from ..report.compare import compare_page
     from ..report.page import run_page
     from ..report.read import read_run
@@ -30,9 +31,7 @@ def report(
     path = out or run / ("report.html" if second is None else "compare.html")
     text = run_page(found, path) if second is None else compare_page(found, second)
     try:
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ShardkitError(
             f"cannot write {path}: {error.strerror}", "pass --out with a place you can write"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from ..files import locked
 from .sources import TextFile, is_text, split_files, unreadable
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def cached_entry(
         return entry, meta
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f"{key}.lock"):
+        with locked(root / f"{key}.lock", optional=True):
             meta = _read_meta(entry)
             if meta is None:
                 _remove_abandoned(root)
@@ -111,17 +111,6 @@ def _read_meta(entry: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return meta if whole else None
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, released by the kernel if the process dies; nothing where locks are not supported."""
-    with open(path, "a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.debug("no lock on %s (%s): processes may build the same entry", path, error)
-        yield
 
 
 def _remove_abandoned(root: Path) -> None:

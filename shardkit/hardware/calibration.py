@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import write_whole
 
 Constants = dict[str, Any]
 """Figures of one device in a world of one size; docs/launch.md lists them."""
@@ -64,6 +65,4 @@ def save(constants: Constants) -> None:
     """Keep constants, beside those of other devices and world sizes."""
     known = {**load(), f"{constants['device']} x {constants['world_size']}": constants}
     path().parent.mkdir(parents=True, exist_ok=True)
-    draft = path().with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(known, indent=1) + "\n")
-    draft.replace(path())
+    write_whole(path(), json.dumps(known, indent=1) + "\n")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,6 +20,7 @@ from torch import nn
 
 from ..config.schema import RunConfig
 from ..errors import OutOfMemoryError, gib
+from ..files import write_whole
 from ..memory.ledger import MemoryLedger
 from ..memory.phases import phase_of
 from ..memory.rows import RankRow, StateKind
@@ -220,14 +219,10 @@ class PostMortem:
 
 def _replace(path: Path, content: bytes) -> str | None:
     """Write a file whole or not at all; the reason why not."""
-    draft = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(content)
-        draft.replace(path)
+        write_whole(path, content)
     except OSError as problem:
-        with suppress(OSError):
-            draft.unlink()
         return problem.strerror or str(problem)
     return None
 

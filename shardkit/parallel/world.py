@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, LaunchError
+from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
 
@@ -211,23 +211,15 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
 
 def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     """Ranks without an address (plain srun): rank 0 binds a free port and publishes it through the run directory."""
-    import socket
     import time
 
     job = os.environ.get("SLURM_JOB_ID", "0") + "." + os.environ.get("SLURM_STEP_ID", "0")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     path = Path(config.run.dir) / ".rendezvous" / f"{job}.{restart}"
     if env.rank == 0:
-        host = socket.gethostname()
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            host = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        host = rendezvous.reachable_name()
         tcp = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        draft.write_text(f"{host} {tcp.port}")
-        draft.replace(path)
+        rendezvous.publish(path, f"{host} {tcp.port}")
         return tcp
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from ..files import locked, read_objects, write_whole
 from ..hardware import calibration
 
 if TYPE_CHECKING:
@@ -48,47 +45,18 @@ def note(entry: Mapping[str, Any]) -> None:
         OSError: it cannot be written, or others keep it locked.
     """
     path().parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path().with_suffix(".lock")):
+    with locked(path().with_suffix(".lock"), wait_s=_WAIT_S):
         lines = path().read_text(errors="replace").splitlines() if path().exists() else []
-        draft = path().with_suffix(f".{os.getpid()}")
-        draft.write_text("".join(f"{line}\n" for line in [*lines, json.dumps(entry)][-KEPT:]))
-        draft.replace(path())
-
-
-@contextmanager
-def _locked(lock: Path) -> Iterator[None]:
-    deadline = time.monotonic() + _WAIT_S
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-        yield
+        write_whole(path(), "".join(f"{line}\n" for line in [*lines, json.dumps(entry)][-KEPT:]))
 
 
 def runs(device: str) -> list[dict[str, Any]]:
     """The runs on a device, oldest first; lines that are no records of this schema are left out."""
-    try:
-        lines = path().read_text(errors="replace").splitlines()
-    except OSError:  # nothing has run here yet, or what has is not for this user to read
-        return []
-    found = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if _is_run(entry) and entry["device"] == device:
-            found.append(entry)
-    return found
+    return [entry for entry in read_objects(path()) if _is_run(entry) and entry["device"] == device]
 
 
-def _is_run(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.get("schema") != SCHEMA or not isinstance(entry.get("world_size"), int):
+def _is_run(entry: Mapping[str, Any]) -> bool:
+    if entry.get("schema") != SCHEMA or not isinstance(entry.get("world_size"), int):
         return False
     return "device" in entry and all(isinstance(entry.get(key), dict) for key in ("measured", "predicted"))
 

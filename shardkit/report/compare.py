@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from markupsafe import Markup
+
+from ..html.page import Cell, Page, heading, paragraph, quantity, table, words
 from ..memory.summary import pressure
 from . import figures, measure
-from .html import Cell, Page, esc, quantity, table, words
 from .page import facts
 from .read import Run, mapping
 
@@ -16,8 +18,8 @@ WHERE = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
 def compare_page(a: Run, b: Run) -> str:
     """The HTML file that shows two runs side by side; ratios are B over A."""
     runs = dict(zip(NAMES, (a, b), strict=True))
-    told = "".join(
-        f"<p>{name}: {esc(run.path)} <span class=faint>({esc(measure.status(run)[1])})</span></p>"
+    told = Markup("").join(
+        Markup('<p>{}: {} <span class="faint">({})</span></p>').format(name, run.path, measure.status(run)[1])
         for name, run in runs.items()
     )
     page = Page(f"{a.name} and {b.name}", told)
@@ -29,11 +31,11 @@ def compare_page(a: Run, b: Run) -> str:
     return page.render()
 
 
-def _notes(runs: dict[str, Run]) -> list[str]:
-    return [f'<p class="faint">{name}: {esc(n)}</p>' for name, run in runs.items() for n in run.notes]
+def _notes(runs: dict[str, Run]) -> list[Markup]:
+    return [paragraph(f"{name}: {n}", "faint") for name, run in runs.items() for n in run.notes]
 
 
-def _key_figures(a: Run, b: Run) -> str:
+def _key_figures(a: Run, b: Run) -> Markup:
     before, after = ({found.label: found for found in measure.key_figures(run)} for run in (a, b))
     lines = []
     for label in dict.fromkeys([*before, *after]):
@@ -49,7 +51,7 @@ def _ratio(a: float | None, b: float | None) -> Cell:
     return Cell("–") if not a or b is None else Cell(f"{b / a:.3f}", b / a)
 
 
-def _settings(a: Run, b: Run) -> str:
+def _settings(a: Run, b: Run) -> Markup:
     before, after = measure.flat(a.config), measure.flat(b.config)
     lines = [
         [words(key), *(words(side.get(key, "–")) for side in (before, after))]
@@ -70,20 +72,20 @@ def _settings(a: Run, b: Run) -> str:
         for name in dict.fromkeys([*versions[0], *versions[1]])
         if versions[0].get(name) != versions[1].get(name)
     ]
-    return table(["", "A", "B"], lines) if lines else "<p>Nothing: same settings, world and versions.</p>"
+    return table(["", "A", "B"], lines) if lines else paragraph("Nothing: same settings, world and versions.")
 
 
-def _worst(page: Page, runs: dict[str, Run]) -> list[str]:
+def _worst(page: Page, runs: dict[str, Run]) -> list[Markup]:
     rows = {name: max(run.last_rows, key=pressure) for name, run in runs.items() if run.last_rows}
     names = {name: f"{name}: rank {row.name}" for name, row in rows.items()}
     bars = {names[name]: measure.parts(row) for name, row in rows.items() if row.state is not None}
     peaks = {names[name]: measure.phase_peaks(runs[name].gathers, row.identity.rank) for name, row in rows.items()}
     kinds = {"peak allocated" if row.device_mem else "peak RSS" for row in rows.values()}
     return [
-        "<h3>State</h3>",
+        heading("State"),
         page.figure("state", figures.categories({name: measure.state_alone(held) for name, held in bars.items()})),
-        "<h3>With what it leaves unexplained of the peak</h3>",
+        heading("With what it leaves unexplained of the peak"),
         page.figure("categories", figures.categories(bars)),
-        "<h3>Peak by phase</h3>",
+        heading("Peak by phase"),
         page.figure("phases", figures.phases(peaks, " and ".join(sorted(kinds)))),
     ]

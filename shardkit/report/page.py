@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
+from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
 from . import figures, measure, planned, postmortem, traced
-from .html import Cell, Page, esc, n_bytes, percent, quantity, table, words
 from .read import Run, mapping, sequence
 
 
 def run_page(run: Run, out: Path) -> str:
     """The HTML file of one run; links to other files of the run are relative to `out`."""
     well, how = measure.status(run)
-    badge = f'<p><span class="badge{"" if well else " bad"}" id="status">{esc(how)}</span></p>'
+    badge = Markup('<p><span class="badge{}" id="status">{}</span></p>').format("" if well else " bad", how)
     page = Page(run.name, badge)
     page.section("summary", "Summary", *_summary(run))
     page.section("training", "Loss and throughput", page.figure("training", figures.training({"": run})))
@@ -66,55 +68,55 @@ def _count(things: Sized, name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
-def _summary(run: Run) -> list[str]:
+def _summary(run: Run) -> list[Markup]:
     told = table(["", ""], [[words(name), words(value)] for name, value in facts(run)])
     known = [found for found in measure.key_figures(run) if found.value is not None]
     figured = table(["", ">", ""], [[words(f.label), quantity(f.value, f.unit), words(f.remark)] for f in known])
-    parts = [f'<div class="columns">{told}{figured}</div>']
+    parts = [Markup('<div class="columns">{}{}</div>').format(told, figured)]
     for slow, times in islice(measure.stragglers(run), 8):
         often = "bad" if 4 * times >= len(run.gathers) else "faint"
-        parts.append(
-            f'<p class="{often}">Slow: rank {esc(slow.name)} is busy for up to {slow.ratio:.2f} × the median of a step '
-            f"(in {times} of {len(run.gathers)} gathers).</p>"
-        )
+        busy = f"Slow: rank {slow.name} is busy for up to {slow.ratio:.2f} × the median of a step"
+        parts.append(paragraph(f"{busy} (in {times} of {len(run.gathers)} gathers).", often))
     if run.restarts:
-        parts.append(f"<p>Started {len(run.restarts) + 1} times; why the earlier starts ended:</p>")
+        parts.append(paragraph(f"Started {len(run.restarts) + 1} times; why the earlier starts ended:"))
         parts.append(table(["", "reason"], [[Cell(f"{i}"), words(why)] for i, why in enumerate(run.restarts, 1)]))
-    parts += [f'<p class="faint">Note: {esc(note)}</p>' for note in run.notes]
+    parts += [paragraph(f"Note: {note}", "faint") for note in run.notes]
     return parts
 
 
-def _memory(run: Run, page: Page) -> list[str]:
+def _memory(run: Run, page: Page) -> list[Markup]:
     shown, world = len(measure.shown(run.last_rows)), len(run.last_rows)
     parts = [page.figure("memory", figures.memory(run))]
     if shown < world:
-        parts.append(f'<p class="faint">The {shown} ranks with the largest and smallest peaks, of {world}.</p>')
+        parts.append(paragraph(f"The {shown} ranks with the largest and smallest peaks, of {world}.", "faint"))
     if run.last_rows and not measure.on_gpu(run):
-        parts.append('<p class="faint">The CPU allocator keeps no statistics: resident memory is shown.</p>')
+        parts.append(paragraph("The CPU allocator keeps no statistics: resident memory is shown.", "faint"))
     return parts
 
 
-def _categories(run: Run, page: Page) -> list[str]:
+def _categories(run: Run, page: Page) -> list[Markup]:
     rows = measure.shown(run.last_rows)
     counted = {f"rank {row.name}": measure.parts(row) for row in rows if row.state is not None}
     peak = "peak RSS" if not measure.on_gpu(run) else "peak allocated, and on the host of the peak RSS"
     state = {name: measure.state_alone(places) for name, places in counted.items()}
     parts = [
-        "<h3>State, counted from the tensors that hold it</h3>",
+        heading("State, counted from the tensors that hold it"),
         page.figure("state", figures.categories(state)),
-        f"<h3>All of the {peak}</h3>",
-        "<p>Unattributed is what state does not explain: activations, communication and workspace, and on the host the "
-        "interpreter and its libraries.</p>",
+        heading(f"All of the {peak}"),
+        paragraph(
+            "Unattributed is what state does not explain: activations, communication and workspace, and on the host "
+            "the interpreter and its libraries."
+        ),
         page.figure("categories", figures.categories(counted)),
     ]
     found = {rank: traced.categories_of(trace) for rank, trace in run.traces.items()}
     if any(found.values()):
         bars = {f"rank {rank}": {"at the traced peak": held} for rank, held in found.items() if held}
-        parts += ["<h3>At the peak of the traced step</h3>", page.figure("traced-categories", figures.categories(bars))]
+        parts += [heading("At the peak of the traced step"), page.figure("traced-categories", figures.categories(bars))]
     return parts
 
 
-def _phases(run: Run, page: Page) -> list[str]:
+def _phases(run: Run, page: Page) -> list[Markup]:
     rows = measure.shown(run.last_rows)
     peaks = {f"rank {row.name}": measure.phase_peaks(run.gathers, row.identity.rank) for row in rows}
     what = "peak allocated" if measure.on_gpu(run) else "peak RSS"
@@ -123,7 +125,7 @@ def _phases(run: Run, page: Page) -> list[str]:
     return [page.figure("phases", figures.phases(peaks, what)), table(["", *(f">{name}" for name in names)], cells)]
 
 
-def _ranks(run: Run, page: Page) -> list[str]:
+def _ranks(run: Run, page: Page) -> list[Markup]:
     times = measure.step_times(run)
     parts = [page.figure("ranks", figures.ranks(measure.shown(run.last_rows), times))]
     head = ["rank", "host", *(f">{kind.replace('_', ' ')}" for kind in KINDS), ">peak allocated", ">peak reserved",
@@ -143,7 +145,7 @@ def _ranks(run: Run, page: Page) -> list[str]:
     return [*parts, *_nodes(run)]
 
 
-def _nodes(run: Run) -> list[str]:
+def _nodes(run: Run) -> list[Markup]:
     """How the peak and the step are spread over each node's ranks; of a single node the table above says it."""
     condensed = summary(run.last_rows)
     if condensed.peak is None or len(condensed.nodes) < 2:
@@ -159,10 +161,10 @@ def _nodes(run: Run) -> list[str]:
         ])  # fmt: skip
     name = measure.LABELS[metric]
     head = ["node", f">largest {name}", ">smallest", ">skew", "worst", ">longest step", ">shortest"]
-    return ["<h3>Nodes</h3>", table(head, lines)]
+    return [heading("Nodes"), table(head, lines)]
 
 
-def _traced(run: Run, page: Page) -> list[str]:
+def _traced(run: Run, page: Page) -> list[Markup]:
     peaks = {rank: traced.peak_of(trace) for rank, trace in run.traces.items()}
     worst = max(peaks, key=lambda rank: peaks[rank].get("bytes") or 0)
     trace = run.traces[worst]
@@ -178,16 +180,16 @@ def _traced(run: Run, page: Page) -> list[str]:
     ]
     return [
         table(head, lines, mark=list(peaks).index(worst) if len(lines) > 1 else None),
-        f"<h3>Rank {worst}, with the largest peak: bytes alive, and the modules that ran</h3>",
+        heading(f"Rank {worst}, with the largest peak: bytes alive, and the modules that ran"),
         page.figure("timeline", traced.timeline(trace)),
-        "<h3>Its peak in each phase</h3>",
+        heading("Its peak in each phase"),
         page.figure("traced-phases", figures.categories(traced.by_phase(trace))),
-        "<h3>Its largest tensors at the peak</h3>",
+        heading("Its largest tensors at the peak"),
         table([">bytes", "category", "phase", "module", "made by", "shape"], largest),
     ]
 
 
-def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[str]:
+def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[Markup]:
     alone = {row.identity.rank for row in measure.shown(run.last_rows)}
     found = planned.compared(plan, run.gathers, run.traces)
     found = [c for c in found if c.rank in alone or not alone]
@@ -196,36 +198,35 @@ def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[str]:
         for c in found
     ]
     capacity = plan.get("device_memory")
-    told = [f"The plan said: {esc(plan.get('verdict') or 'no limit was given')}"]
+    told = [f"The plan said: {plan.get('verdict') or 'no limit was given'}"]
     if isinstance(plan.get("uncertainty"), int | float):
         told.append(f"its figures were expected to be right within {100 * plan['uncertainty']:.0f} %")
     if isinstance(capacity, int):
         told.append(f"a device has {n_bytes(capacity).text}")
     return [
-        f"<p>{'; '.join(told)}.</p>",
+        paragraph(f"{'; '.join(told)}."),
         page.figure("plan", planned.predicted(found)),
         table(["rank", "", ">predicted", ">measured", ">off by"], lines),
     ]
 
 
-def _profiles(run: Run, out: Path) -> list[str]:
+def _profiles(run: Run, out: Path) -> list[Markup]:
     hints = {
         ".html": "open in a browser",
         ".gz": "open in ui.perfetto.dev",
         ".pickle": "open in pytorch.org/memory_viz",
     }
-    items = []
+    item, items = Markup('<li><a href="{}">{}</a> <span class="faint">{}</span></li>'), Markup("")
     for path in run.profiles:
         link = quote(os.path.relpath(path.resolve(), out.resolve().parent))
-        hint = hints.get(path.suffix, "")
-        items.append(f'<li><a href="{esc(link)}">{esc(path.name)}</a> <span class="faint">{hint}</span></li>')
+        items += item.format(link, path.name, hints.get(path.suffix, ""))
     return [
-        f"<ul>{''.join(items)}</ul>",
-        "<p class=faint>Relative links: they work while the report lies where it does.</p>",
+        Markup("<ul>{}</ul>").format(items),
+        paragraph("Relative links: they work while the report lies where it does.", "faint"),
     ]
 
 
-def _config(run: Run) -> list[str]:
+def _config(run: Run) -> list[Markup]:
     env = run.environment
     packages = mapping(env.get("packages"))
     rows = [(name, version) for name, version in packages.items() if version]
@@ -236,5 +237,5 @@ def _config(run: Run) -> list[str]:
         rows.append(("command", " ".join(map(str, sequence(env["command"])))))
     return [
         table(["", "version"], [[words(name), words(value)] for name, value in rows]),
-        f"<details><summary>config.yaml</summary><pre>{esc(run.config_text)}</pre></details>",
+        folded("config.yaml", run.config_text),
     ]

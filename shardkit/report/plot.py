@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import gib
+from ..files import write_whole
+from ..html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, named, reasons
-from .html import LINES, Cell, Figure, Page, esc, label, table, unit_of, words
 
 _BAD = "#b3261e"
 
@@ -101,12 +102,10 @@ def write_page(
     page.section("plot", "Plot", page.figure("plot", figure))
     page.section("table", "Figures", table(head, rows))
     if notes:
-        page.section("notes", "Notes", *(f"<p>{esc(note)}</p>" for note in notes))
+        page.section("notes", "Notes", *map(paragraph, notes))
     text = page.render()
-    draft = path.with_name(path.name + ".part")
     with writing(path.parent):
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     return path
 
 

@@ -9,7 +9,9 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from .html import Cell, esc, n_bytes, table, words
+from markupsafe import Markup
+
+from ..html.page import Cell, folded, heading, n_bytes, table, words
 
 _BYTES = re.compile(
     r"bytes|request|alloc|reserved|fragment|limit|free|missing|total|rss|peak|saving|capacity|memory|staging|in_use"
@@ -18,21 +20,20 @@ _COUNT = re.compile(r"retries|ooms|count|rank|step")
 TENSORS = 25
 
 
-def show(rank: int, found: Mapping[str, Any]) -> str:
+def show(rank: int, found: Mapping[str, Any]) -> Markup:
     """One rank's post-mortem."""
     plain = [(key, value) for key, value in _flat(found) if key != "schema"]
     risk = ": the host's memory was almost used up" if found.get("kind") == "host-risk" else ""
     parts = [
-        f"<h3>Rank {rank}{risk}</h3>",
+        heading(f"Rank {rank}{risk}"),
         table(["", ""], [[words(_name(key)), replace(cell(key, value), numeric=False)] for key, value in plain]),
     ]
     for key, value in found.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            parts += [f"<h3>{esc(_name(key))}</h3>", _list(value[:TENSORS])]
+            parts += [heading(_name(key)), _list(value[:TENSORS])]
         elif isinstance(value, dict | list) and value and not _is_flat(value):
-            shown = esc(json.dumps(value, indent=1, ensure_ascii=False))
-            parts.append(f"<details><summary>{esc(_name(key))}</summary><pre>{shown}</pre></details>")
-    return "\n".join(parts)
+            parts.append(folded(_name(key), json.dumps(value, indent=1, ensure_ascii=False)))
+    return Markup("\n").join(parts)
 
 
 def cell(key: str, value: Any) -> Cell:
@@ -59,7 +60,7 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, dict) and not any(isinstance(inner, dict | list) for inner in value.values())
 
 
-def _list(entries: Sequence[Mapping[str, Any]]) -> str:
+def _list(entries: Sequence[Mapping[str, Any]]) -> Markup:
     keys = list(dict.fromkeys(key for entry in entries for key in entry))
     return table([_name(key) for key in keys], [[cell(key, entry.get(key)) for key in keys] for entry in entries])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..files import parsed
 from ..launch.failures import failure, job_starts
 from ..memory.rows import SCHEMA, RankRow
 
@@ -151,7 +152,7 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
             for number, line in enumerate(file, 1):
                 if number % every and number != total:
                     continue
-                if found := job_starts.parsed(line):
+                if found := parsed(line):
                     yield found
                 else:
                     torn.append(number)
@@ -186,7 +187,7 @@ def _thinning(path: Path) -> int:
     """Every which gather to read, so that a long run of a large world takes seconds and not all memory."""
     try:
         with path.open(errors="replace") as file:
-            ranks = len(sequence(job_starts.parsed(file.readline()).get("ranks")))
+            ranks = len(sequence(parsed(file.readline()).get("ranks")))
             return max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
     except OSError:
         return 1

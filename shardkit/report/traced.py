@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..html.page import LINES, Figure, label, unit_of
 from .figures import COLOURS, PHASE_COLOURS
-from .html import LINES, Figure, label, unit_of
 from .read import mapping, number, sequence
 
 BANDS = 400

@@ -19,6 +19,7 @@ import torch
 
 from ..config.load import LoadedConfig
 from ..errors import ConfigError, ShardkitError
+from ..files import write_whole
 from ..parallel.world import World
 
 MARKER = "config.yaml"
@@ -116,9 +117,7 @@ def _rewind(path: Path, step: int) -> None:
         lines = file.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         if kept != lines:
-            draft = file.with_suffix(".tmp")
-            draft.write_text("".join(kept))
-            draft.replace(file)
+            write_whole(file, "".join(kept))
     if step == 0 and (path / "tensorboard").exists():  # otherwise its reader is told what to forget
         shutil.rmtree(path / "tensorboard")
 

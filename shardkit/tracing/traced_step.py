@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..files import write_whole
 from ..memory.rows import CATEGORIES, Category, PhaseName
 from ..memory.state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules
@@ -134,9 +135,7 @@ def traced_step(strategy: Wrapped, ledger: Phases, device: torch.device, path: P
         tracing.stepped(strategy)
     found = summary(log, str(device), step, outside, both.most)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(found) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(found) + "\n")
 
 
 def _cuda_stream() -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConfigError
+from shardkit.html.page import Cell, Figure, Page, table
 from shardkit.report.compare import compare_page
-from shardkit.report.html import Cell, Page, table
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
@@ -159,8 +159,13 @@ def test_the_command_writes_a_file_and_says_where(tmp_path: Path, capsys: pytest
 
 def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.io.json", None)
+    page = Page("<x>")
+    page.section("a", "<a>", "<b>")
+    text = page.render()
+    assert "<h1>&lt;x&gt;</h1>" in text and "&lt;b&gt;" in text and "<script" not in text, "a page without figures"
+    page.figure("f", Figure([{"type": "bar"}]))
     with pytest.raises(ConfigError, match="drawn with Plotly") as error:
-        Page("x").render()
+        page.render()
     assert error.value.fix == "pip install 'shardkit[report]'"
 
 

@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files import write_whole
 from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, parse
 
 LATEST = "latest"
@@ -113,16 +114,7 @@ def point_latest(root: Path) -> None:
     if not newest:
         target.unlink(missing_ok=True)
         return
-    draft = root / f"{LATEST}{TMP}"
-    try:
-        with draft.open("w") as file:
-            file.write(newest[0].name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    draft.replace(target)
+    write_whole(target, newest[0].name + "\n", durable=True)
     fsync_folder(root)
 
 

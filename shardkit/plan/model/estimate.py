@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import ConfigError
+from ...files import write_whole
 from ...hardware.cards import TYPICAL
 from ...memory.rows import Category, PhaseName
 from ..history import digest
@@ -137,9 +138,7 @@ class MemoryEstimate:
             "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),
             "device_memory": self.device_memory, "ranks": [asdict(one) for one in (self, *others)],
         }  # fmt: skip
-        draft = run_dir / "plan.json.tmp"
-        draft.write_text(json.dumps(obj, indent=1) + "\n")
-        draft.replace(run_dir / "plan.json")
+        write_whole(run_dir / "plan.json", json.dumps(obj, indent=1) + "\n")
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:

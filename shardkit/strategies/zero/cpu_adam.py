@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from ...errors import BuildError
+from ...files import locked
 from ...parallel.world import World
 
 _BUILDING = "building"
@@ -68,10 +68,8 @@ def sole_builder(folder: Path) -> Iterator[None]:
     torch guards a build by a file that must not exist: after a build that was killed (Ctrl-C, a time limit) every
     later one would wait for it without end. The system releases this lock with its process, whatever ends it.
     """
-    with (folder / "shardkit.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: torch's own guard is left
+    with locked(folder / "shardkit.lock", optional=True) as file:
+        if file is None:  # a file system without locks: torch's own guard is left
             yield
             return
         file.seek(0)
@@ -82,7 +80,7 @@ def sole_builder(folder: Path) -> Iterator[None]:
         _write(file, "")
 
 
-def _write(file: TextIO, text: str) -> None:
+def _write(file: IO[str], text: str) -> None:
     file.truncate(0)
     file.write(text)
     file.flush()

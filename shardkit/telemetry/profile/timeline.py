@@ -6,10 +6,12 @@ torch's own export (`export_memory_timeline`) is deprecated, draws for CUDA only
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from ...errors import gib
+from ...html.page import Cell, Page, n_bytes, paragraph, table, words
 from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
@@ -20,15 +22,6 @@ _COLORS = dict(
     zip(CATEGORIES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#e69f00", "#999999"), strict=True)
 )
 _SHADES = {"forward": "#cfe3f5", "backward": "#f7d9c8", "optimizer": "#cdeadd"}
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em }
-svg { width: 100%; height: auto } svg text { font-size: 12px; fill: currentColor }
-table { border-collapse: collapse; margin: 1em 0 } caption { text-align: left; font-weight: 600 }
-th, td { padding: .15em .9em .15em 0; text-align: left }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-.key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border: 1px solid #0004 }
-:root { color-scheme: light dark }
-"""
 
 
 def render(found: Account, summary: Mapping[str, Any]) -> str:
@@ -41,39 +34,30 @@ def render(found: Account, summary: Mapping[str, Any]) -> str:
         f"{peak['step']}. {settings}"
     )
     shares = [
-        (category, gib(n), f"{100 * n / peak['bytes']:.1f} %" if peak["bytes"] else "–")
+        (Cell(category, numeric=False, colour=_COLORS[category]), n_bytes(n), _share(n, peak["bytes"]))
         for category, n in peak["categories"].items()
         if n
     ]
-    live = [(e["op"], e["phase"], e["category"], str(e["count"]), gib(e["bytes"])) for e in peak["live"][:15]]
-    made = [(e["op"], e["phase"], f"{e['count']:g}", gib(e["bytes"])) for e in summary["allocations"][:15]]
-    body = "\n".join(
-        (
-            f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}</p>",
-            _svg(found),
-            _table("At the peak", ("category", "bytes", "share"), shares, keys=True),
-            _table("Alive at the peak", ("made by", "in", "category", "count", "bytes"), live),
-            _table("Allocated per step", ("by", "in", "count", "bytes"), made),
-        )
-    )
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    live = _rows(peak["live"], "op", "phase", "category")
+    made = _rows(summary["allocations"], "op", "phase")
+    page = Page(title, paragraph(lead))
+    page.section("timeline", "Bytes by category over time", _svg(found))
+    page.section("peak", "At the peak", table(["category", ">bytes", ">share"], shares))
+    page.section("alive", "Alive at the peak", table(["made by", "in", "category", ">count", ">bytes"], live))
+    page.section("allocated", "Allocated per step", table(["by", "in", ">count", ">bytes"], made))
+    return page.render()
 
 
-def _table(caption: str, names: Sequence[str], rows: Sequence[Sequence[str]], keys: bool = False) -> str:
-    numeric = {"bytes", "share", "count"}
-    classes = [' class="n"' if name in numeric else "" for name in names]
-    head = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, names, strict=True))
-    lines = []
-    for row in rows:
-        key = f'<span class="key" style="background:{_COLORS[row[0]]}"></span>' if keys else ""
-        cells = [f"<td{c}>{escape(cell)}</td>" for c, cell in zip(classes, row, strict=True)]
-        cells[0] = cells[0].replace("<td>", f"<td>{key}", 1)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>\n" + "\n".join(lines) + "</table>"
+def _rows(entries: Sequence[Mapping[str, Any]], *names: str) -> list[list[Cell]]:
+    """The first entries: what they are named by, how many, how large."""
+    return [[*(words(e[n]) for n in names), Cell(f"{e['count']:g}"), n_bytes(e["bytes"])] for e in entries[:15]]
 
 
-def _svg(found: Account) -> str:
+def _share(part: int, whole: int) -> Cell:
+    return Cell(f"{100 * part / whole:.1f} %", part / whole) if whole else Cell("–")
+
+
+def _svg(found: Account) -> Markup:
     first = found.times[0]
     last = max([found.times[-1], *(end for _, end, _ in found.trace.ranges)])
     top = max(1, sum(found.levels[found.peak]))
@@ -86,7 +70,7 @@ def _svg(found: Account) -> str:
         return _HEIGHT - _TOP - n_bytes * up
 
     parts = [f'<rect x="{x(s):.1f}" y="{_TOP}" width="{(e - s) * across:.1f}" height="{_HEIGHT - 2 * _TOP}" '
-             f'fill="{_SHADES[p]}" opacity=".45"><title>{escape(p)}: {(e - s) / 1e3:.2f} ms</title></rect>'
+             f'fill="{_SHADES[p]}" opacity=".45"><title>{p}: {(e - s) / 1e3:.2f} ms</title></rect>'
              for s, e, p in found.trace.ranges]  # fmt: skip
     moments = [*_thinned(found), (last, found.levels[-1])]
     below = [0] * len(moments)
@@ -108,7 +92,11 @@ def _svg(found: Account) -> str:
             f'<text x="{x(time):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{(time - first) / 1e3:.1f} ms</text>'
         )
     label = f"Bytes by category over time, {gib(top)} at most; shaded: forward, backward, optimizer"
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n' + "\n".join(parts) + "\n</svg>"
+    # Nothing in it is a name from the trace: categories, phases and numbers only.
+    whole = "\n".join(parts)
+    return Markup(
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{whole}\n</svg>'
+    )
 
 
 def _area(across: Sequence[float], low: Sequence[float], high: Sequence[float], category: str) -> str:
