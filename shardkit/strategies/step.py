@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..memory.rows import PhaseName
-from ..memory.state import HasState
+from ..memory.phases import Phases
 from . import Strategy
 
 MicroBatch = tuple[Any, bool]
@@ -62,14 +60,6 @@ class Stopwatch:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
         return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
-
-
-class Phases(Protocol):
-    """Is told what the step does: the ledger, or a profiler around it."""
-
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
-
-    def sample_state(self, source: HasState) -> None: ...
 
 
 @dataclass(frozen=True)
