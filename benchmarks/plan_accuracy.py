@@ -136,7 +136,7 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
     from shardkit.launch.ranks.env import RankEnv
     from shardkit.parallel.weights import Weights
     from shardkit.parallel.world import World
-    from shardkit.plan.simulate.step import run_steps, sample_batch
+    from shardkit.plan.simulate.step import sample_batch
     from shardkit.tasks.load import load_task
 
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         batch = {key: value.clone() for key, value in batch.items()}  # counts, as the planner's does
-        run_steps(config, world, task, batch, float(task.n_targets(batch)), weights, Unobserved(), STEPS)
+        unobserved(config, world, task, batch, weights)
         del batch
         gc.collect()
         alive = held_addresses()
@@ -210,20 +210,26 @@ def _events(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
-class Unobserved:
-    """Nobody looks at the run."""
+class Unheard:
+    """Nobody listens to the steps."""
 
     def phase(self, name: Any) -> Any:
         return nullcontext()
 
     def sample_state(self, source: Any) -> None: ...
 
-    def wrapped(self, strategy: Any) -> None: ...
 
-    def stepped(self, strategy: Any) -> None:
-        import torch
+def unobserved(config: Any, world: Any, task: Any, batch: Any, weights: Any) -> None:
+    """The wrap and `STEPS` steps, each followed by an allocation that says where it ended."""
+    import torch
 
-        torch.empty(_MARKER, dtype=torch.uint8)
+    from shardkit.plan.simulate.step import take_step, wrapped
+
+    n_targets = float(task.n_targets(batch))
+    with wrapped(config, world, task, weights) as strategy:
+        for _ in range(STEPS):
+            take_step(config, world, task, batch, n_targets, strategy, Unheard())
+            torch.empty(_MARKER, dtype=torch.uint8)
 
 
 def in_ranks(name: str, world_size: int) -> tuple[int, int]:

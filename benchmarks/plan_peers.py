@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from .common import REPO, RESULTS, write_result
-from .plan_accuracy import Unobserved, cases
+from .plan_accuracy import Unheard, cases
 
 Case = tuple[str, int, list[str]]
 CLOSE = 0.03
@@ -76,7 +76,7 @@ def _accelerate(model: Any, precision: str) -> int:
 def _tracked(config: Any, world_size: int) -> int:
     import torch
 
-    from shardkit.plan.simulate.step import on_fake, run_steps, sample_batch
+    from shardkit.plan.simulate.step import on_fake, sample_batch, take_step, wrapped
     from shardkit.plan.simulate.world import FakeWeights, fake_world
     from shardkit.tasks.load import load_task
 
@@ -86,44 +86,42 @@ def _tracked(config: Any, world_size: int) -> int:
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     with fake_world(device, world_size, 8) as world:
         n_targets = float(task.n_targets(batch))
-        observed = _Tracked(fakes := on_fake(batch))
-        try:
-            run_steps(config, world, task, fakes, n_targets, weights, observed)
-        finally:
-            observed.close()
-    return observed.peak
+        fakes = on_fake(batch)
+        with wrapped(config, world, task, weights) as strategy, _Tracked(strategy, fakes) as tracked:
+            for _ in range(2):
+                take_step(config, world, task, fakes, n_targets, strategy, Unheard())
+                tracked.stepped()
+    return tracked.peak
 
 
-class _Tracked(Unobserved):
-    """Has torch's tracker around the steps, as its documentation shows."""
+class _Tracked:
+    """torch's tracker around the steps, as its documentation shows."""
 
-    def __init__(self, batch: Any) -> None:
-        self._batch, self.peak = batch, 0
-        self._tracker: Any = None
-
-    def wrapped(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, batch: Any) -> None:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.distributed._tools.mem_tracker import MemTracker
         from torch.distributed.fsdp import FSDPModule
 
-        inputs = tuple(self._batch.values())
-        is_sharded = isinstance(strategy.model, FSDPModule)
-        if is_sharded:
+        self.peak, inputs = 0, tuple(batch.values())
+        self._tracker: Any
+        if isinstance(strategy.model, FSDPModule):
             self._tracker = FSDPMemTracker(strategy.model, strategy.optimizer)
             self._tracker.track_inputs(inputs)
         else:
             self._tracker = MemTracker()
             self._tracker.track_external(strategy.model, strategy.optimizer, *inputs)
-        self._tracker.__enter__()
 
-    def stepped(self, strategy: Any) -> None:
+    def __enter__(self) -> _Tracked:
+        self._tracker.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._tracker.__exit__(*raised)
+
+    def stepped(self) -> None:
         snapshot = self._tracker.get_tracker_snapshot("peak")
         self.peak = max(sum(refs["Total"] for refs in snapshot.values()), self.peak)
         self._tracker.reset_mod_stats()
-
-    def close(self) -> None:
-        if self._tracker is not None:
-            self._tracker.__exit__(None, None, None)
 
 
 def with_gradients(name: str, row: Mapping[str, Any], n_params: int, key: str) -> int:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from .probe import DeviceCounters, DeviceProbe, HostCounters, HostProbe
 from .rows import PhaseMemory, PhaseName
+from .state import HasState
+
+
+class Phases(Protocol):
+    """What a training step tells what it does: which phase runs, and what state there is once gradients are complete.
+
+    The ledger listens to every step. A profiler, a traced step and the planner listen too, and tell a ledger what they
+    hear where there is one. Each of them hears the same step, and knows no more of the engine than its `HasState`.
+    """
+
+    def phase(self, name: PhaseName) -> AbstractContextManager[None]:
+        """Context of one phase."""
+        ...
+
+    def sample_state(self, source: HasState) -> None:
+        """Look at the state now: after the last backward, before the optimizer step."""
+        ...
 
 
 @dataclass

@@ -16,7 +16,7 @@ _ORDER = {kind: order for order, kind in enumerate(KINDS)}
 
 
 class HasState(Protocol):
-    """Anything that can name its state: every strategy does."""
+    """Anything that can name its state: every strategy does. Lower rooms know no more of an engine than this."""
 
     def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
         """Every local tensor that holds state; the same storage may come more than once."""

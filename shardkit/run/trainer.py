@@ -19,9 +19,10 @@ from ..data.loader import StepBatch, StepLoader
 from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl
+from ..memory.phases import Phases
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
-from ..strategies.step import Phases, StepOutput, train_step
+from ..strategies.step import StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import load_task
 from ..telemetry.profile.profiler import Profiler
@@ -281,7 +282,8 @@ class Trainer:
         from ..tracing.traced_step import FOLDER, traced_step
 
         path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
-        return traced_step(self.job.strategy, phases, self.world.device, path, self.step)
+        strategy = self.job.strategy
+        return traced_step(strategy, strategy.model, phases, self.world.device, path, self.step)
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
         """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""

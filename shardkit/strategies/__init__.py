@@ -1,4 +1,4 @@
-"""Ways to spread a model over ranks: one file per engine, no inheritance between them."""
+"""Ways to spread a model over ranks: one file per engine, no inheritance between them; `states` has what they share."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,20 +18,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import RunConfig
-from ..memory.rows import StateKind
-from ..memory.state import module_state
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Shard
-from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
-from .states import create_all_states
+from .base import OptimizerFactory
+from .states import TorchStates
+from .step import clip_and_step
 
 
-class DDP:
+class DDP(TorchStates):
     name = "ddp"
     model: nn.Module
-    optimizer: torch.optim.Optimizer
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
@@ -39,9 +36,6 @@ class DDP:
         self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is not False
         self._bucket_mb = config.parallel.bucket_mb or 25.0  # torch's own default
-
-    def construction(self) -> AbstractContextManager[object] | None:
-        return None
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
@@ -56,7 +50,7 @@ class DDP:
             gradient_as_bucket_view=True,  # gradients live in the buckets: 4P bytes less
         )
         self._set_reduction()
-        self.model = self._wrapped
+        self.model, self._bare = self._wrapped, model
         self.optimizer = make_optimizer(model)
 
     def _set_reduction(self) -> None:
@@ -86,36 +80,6 @@ class DDP:
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
-
-    def loss_scale(self) -> float:
-        return self._scaler.get_scale()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def weights_changed(self) -> None:
-        pass
-
-    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        return module_state(self.model, self.optimizer)
-
-    def shards(self) -> Iterator[Shard]:
-        return local_shards(self._wrapped.module, self.optimizer, self._world.rank, self._world.size)
-
-    def create_optimizer_state(self) -> None:
-        create_all_states(self.optimizer)
-
-    def load_targets(self) -> Iterator[Shard]:
-        return local_shards(self._wrapped.module, self.optimizer, 0, 1)
-
-    def scalars(self) -> dict[str, float]:
-        return local_scalars(self._wrapped.module, self.optimizer, self._scaler)
-
-    def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self._wrapped.module, self.optimizer, self._scaler, scalars)
-
-    def teardown(self) -> None:
-        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,10 @@ class EMA:
         self._decay = decay
         self._averages: dict[tuple[str, int], torch.Tensor] = {}
         self.name = inner.name
+        # What an average changes nothing of is the engine's own, called without a detour.
+        self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
+        self.accumulate, self.backward, self.loss_scale = inner.accumulate, inner.backward, inner.loss_scale
+        self.weights_changed, self.scalars, self.after_load = inner.weights_changed, inner.scalars, inner.after_load
 
     @property
     def model(self) -> nn.Module:
@@ -42,20 +46,11 @@ class EMA:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._inner.optimizer
 
-    def construction(self) -> AbstractContextManager[object] | None:
-        return self._inner.construction()
-
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         self._inner.setup(model, blocks, make_optimizer, weights)
         self._averages = {key: local.clone() for key, local in self._weights().items()}
-
-    def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
-        return self._inner.accumulate(is_last)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._inner.backward(loss)
 
     @torch.no_grad()
     def step(self, max_norm: float | None) -> torch.Tensor:
@@ -63,9 +58,6 @@ class EMA:
         if self._inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
             torch._foreach_lerp_(list(self._averages.values()), list(self._weights().values()), 1 - self._decay)
         return norm
-
-    def loss_scale(self) -> float:
-        return self._inner.loss_scale()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -89,9 +81,6 @@ class EMA:
         held = (shard for shard in self._inner.load_targets() if _is_weight(shard))
         return {(shard.name, shard.start): shard.local for shard in held}
 
-    def weights_changed(self) -> None:
-        self._inner.weights_changed()
-
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from self._inner.state_tensors()
         for average in self._averages.values():
@@ -112,15 +101,6 @@ class EMA:
                 first = shard.start - start
                 mine = average[first : first + shard.local.numel()]
                 yield replace(shard, name=_EMA + shard.name.removeprefix(_MODEL), local=mine)
-
-    def create_optimizer_state(self) -> None:
-        self._inner.create_optimizer_state()
-
-    def scalars(self) -> dict[str, float]:
-        return self._inner.scalars()
-
-    def after_load(self, scalars: Mapping[str, float]) -> None:
-        self._inner.after_load(scalars)
 
     def teardown(self) -> None:
         self._averages.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,22 +16,21 @@ from torch.distributed.tensor import DTensor
 from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
 from ..memory.rows import StateKind
-from ..memory.state import module_state
 from ..parallel.blocks import refuse_ties_across_blocks
 from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard
-from .local import clip_and_step, load_local_scalars, local_scalars
-from .states import buffer_shards, create_all_states
+from .states import TorchStates, buffer_shards
+from .step import clip_and_step
 
 
-class FSDP:
+class FSDP(TorchStates):
     """Both `fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    elementwise = True
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
@@ -40,9 +39,6 @@ class FSDP:
         self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
-
-    def construction(self) -> AbstractContextManager[object] | None:
-        return None
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
@@ -65,7 +61,7 @@ class FSDP:
         if on_meta:
             self._materialise(model, weights)
         self._wrapped = model
-        self.model = model
+        self.model = self._bare = model
         self.optimizer = make_optimizer(model)
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
@@ -124,17 +120,8 @@ class FSDP:
         norm = clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def loss_scale(self) -> float:
-        return self._scaler.get_scale()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def weights_changed(self) -> None:
-        pass
-
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        yield from module_state(self.model, self.optimizer)
+        yield from super().state_tensors()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 yield from _unsharded_grads(module)
@@ -165,20 +152,8 @@ class FSDP:
                 yield Shard(name, tuple(param.shape), start if local.numel() else 0, local, replica)
         yield from buffer_shards(self.model, self._world.rank)
 
-    def create_optimizer_state(self) -> None:
-        create_all_states(self.optimizer)
-
     def load_targets(self) -> Iterator[Shard]:
         return self.shards()
-
-    def scalars(self) -> dict[str, float]:
-        return local_scalars(self.model, self.optimizer, self._scaler, elementwise=True)
-
-    def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self.model, self.optimizer, self._scaler, scalars)
-
-    def teardown(self) -> None:
-        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,20 +11,17 @@ from torch import nn
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError
-from ..memory.rows import StateKind
-from ..memory.state import module_state
 from ..parallel.precision import autocast_forward, loss_scaler
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Shard
-from .local import clip_and_step, load_local_scalars, local_scalars, local_shards
-from .states import create_all_states
+from .base import OptimizerFactory
+from .states import TorchStates
+from .step import clip_and_step
 
 
-class Single:
+class Single(TorchStates):
     name = "single"
     model: nn.Module
-    optimizer: torch.optim.Optimizer
 
     def __init__(self, config: RunConfig, world: World) -> None:
         accum = resolve_batch(config, world.size)
@@ -38,15 +35,12 @@ class Single:
         self._scaler = loss_scaler(config.precision, world.device)
         self._squared_norms: list[torch.Tensor] = []
 
-    def construction(self) -> AbstractContextManager[object] | None:
-        return None
-
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         weights.materialise(model, self._world.device)
         autocast_forward(model, self._world.device, self._config.precision)
-        self.model = model
+        self.model = self._bare = model
         self.optimizer = make_optimizer(model)
         if self._config.optim.in_backward:
             self._update_in_backward(model)
@@ -80,33 +74,3 @@ class Single:
             self._squared_norms.clear()
             return norm
         return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
-
-    def loss_scale(self) -> float:
-        return self._scaler.get_scale()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def weights_changed(self) -> None:
-        pass
-
-    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        return module_state(self.model, self.optimizer)
-
-    def shards(self) -> Iterator[Shard]:
-        return local_shards(self.model, self.optimizer, 0, 1)
-
-    def create_optimizer_state(self) -> None:
-        create_all_states(self.optimizer)
-
-    def load_targets(self) -> Iterator[Shard]:
-        return self.shards()
-
-    def scalars(self) -> dict[str, float]:
-        return local_scalars(self.model, self.optimizer, self._scaler)
-
-    def after_load(self, scalars: Mapping[str, float]) -> None:
-        load_local_scalars(self.model, self.optimizer, self._scaler, scalars)
-
-    def teardown(self) -> None:
-        pass

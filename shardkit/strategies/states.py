@@ -1,15 +1,101 @@
-"""Optimizer states as checkpoints see them: elementwise tensors, single numbers, nothing else."""
+"""State as checkpoints see it: elementwise tensors, single numbers, nothing else; and the verbs about it that engines
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from ..errors import CheckpointError
+from ..memory.rows import StateKind
+from ..memory.state import module_state
+from ..parallel.world import World
 from .base import Shard
+
+_SCALE = "engine.loss_scaler.cur_scale"
+_GROWTH = "engine.loss_scaler.growth_tracker"
+
+
+class TorchStates:
+    """What single, ddp and fsdp answer alike: their optimizer is torch's own, over the model's own parameters.
+
+    What makes a step (`accumulate`, `backward`, `step`) stands in the engine's file. Shards are as of an engine whose
+    ranks hold whole parameters; one that cuts them up replaces those verbs.
+
+    Attributes:
+        elementwise: refuse states that are not one value per element of their parameter: each rank holds a piece.
+    """
+
+    elementwise = False
+    optimizer: torch.optim.Optimizer
+    _bare: nn.Module
+    """The model without the engine's wrapper, whose names are those in a checkpoint."""
+    _world: World
+    _scaler: GradScaler
+
+    def construction(self) -> AbstractContextManager[object] | None:
+        return None
+
+    def loss_scale(self) -> float:
+        return self._scaler.get_scale()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        pass
+
+    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
+        return module_state(self._bare, self.optimizer)
+
+    def shards(self) -> Iterator[Shard]:
+        return self._even_shards(self._world.rank, self._world.size)
+
+    def load_targets(self) -> Iterator[Shard]:
+        return self._even_shards(0, 1)
+
+    def _even_shards(self, part: int, parts: int) -> Iterator[Shard]:
+        """One of `parts` even ranges of each tensor."""
+        for fqn, param in self._bare.named_parameters():
+            start, end = even_range(param.numel(), part, parts)
+            yield Shard(f"model.{fqn}", tuple(param.shape), start, flat(fqn, param)[start:end])
+            for key, value in state_parts(self.optimizer.state.get(param, {})):
+                first, last = even_range(value.numel(), part, parts)
+                yield Shard(f"optim.{fqn}.{key}", tuple(value.shape), first, flat(fqn, value)[first:last])
+        yield from buffer_shards(self._bare, part)
+
+    def create_optimizer_state(self) -> None:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:  # one at a time: no more than one gradient exists
+                create_states(self.optimizer, group, param)
+
+    def scalars(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        if self._scaler.is_enabled():
+            found = {_SCALE: self._scaler.get_scale(), _GROWTH: self._scaler.state_dict()["_growth_tracker"]}
+        for fqn, param in self._bare.named_parameters():
+            found |= scalars_of(fqn, param, self.optimizer.state.get(param, {}), self.elementwise)
+        return found
+
+    def after_load(self, scalars: Mapping[str, float]) -> None:
+        if self._scaler.is_enabled() and _SCALE in scalars:  # else the run had none, and the fresh one stays
+            saved = {"scale": scalars[_SCALE], "_growth_tracker": int(scalars.get(_GROWTH, 0))}
+            self._scaler.load_state_dict({**self._scaler.state_dict(), **saved})
+        for fqn, param in self._bare.named_parameters():
+            set_scalars(fqn, self.optimizer.state.get(param, {}), scalars)
+
+    def teardown(self) -> None:
+        vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
+
+
+def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
+    """Start and end of one of `parts` nearly equal ranges of `numel` elements."""
+    return numel * part // parts, numel * (part + 1) // parts
 
 
 def is_scalar(value: object) -> bool:
@@ -102,13 +188,6 @@ def create_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
         optimizer.step()
     finally:
         optimizer.param_groups, param.grad = groups, grad
-
-
-def create_all_states(optimizer: torch.optim.Optimizer) -> None:
-    """`create_states` for every parameter, one at a time: no more than one gradient exists."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            create_states(optimizer, group, param)
 
 
 def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from ..memory.rows import PhaseName
-from ..memory.state import HasState
+from ..memory.phases import Phases
 from . import Strategy
 
 MicroBatch = tuple[Any, bool]
@@ -62,14 +62,6 @@ class Stopwatch:
             return float(sum(end - begin for begin, end in self._spans))
         self._spans[-1][1].synchronize()
         return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
-
-
-class Phases(Protocol):
-    """Is told what the step does: the ledger, or a profiler around it."""
-
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
-
-    def sample_state(self, source: HasState) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +115,25 @@ def train_step(
     with ledger.phase("step"):
         grad_norm = HostValue(strategy.step(max_norm))
     return StepOutput(loss_sum, grad_norm, forward)
+
+
+def clip_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
+) -> torch.Tensor:
+    """Unscale, clip the total 2-norm, update, drop gradients; the norm before clipping, 0-d (a DTensor for shards).
+
+    With loss scaling, a gradient that is not finite on any rank skips the update on all, and the norm is not finite.
+    """
+    scaler.unscale_(optimizer)
+    params = [p for p in model.parameters() if p.grad is not None]
+    if max_norm is not None:
+        norm = nn.utils.clip_grad_norm_(params, max_norm)
+    else:
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

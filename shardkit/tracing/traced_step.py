@@ -6,15 +6,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..files import write_whole
+from ..memory.phases import Phases
 from ..memory.rows import CATEGORIES, Category, PhaseName
 from ..memory.state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules
@@ -22,13 +23,6 @@ from .tracker import TensorTracker
 
 BETWEEN = "between"
 """The phase of an event log from the end of a step to the next one."""
-
-
-class Wrapped(HasState, Protocol):
-    """A wrapped model that can name its state: every strategy is one."""
-
-    @property
-    def model(self) -> nn.Module: ...
 
 
 class Tracing:
@@ -60,12 +54,12 @@ class Tracing:
     def sample_state(self, source: HasState) -> None:
         label_state(self._tracker, source)
 
-    def wrapped(self, strategy: Wrapped) -> None:
-        label_state(self._tracker, strategy)
-        self._stack.enter_context(following_modules(self._log, strategy.model))
+    def wrapped(self, source: HasState, model: nn.Module) -> None:
+        label_state(self._tracker, source)
+        self._stack.enter_context(following_modules(self._log, model))
 
-    def stepped(self, strategy: Wrapped) -> None:
-        label_state(self._tracker, strategy)
+    def stepped(self, source: HasState) -> None:
+        label_state(self._tracker, source)
         self._log.mark(BETWEEN, "")
 
 
@@ -81,14 +75,6 @@ SCHEMA = 1
 FOLDER = "trace"
 POINTS = 1500
 LARGEST = 20
-
-
-class Phases(Protocol):
-    """What a training step tells its phases to."""
-
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
-
-    def sample_state(self, source: HasState) -> None: ...
 
 
 class _Both:
@@ -118,8 +104,10 @@ class _Both:
 
 
 @contextmanager
-def traced_step(strategy: Wrapped, ledger: Phases, device: torch.device, path: Path, step: int) -> Iterator[Phases]:
-    """Trace the step that runs inside; afterwards `path` holds what it found.
+def traced_step(
+    source: HasState, model: nn.Module, ledger: Phases, device: torch.device, path: Path, step: int
+) -> Iterator[Phases]:
+    """Trace the step of the wrapped `model` that runs inside; afterwards `path` holds what it found.
 
     Yields:
         What the step tells its phases to, instead of `ledger`, which hears of them too.
@@ -128,11 +116,11 @@ def traced_step(strategy: Wrapped, ledger: Phases, device: torch.device, path: P
     log = EventLog(stream=_cuda_stream) if on_gpu else EventLog()
     tracker = TensorTracker(log)
     with Tracing(tracker) as tracing:
-        tracing.wrapped(strategy)
+        tracing.wrapped(source, model)
         outside = torch.cuda.memory_allocated(device) - tracker.current(device) if on_gpu else 0
         both = _Both(ledger, tracing, device)
         yield both
-        tracing.stepped(strategy)
+        tracing.stepped(source)
     found = summary(log, str(device), step, outside, both.most)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(found) + "\n")

@@ -15,7 +15,7 @@ from shardkit.config.schema import CheckpointConfig
 from shardkit.launch.ranks.env import RankEnv
 from shardkit.parallel.world import World
 from shardkit.strategies.base import Shard
-from shardkit.strategies.local import even_range
+from shardkit.strategies.states import even_range
 
 
 class Plain:

@@ -140,7 +140,7 @@ def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[running])
     monkeypatch.setattr("shardkit.tracing.traced_step._cuda_stream", lambda: 0)
     file = tmp_path / "rank0.json"
-    with traced_step(Strategy(), Ledger(), torch.device("cuda", 0), file, 2) as phases:
+    with traced_step(Strategy(), Strategy.model, Ledger(), torch.device("cuda", 0), file, 2) as phases:
         for name in PHASES[-3:]:
             with phases.phase(name):
                 pass

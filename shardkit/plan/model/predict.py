@@ -15,13 +15,16 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES, PhaseName
+from ...parallel.weights import Weights
+from ...parallel.world import World
 from ...strategies.zero.config import STAGES
+from ...tasks.base import Batch, Task
 from ...tasks.load import load_task
 from ...tracing.events import EventLog
 from ...tracing.traced_step import BETWEEN, Tracing
 from ...tracing.tracker import TensorTracker
 from ..simulate import shim
-from ..simulate.step import on_fake, run_steps, sample_batch
+from ..simulate.step import count_model, on_fake, sample_batch, take_step, wrapped
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, whole_pages
@@ -192,7 +195,7 @@ def trace(
         speeds: of the target's hardware; without them no work is counted.
 
     Returns:
-        every allocation; what `run_steps` counts; the last step's work; targets of a micro-batch.
+        every allocation; what `count_model` counts; the last step's work; targets of a micro-batch.
     """
     log = EventLog(stream=shim.current_stream)
     if target.gpu is not None:
@@ -209,8 +212,22 @@ def trace(
         fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world,
         Tracing(tracker) as tracing,
     ):
-        counts = run_steps(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+        counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
     return log, counts, work.segments if work else [], n_targets
+
+
+def _follow(
+    config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, weights: Weights, tracing: Tracing,
+    steps: int,
+) -> dict[str, int]:  # fmt: skip
+    """The run that is traced; what it made is gone when this returns."""
+    with wrapped(config, world, task, weights) as strategy:
+        tracing.wrapped(strategy, strategy.model)
+        counts = count_model(strategy, task)
+        for _ in range(steps):
+            take_step(config, world, task, batch, n_targets, strategy, tracing)
+            tracing.stepped(strategy)
+    return counts
 
 
 def _estimate(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils.data import default_collate
@@ -11,8 +12,7 @@ from torch.utils.data import default_collate
 from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
-from ...memory.rows import PhaseName
-from ...memory.state import HasState
+from ...memory.phases import Phases
 from ...parallel.blocks import find_blocks
 from ...parallel.optim import make_optimizer
 from ...parallel.weights import Weights
@@ -23,56 +23,35 @@ from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 
 
-class Observer(Protocol):
-    """Is told what a traced run does."""
-
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]: ...
-
-    def sample_state(self, source: HasState) -> None: ...
-
-    def wrapped(self, strategy: Strategy) -> None: ...
-
-    def stepped(self, strategy: Strategy) -> None: ...
-
-
-def run_steps(
-    config: RunConfig,
-    world: World,
-    task: Task,
-    batch: Batch,
-    n_targets: float,
-    weights: Weights,
-    observer: Observer,
-    steps: int = 2,
-) -> dict[str, int]:
-    """Wrap the task's model and take `steps` optimizer steps over `batch`, as training would.
-
-    Args:
-        n_targets: targets in `batch`.
-
-    Returns:
-        {"n_params": parameters of the model, "n_blocks": its repeated blocks}.
-    """
+@contextmanager
+def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> Iterator[Strategy]:
+    """The task's model, wrapped as training would."""
     strategy = make_strategy(config, world)
-    accum = resolve_batch(config, world.size)
-    block_classes = getattr(task, "block_classes", ())
     try:
         parallelize(
             config, world.device, strategy, task.build_model, lambda model: make_optimizer(config.optim, model),
-            weights, block_classes, getattr(task, "attention_classes", ()),
+            weights, getattr(task, "block_classes", ()), getattr(task, "attention_classes", ()),
         )  # fmt: skip
-        observer.wrapped(strategy)
-        numel = [int(getattr(p, "ds_numel", p.numel())) for p in strategy.model.parameters()]
-        counts = {"n_params": sum(numel), "n_blocks": len(find_blocks(strategy.model, block_classes))}
-        for _ in range(steps):
-            train_step(
-                strategy, observer, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
-                n_targets * accum * world.size, world.size, world.device, config.train.max_norm,
-            )  # fmt: skip
-            observer.stepped(strategy)
+        yield strategy
     finally:
         strategy.teardown()
-    return counts
+
+
+def take_step(
+    config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, strategy: Strategy, phases: Phases
+) -> None:
+    """One optimizer step as training would take it; each micro-batch is `batch`, which has `n_targets` targets."""
+    accum = resolve_batch(config, world.size)
+    train_step(
+        strategy, phases, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
+        n_targets * accum * world.size, world.size, world.device, config.train.max_norm,
+    )  # fmt: skip
+
+
+def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
+    """{"n_params": parameters of the wrapped model, "n_blocks": its repeated blocks}."""
+    numel = [int(getattr(p, "ds_numel", p.numel())) for p in strategy.model.parameters()]
+    return {"n_params": sum(numel), "n_blocks": len(find_blocks(strategy.model, getattr(task, "block_classes", ())))}
 
 
 def sample_batch(task: Task, config: RunConfig) -> Batch:

@@ -11,8 +11,7 @@ from torch import nn
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ..base import Shard
-from ..local import even_range
-from ..states import create_states, flat, scalars_of, set_scalars
+from ..states import create_states, even_range, flat, scalars_of, set_scalars
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:

@@ -17,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.ledger import MemoryLedger
+from ...memory.phases import Phases
 from ...memory.rows import PhaseName
 from ...memory.state import HasState, local_tensors
 from ...parallel.world import World
 from ...strategies import Strategy
-from ...strategies.step import Phases
 from .account import STATE, Snapshot, account, summarise
 from .chrome_trace import RANGES, read_trace
 from .show import FOLDER, SCHEMA
