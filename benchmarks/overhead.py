@@ -154,11 +154,11 @@ def write_tokens(folder: Path) -> str:
     """A token file both sides read: the standard library's source, as bytes."""
     import numpy as np
 
-    from shardkit.config.schema import DataConfig
-    from shardkit.data.corpus import open_corpus
+    from shardkit.config.schema import RunConfig
+    from shardkit.tasks.causal_lm import CausalLM
 
     path = folder / "tokens.bin"
-    np.asarray(open_corpus(DataConfig()).train[:4_000_000], dtype=np.uint16).tofile(path)
+    np.asarray(CausalLM(RunConfig()).corpus.train[:4_000_000], dtype=np.uint16).tofile(path)
     return str(path)
 
 

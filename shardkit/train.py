@@ -74,11 +74,7 @@ def run(loaded: LoadedConfig) -> int:
             plan.begin(job, trainer.run_dir)
             outcome = trainer.fit()
         if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: nobody waits for this
-            plan.wait(loaded.config)
-            if (trainer.run_dir / "plan.json").exists():
-                from .report.planned import close
-
-                close(trainer.run_dir)
+            plan.close(loaded.config, trainer.run_dir)
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
         return 0
     return restart.stopped(loaded.config.run.dir, outcome.stopped_by)

@@ -77,20 +77,16 @@ def ceiling(where: Where) -> Found:
     """FLOP/s of [m, k] × [k, n] products in bf16 on normal random values; the median of ten for each size."""
     import torch
 
-    from shardkit.strategies.step import Stopwatch
+    from shardkit.hardware.speed import timed
 
     device = torch.device("cpu" if where.dry else "cuda")
     found: Found = {"sizes": []}
     for m, n, k in DRY_SWEEP if where.dry else SWEEP:
         a, b = (torch.randn(*shape, device=device).bfloat16() for shape in ((m, k), (k, n)))
-        samples = []
-        for index in range(13):
-            watch = Stopwatch(device)
-            watch.start()
-            a @ b
-            watch.stop()
-            if index >= 3:
-                samples.append(2 * m * n * k / watch.seconds())
+        product = partial(torch.matmul, a, b)
+        for _ in range(3):
+            timed(device, product)
+        samples = [2 * m * n * k / timed(device, product) for _ in range(10)]
         found["sizes"].append({"m": m, "n": n, "k": k, "flops": sorted(samples)})
     best = max(sorted(size["flops"])[len(size["flops"]) // 2] for size in found["sizes"])
     return {**found, "outcome": "ok", "best_flops": best}

@@ -20,22 +20,15 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file that shows a run, or compares two: loss, every rank's memory, what was planned."""
-    from ..errors import ShardkitError
-    from ..files import write_whole
     from ..report.compare import compare_page
-    from ..report.page import run_page
+    from ..report.page import run_page, save
     from ..report.read import read_run
 
     found = read_run(run)
     second = None if other is None else read_run(other)
     path = out or run / ("report.html" if second is None else "compare.html")
     text = run_page(found, path) if second is None else compare_page(found, second)
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ShardkitError(
-            f"cannot write {path}: {error.strerror}", "pass --out with a place you can write"
-        ) from error
+    save(text, path)
     typer.echo(path)
 
 
@@ -50,7 +43,7 @@ def profile(
     """Show what a run's profile found: the peak by category, who allocates most, where time goes."""
     import json
 
-    from ..telemetry.profile.show import compare, read_summaries, show
+    from ..report.profile.show import compare, read_summaries, show
 
     names = [str(run)] + ([] if other is None else [str(other)])
     runs = [read_summaries(Path(name)) for name in names]

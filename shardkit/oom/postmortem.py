@@ -24,7 +24,6 @@ from ..files import write_whole
 from ..memory.ledger import MemoryLedger
 from ..memory.phases import phase_of
 from ..memory.rows import RankRow, StateKind
-from ..parallel.blocks import find_blocks
 from . import shortage as shortages
 from .advice import Advice, Used, advise
 from .cap import MemoryCap
@@ -59,6 +58,7 @@ class PostMortem:
         subject: its model may not exist yet.
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
+        count_blocks: how many blocks of the model can be recomputed.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class PostMortem:
         subject: Subject,
         local_world_size: int = 1,
         cap: MemoryCap | None = None,
+        count_blocks: Callable[[nn.Module], int] = lambda model: 0,
     ) -> None:
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
+        self._count_blocks = count_blocks
         self._local_world_size = local_world_size
         self._gaps: list[str] = []
         shortages.observe(ledger.device)
@@ -165,8 +167,7 @@ class PostMortem:
     def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
         on_host = shortage.kind in ("host", "host-risk")
         held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
-        none: list[nn.Module] = []
-        blocks = none if model is None else self._attempt("blocks", lambda: find_blocks(model), none)
+        blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
             where="host" if on_host else "device",
             state=row.state,
@@ -174,7 +175,7 @@ class PostMortem:
             phase=phase,
             missing=shortage.missing,
             fragmentation=shortage.fragmentation or 0,
-            n_blocks=len(blocks),
+            n_blocks=blocks,
             workers=row.host_mem.children_rss or 0,
             staging=row.host_mem.staging,
         )

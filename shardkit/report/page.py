@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from ..errors import ShardkitError
+from ..files import write_whole
 from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
@@ -239,3 +241,17 @@ def _config(run: Run) -> list[Markup]:
         table(["", "version"], [[words(name), words(value)] for name, value in rows]),
         folded("config.yaml", run.config_text),
     ]
+
+
+def save(text: str, path: Path) -> None:
+    """Write a page.
+
+    Raises:
+        ShardkitError: the file cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ShardkitError(
+            f"cannot write {path}: {error.strerror}", "pass --out with a place you can write"
+        ) from error

@@ -19,6 +19,7 @@ from ..errors import ConfigError, TrainingError
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
+from ..parallel.blocks import find_blocks
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -60,7 +61,9 @@ class Job:
 
     def __post_init__(self) -> None:
         local_size = self.world.env.local_world_size
-        self.post_mortem = PostMortem(self.config, self.ledger, self.strategy, local_size, self.cap)
+        self.post_mortem = PostMortem(
+            self.config, self.ledger, self.strategy, local_size, self.cap, lambda model: len(find_blocks(model))
+        )
         self.ledger.risk.on_risk = self.post_mortem.at_risk
 
     @property

@@ -23,6 +23,7 @@ from ..plan.client import Planner
 from ..plan.history import digest
 from ..plan.model.estimate import MemoryEstimate
 from ..plan.target import Target, known_here
+from ..report import planned
 from .job import Job
 
 LIMIT_S = 60.0
@@ -84,6 +85,12 @@ class RunPlan:
         """Let a plan that was asked for be finished; one that only was worth its while is not waited for."""
         if config.memory.plan is True and self._thread is not None:
             self._thread.join(max(0.0, self._deadline - time.monotonic()))
+
+    def close(self, config: RunConfig, run_dir: Path) -> None:
+        """Show what was planned, if it was, beside what the run measured."""
+        self.wait(config)
+        if (run_dir / "plan.json").exists():
+            planned.close(run_dir)
 
     def _plan(self, config: RunConfig, targets: list[Target], run_dir: Path) -> None:
         limit = threading.Timer(LIMIT_S, self._stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,18 +20,18 @@ from ..config.load import resolve_batch
 from ..data.loader import StepBatch, StepLoader
 from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
-from ..files import append_jsonl
+from ..files import append_jsonl, write_whole
 from ..memory.phases import Phases
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
 from ..strategies.step import StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import load_task
-from ..telemetry.profile.profiler import Profiler
 from . import checks, directory
 from .evaluate import evaluate, report
 from .job import Job, not_finite
 from .preemption import StopRequest
+from .profiler import Profiler
 from .recorder import open_recorder
 from .watchdog import Watchdog
 
@@ -281,9 +283,13 @@ class Trainer:
             return nullcontext(phases)
         from ..tracing.traced_step import FOLDER, traced_step
 
+        def save(found: dict[str, Any]) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(found) + "\n")
+
         path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
         strategy = self.job.strategy
-        return traced_step(strategy, strategy.model, phases, self.world.device, path, self.step)
+        return traced_step(strategy, strategy.model, phases, self.world.device, self.step, save)
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
         """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""

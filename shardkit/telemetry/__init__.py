@@ -1,1 +1,1 @@
-"""A run's figures while it lasts: metrics, progress, Prometheus, profiles."""
+"""A run's figures while it lasts: metrics, progress, Prometheus."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..files import write_whole
 from ..memory.phases import Phases
 from ..memory.rows import CATEGORIES, Category, PhaseName
 from ..memory.state import HasState, local_tensors
@@ -105,9 +102,14 @@ class _Both:
 
 @contextmanager
 def traced_step(
-    source: HasState, model: nn.Module, ledger: Phases, device: torch.device, path: Path, step: int
+    source: HasState,
+    model: nn.Module,
+    ledger: Phases,
+    device: torch.device,
+    step: int,
+    save: Callable[[dict[str, Any]], None],
 ) -> Iterator[Phases]:
-    """Trace the step of the wrapped `model` that runs inside; afterwards `path` holds what it found.
+    """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets what it found.
 
     Yields:
         What the step tells its phases to, instead of `ledger`, which hears of them too.
@@ -121,9 +123,7 @@ def traced_step(
         both = _Both(ledger, tracing, device)
         yield both
         tracing.stepped(source)
-    found = summary(log, str(device), step, outside, both.most)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(found) + "\n")
+    save(summary(log, str(device), step, outside, both.most))
 
 
 def _cuda_stream() -> int:

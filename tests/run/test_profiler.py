@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardkit.telemetry.profile.account import CATEGORIES, Snapshot, account, summarise
-from shardkit.telemetry.profile.chrome_trace import parse
-from shardkit.telemetry.profile.timeline import render
+from shardkit.report.profile.account import CATEGORIES, Snapshot, account, summarise
+from shardkit.report.profile.chrome_trace import parse
+from shardkit.report.profile.timeline import render
 from tests.ranks import LEAKS, run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled")
     runs = [settings(folder, s, parallel__strategy=s, profile__ranks="all") for s in STRATEGIES]
     runs.append(settings(folder, "checkpointed", activation__policy="full", profile__ranks="[1]"))
-    assert run_ranks(2, "tests.telemetry.test_profiler:train_all", runs=runs) == [[0] * len(runs)] * 2
+    assert run_ranks(2, "tests.run.test_profiler:train_all", runs=runs) == [[0] * len(runs)] * 2
     return folder
 
 
@@ -191,8 +191,8 @@ def test_the_biggest_allocator_is_what_dispatch_counts(tmp_path: Path) -> None:
 def test_only_profiled_steps_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    from shardkit.run import profiler
     from shardkit.run.trainer import Trainer
-    from shardkit.telemetry.profile import profiler
 
     ranges: list[tuple[int, str]] = []
     trainers: list[Trainer] = []

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ...config.schema import RunConfig
-from ...errors import ConfigError
-from ...memory.ledger import MemoryLedger
-from ...memory.phases import Phases
-from ...memory.rows import PhaseName
-from ...memory.state import HasState, local_tensors
-from ...parallel.world import World
-from ...strategies import Strategy
-from .account import STATE, Snapshot, account, summarise
-from .chrome_trace import RANGES, read_trace
-from .show import FOLDER, SCHEMA
-from .timeline import render
+from ..config.schema import RunConfig
+from ..errors import ConfigError
+from ..memory.ledger import MemoryLedger
+from ..memory.phases import Phases
+from ..memory.rows import PhaseName
+from ..memory.state import HasState, local_tensors
+from ..parallel.world import World
+from ..report.profile.account import STATE, Snapshot, account, summarise
+from ..report.profile.chrome_trace import RANGES, read_trace
+from ..report.profile.show import FOLDER, SCHEMA
+from ..report.profile.timeline import render
+from ..strategies import Strategy
 
 _RANGE = {phase: name for name, phase in RANGES.items()}
 _PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "step": "optimizer"}
