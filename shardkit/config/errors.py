@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 from .schema import RunConfig
-from .yaml import Path, one_line, shown
 
+Path = tuple[str, ...]
 Locate = Callable[[Path], str]
 """Where the value at a path was set: `configs/fsdp.yaml:12`, `command line`, or empty for a default."""
 
@@ -199,3 +199,22 @@ def combined(errors: list[tuple[str, ConfigError]]) -> ConfigError:
 
 def _in(where: str) -> str:
     return f" ({where})" if where else ""
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """Text fit for one line of an error message."""
+    flat = " ".join(text.split())
+    flat = "".join(char if char.isprintable() else repr(char)[1:-1] for char in flat)
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as it is shown in messages: its repr, on one line, shortened."""
+    try:
+        if value is None or isinstance(value, bool):
+            text = "null" if value is None else str(value).lower()
+        else:
+            text = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # integers of more than 4300 digits, nesting beyond the stack
+        text = f"a huge {type(value).__name__}"
+    return one_line(text, limit)

@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .errors import combined, from_validation, section_fields, unknown_key, wrong_value
+from .errors import Path, combined, from_validation, one_line, section_fields, shown, unknown_key, wrong_value
 from .presets import HF_PRESETS, MODEL_PRESETS
 from .schema import RunConfig
-from .yaml import Document, Path, check_plain, one_line, read_yaml, shown
+from .yaml import Document, check_plain, read_yaml
 
 COMMAND_LINE = "command line"
 

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
-from .errors import json_schema
+from .errors import json_schema, one_line
 from .layers import Layers, split_override
 from .schema import RunConfig
-from .yaml import Document, one_line, read_yaml
+from .yaml import Document, read_yaml
 
 COMMENT_COLUMN = 44
 

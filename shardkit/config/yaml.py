@@ -1,51 +1,34 @@
-"""YAML read strictly: plain values only, no duplicate keys, the line of every key.
+"""What PyYAML does not give: the line of every key, no duplicate keys, bounds, and plain values only.
 
-Differs from PyYAML's safe loader where its YAML 1.1 rules surprise people: `1e-4` is a number, `12:30:00` and
-`2024-01-01` are text, `010` is not octal, and tags beyond plain scalars, lists and mappings are refused.
+Where YAML 1.1 surprises people, text is read as it looks: `1e-4` is a number, `12:30:00` and `2024-01-01` are text, and
+`010` is not octal.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from ..errors import ConfigError
+from .errors import Path, one_line, shown
 
-Path = tuple[str, ...]
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
 MAX_INT_BITS = 64
 
-_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", lambda text: None),
-    "tag:yaml.org,2002:bool": (
-        r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
-        lambda text: text.lower() in ("yes", "true", "on"),
-    ),
-    "tag:yaml.org,2002:int": (r"[-+]?(0|[1-9](_?[0-9]){0,30})", int),
-    "tag:yaml.org,2002:float": (
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
-    ),
-    "tag:yaml.org,2002:str": (r".*", str),
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
+    "int": r"[-+]?(0|[1-9](_?[0-9]){0,30})",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "str": r".*",
 }
-_PATTERNS = {tag: re.compile(rf"(?:{pattern})\Z", re.DOTALL) for tag, (pattern, _) in _SCALARS.items()}
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with this module's scalar rules."""
-
-    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
-
-
-for _tag, _pattern in _PATTERNS.items():
-    if not _tag.endswith(":str"):
-        _Loader.add_implicit_resolver(_tag, _pattern, None)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<\Z"), ["<"])
+_PATTERNS = {_TAG + kind: re.compile(rf"(?:{pattern})\Z", re.DOTALL) for kind, pattern in _SCALARS.items()}
 
 
 @dataclass
@@ -64,20 +47,92 @@ def read_yaml(text: str, where: str) -> Document:
             `where` with line and column.
     """
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            return _Builder(where, loader).document(node)
-        finally:
-            loader.dispose()
+        loader = _Loader(text, where)
+        node = loader.get_single_node()
+        return Document() if node is None else Document(loader.value(node), loader.lines)
     except RecursionError:
         raise _too_deep(where) from None
     except yaml.MarkedYAMLError as error:
-        raise _syntax_error(where, error) from None
+        mark = error.problem_mark or error.context_mark
+        at = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise ConfigError(
+            f"{at}: not YAML: {one_line(error.problem or error.context or 'cannot be parsed')}",
+            "check indentation (no tabs), colons and quotes there; quote text that starts with * & ! or %",
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape beyond the last code point
         raise ConfigError(
             f"{where} is not YAML: {one_line(str(error))}", "use plain UTF-8 text without control characters"
         ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes nodes and the values of scalars from PyYAML; the walk over the nodes counts values and notes lines."""
+
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self.where, self.count = where, 0
+        self.lines: dict[Path, int] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first_lines: dict[str, int] = {}
+        for key_node, _ in node.value:  # not merged yet: a key may override a merged one, not itself
+            if key_node.tag != f"{_TAG}merge":
+                key, line = self.key(key_node), key_node.start_mark.line + 1
+                if key in first_lines:
+                    raise ConfigError(
+                        f"{self.at(key_node)}: key {shown(key)} is already set on line {first_lines[key]}",
+                        f"keep one of the two {shown(key)}",
+                    )
+                first_lines[key] = line
+        return node
+
+    def value(self, node: yaml.Node, path: Path = (), depth: int = 0) -> Any:
+        self.count += 1
+        if depth > MAX_DEPTH or self.count > MAX_VALUES:  # an alias inside its own anchor, or anchors of anchors
+            raise _too_deep(self.at(node))
+        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+            return [self.value(item, path, depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
+            self.flatten_mapping(node)
+            result: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                inner = (*path, self.key(key_node))
+                self.lines[inner] = key_node.start_mark.line + 1
+                result[inner[-1]] = self.value(value_node, inner, depth + 1)
+            return result
+        return self.scalar(node)
+
+    def key(self, node: yaml.Node) -> str:
+        key = self.scalar(node) if isinstance(node, yaml.ScalarNode) else node.tag
+        if not isinstance(key, str) or not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{self.at(node)}: a key must be text, found {shown(key)}", "quote the key")
+        return key
+
+    def scalar(self, node: yaml.Node) -> Any:
+        if not isinstance(node, yaml.ScalarNode) or node.tag not in _PATTERNS:
+            tag = one_line(str(node.tag).replace(_TAG, "!!"), 60)
+            raise ConfigError(
+                f"{self.at(node)}: the tag {tag} is not supported",
+                "use plain text, numbers, true/false, null, lists and mappings",
+            )
+        if not _PATTERNS[node.tag].match(node.value):  # only after an explicit tag such as !!int
+            raise ConfigError(
+                f"{self.at(node)}: {shown(node.value)} does not fit its tag !!{node.tag.removeprefix(_TAG)}",
+                "remove the tag",
+            )
+        return check_plain(self.construct_object(node), self.at(node))
+
+    def at(self, node: yaml.Node) -> str:
+        return f"{self.where}:{node.start_mark.line + 1}"
+
+
+for _tag, _pattern in _PATTERNS.items():
+    if not _tag.endswith(":str"):
+        _Loader.add_implicit_resolver(_tag, _pattern, None)
+_Loader.add_implicit_resolver(f"{_TAG}merge", re.compile(r"<<\Z"), ["<"])
 
 
 def check_plain(value: Any, name: str, depth: int = 0) -> Any:
@@ -110,112 +165,8 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
     )
 
 
-def one_line(text: str, limit: int = 200) -> str:
-    """Text fit for one line of an error message."""
-    flat = " ".join(text.split())
-    flat = "".join(char if char.isprintable() else repr(char)[1:-1] for char in flat)
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
-
-
-def shown(value: Any, limit: int = 60) -> str:
-    """A value as it is shown in messages: its repr, on one line, shortened."""
-    try:
-        if value is None or isinstance(value, bool):
-            text = "null" if value is None else str(value).lower()
-        else:
-            text = repr(list(value) if isinstance(value, tuple) else value)
-    except (ValueError, RecursionError):  # integers of more than 4300 digits, nesting beyond the stack
-        text = f"a huge {type(value).__name__}"
-    return one_line(text, limit)
-
-
-class _Builder:
-    """Turns YAML nodes into plain values, keeping the line of every key."""
-
-    def __init__(self, where: str, loader: _Loader) -> None:
-        self._where = where
-        self._loader = loader
-        self._lines: dict[Path, int] = {}
-        self._count = 0
-
-    def document(self, node: yaml.Node | None) -> Document:
-        if node is None:
-            return Document()
-        return Document(self._value(node, ()), self._lines)
-
-    def _value(self, node: yaml.Node, path: Path, depth: int = 0) -> Any:
-        self._count += 1
-        if depth > MAX_DEPTH or self._count > MAX_VALUES:  # an alias inside its own anchor, or anchors of anchors
-            raise _too_deep(self._at(node))
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
-            return [self._value(item, path, depth + 1) for item in node.value]
-        if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
-            return self._mapping(node, path, depth)
-        raise self._bad_tag(node)
-
-    def _mapping(self, node: yaml.MappingNode, path: Path, depth: int) -> dict[str, Any]:
-        first_lines: dict[str, int] = {}
-        for key_node, _ in node.value:  # before merging: a key may override a merged one, not itself
-            if key_node.tag.endswith(":merge"):
-                continue
-            key, line = self._key(key_node), key_node.start_mark.line + 1
-            if key in first_lines:
-                raise ConfigError(
-                    f"{self._where}:{line}: key {shown(key)} is already set on line {first_lines[key]}",
-                    f"keep one of the two {shown(key)}",
-                )
-            first_lines[key] = line
-        self._loader.flatten_mapping(node)
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node)
-            inner = (*path, key)
-            self._lines[inner] = key_node.start_mark.line + 1
-            result[key] = self._value(value_node, inner, depth + 1)
-        return result
-
-    def _key(self, node: yaml.Node) -> str:
-        key = self._scalar(node) if isinstance(node, yaml.ScalarNode) else node.tag
-        if not isinstance(key, str) or not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{self._at(node)}: a key must be text, found {shown(key)}", "quote the key")
-        return key
-
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        text = str(node.value)
-        if node.tag not in _SCALARS:
-            raise self._bad_tag(node)
-        if not _PATTERNS[node.tag].match(text):  # only after an explicit tag such as !!int
-            raise ConfigError(
-                f"{self._at(node)}: {shown(text)} does not fit its tag !!{node.tag[18:]}", "remove the tag"
-            )
-        value = _SCALARS[node.tag][1](text)
-        return check_plain(value, self._at(node))
-
-    def _bad_tag(self, node: yaml.Node) -> ConfigError:
-        tag = one_line(str(node.tag).replace("tag:yaml.org,2002:", "!!"), 60)
-        return ConfigError(
-            f"{self._at(node)}: the tag {tag} is not supported",
-            "use plain text, numbers, true/false, null, lists and mappings",
-        )
-
-    def _at(self, node: yaml.Node) -> str:
-        return f"{self._where}:{node.start_mark.line + 1}"
-
-
 def _too_deep(where: str) -> ConfigError:
     return ConfigError(
         f"{one_line(where)}: nested deeper than {MAX_DEPTH} levels, or more than {MAX_VALUES} values",
         "flatten it; an anchor may not contain itself",
-    )
-
-
-def _syntax_error(where: str, error: yaml.MarkedYAMLError) -> ConfigError:
-    mark = error.problem_mark or error.context_mark
-    at = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-    problem = one_line(error.problem or error.context or "cannot be parsed")
-    return ConfigError(
-        f"{at}: not YAML: {problem}",
-        "check indentation (no tabs), colons and quotes there; quote text that starts with * & ! or %",
     )

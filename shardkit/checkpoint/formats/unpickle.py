@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,6 +210,13 @@ class _Unpickler(pickle.Unpickler):
         return StorageRef(key, _STORAGES.get(storage.name), numel)
 
 
+def _refuse_far_entries(content: bytes) -> None:
+    """Python's unpickler keeps a list as long as the largest number of a memo entry: nine bytes may ask for 32 GiB."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(content):
+            raise Refused(f"memo entry {argument}")
+
+
 def load(content: bytes, where: str) -> Any:
     """What a pickle holds, as dicts, lists, numbers, text, `TensorRef` and `Record`; no code of the file runs.
 
@@ -219,6 +227,7 @@ def load(content: bytes, where: str) -> Any:
         CheckpointError: the file asks for anything else, or is damaged.
     """
     try:
+        _refuse_far_entries(content)
         return _Unpickler(io.BytesIO(content)).load()
     except Refused as error:
         raise CheckpointError(

@@ -114,6 +114,8 @@ def test_dcp_metadata_cannot_name_a_file_elsewhere(
         b"cdeepspeed\nrunner\n.",
         b"(S'touch was_here'\nios\nsystem\n.",
         b"\x80\x02\x82\x01.",  # an extension code
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # memo entry 2**31 - 1: a list of 32 GiB in Python's own unpickler
+        b"(lp2147483647\n.",
         pickle.dumps(Record.get),
         # Giving state to what the reader itself hands out.
         b"ctorch._utils\n_rebuild_tensor_v2\n}S'_function'\nI1\nsb.",
