@@ -93,12 +93,12 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
                 storage = local.untyped_storage()
                 if storage.nbytes() * _NOTED_SHARE < self.limit or local.device.type != "cpu":
                     continue
-                known = self._made.get(storage._cdata)
+                known = self._made.get(id(storage))
                 if known is None or known[0]() is None:
                     made = Made(
                         storage.nbytes(), storage.data_ptr(), tuple(local.shape), str(local.dtype), f"{func} at {where}"
                     )
-                    self._made[storage._cdata] = (weakref.ref(storage), made)
+                    self._made[id(storage)] = (weakref.ref(storage), made)
         if len(self._made) > _PRUNE:
             self._made = {key: item for key, item in self._made.items() if item[0]() is not None}
 

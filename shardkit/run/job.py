@@ -23,8 +23,7 @@ from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
 from ..parallel.world import World, choose_device, process_groups, rank_env
-from ..strategies import OptimizerFactory, Strategy, make_strategy
-from ..strategies.build import parallelize
+from ..strategies import OptimizerFactory, Strategy, make_strategy, parallelize
 from ..strategies.step import train_step
 from .checks import check_masters, refuse_unused
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from ..activation import checkpoint_activations, offload_activations
 from ..config.schema import RunConfig
+from ..parallel.batchnorm import prepare_batchnorm
+from ..parallel.blocks import compile_blocks, find_blocks
+from ..parallel.precision import cast_parameters, convert_to_fp8
+from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
 from .ema import EMA
 
-__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
+__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy", "parallelize"]
 
 
 def make_strategy(config: RunConfig, world: World) -> Strategy:
@@ -33,3 +43,26 @@ def _engine(config: RunConfig, world: World) -> Strategy:
     from .zero.engine import ZeRO
 
     return ZeRO(config, world)
+
+
+def parallelize(
+    config: RunConfig,
+    device: torch.device,
+    strategy: Strategy,
+    make_model: Callable[[], nn.Module],
+    make_optimizer: OptimizerFactory,
+    weights: Weights,
+    block_classes: Sequence[type[nn.Module]] = (),
+    attention_classes: Sequence[type[nn.Module]] = (),
+) -> None:
+    """Build, set types, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
+    model = weights.build(make_model, strategy.construction())
+    model.train()
+    prepare_batchnorm(model, config, device)
+    cast_parameters(model, config.precision)
+    convert_to_fp8(model, config.precision)
+    blocks = find_blocks(model, block_classes)
+    checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
+    offload_activations(model, blocks, config.activation, device, compiled=config.compile.enabled)
+    compile_blocks(model, blocks, config.compile, device)
+    strategy.setup(model, blocks, make_optimizer, weights)

@@ -18,6 +18,7 @@ from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..memory.state import module_state
 from ..parallel.blocks import refuse_ties_across_blocks
+from ..parallel.compat import fsdp_params
 from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
@@ -102,10 +103,11 @@ class FSDP:
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and fill each with its rows of the drawn parameter."""
-        buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
+        buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
         for module, name, buffer in buffers:  # to_empty forgets the values of those too
-            module._buffers[name] = buffer.to(self._world.device)
+            setattr(module, name, buffer.to(self._world.device))
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
             local = _local(param.detach())
@@ -142,8 +144,7 @@ class FSDP:
     def communication_tensors(self) -> Iterator[torch.Tensor]:
         """Parameters as they were gathered: storages that exist all the time, and have bytes while they are needed."""
         for module in self.model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for param in group.fsdp_params if group is not None else ():
+            for param in fsdp_params(module) if isinstance(module, FSDPModule) else ():
                 yield from param.all_gather_outputs
 
     def shards(self) -> Iterator[Shard]:
@@ -195,8 +196,7 @@ def _first_row(param: DTensor) -> int:
 
 def _unsharded_grads(module: FSDPModule) -> Iterator[tuple[StateKind, torch.Tensor]]:
     """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for param in group.fsdp_params if group is not None else ():
+    for param in fsdp_params(module):
         grad = getattr(param, "unsharded_accumulated_grad", None)
         if grad is not None:
             yield "grads", grad

@@ -17,8 +17,7 @@ from ...parallel.blocks import find_blocks
 from ...parallel.optim import make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ...strategies import Strategy, make_strategy
-from ...strategies.build import parallelize
+from ...strategies import Strategy, make_strategy, parallelize
 from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 
