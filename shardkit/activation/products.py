@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..errors import TrainingError
 from ..parallel.compat import (
     DispatchMode,
-    fused_attentions,
-    scaled_products,
+    attentions,
+    products,
     schema,
     tree_leaves,
     tree_map_only,
@@ -32,9 +32,9 @@ PRODUCTS = {
     _aten.baddbmm.default,
     _aten.linear.default,
     _aten.convolution.default,
-    *scaled_products(),
+    *products(),
 }
-ATTENTIONS = fused_attentions()
+ATTENTIONS = attentions()
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -85,7 +85,7 @@ class Private:
                 owner = getattr(owner, part)
             elif not isinstance(owner, type) or not _given_to_instances(owner, part):
                 return False
-        return bool(rest)
+        return owner is not None
 
     def gone(self) -> NameGone:
         return NameGone(f"{self.said()}, which {self.feature} needs", f"install {tested(self.library)}")
@@ -200,12 +200,12 @@ def _module(path: str) -> tuple[Any, list[str]]:
 
 
 def _given_to_instances(cls: type, name: str) -> bool:
-    """Annotated in a class, or assigned to `self` in its code."""
+    """Annotated in a class, or assigned to `self` (or to the parameters that it changes) in its code."""
     for base in cls.__mro__[:-1]:
         if name in vars(base).get("__annotations__", {}):
             return True
         try:
-            if re.search(rf"\bself\.{name}\b[^=\n(]*=", inspect.getsource(base)):
+            if re.search(rf"\b(?:self|param)\.{name}\b[^=\n(]*=", inspect.getsource(base)):
                 return True
         except (OSError, TypeError):  # a class without Python code
             continue

@@ -74,8 +74,8 @@ else:
     tree_unflatten = SEGMENTS.take("torch.utils._pytree.tree_unflatten", _PYTREE)
 PRODUCTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
 PRODUCTS.take("torch.ops.aten.add.Tensor._schema")
-for feature in (SEGMENTS, OFFLOAD):
-    feature.take("torch.Tensor._version")
+SEGMENTS.take("torch.Tensor._version")
+OFFLOAD.take("torch.Tensor._version")
 OFFLOAD.take("torch.Tensor._base")
 
 _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
@@ -97,7 +97,7 @@ _dump = HISTORY.take("torch.cuda.memory._dump_snapshot")
 _snapshot = HISTORY.take("torch.cuda.memory._snapshot")
 _attach = OBSERVER.use("torch._C._cuda_attach_out_of_memory_observer", cuda=True)
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
-META.take("torch.nn.Module.register_parameter")
+META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 there is nothing for it to fill: transformers draws weights into empty tensors.
@@ -109,12 +109,12 @@ _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("tor
 _ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 
 
-def scaled_products() -> set[Any]:
-    """The operator of fp8 products, as selective_op keeps it."""
+def products() -> set[Any]:
+    """The private operators that are matrix products: fp8's."""
     return {op.default for op in _operators("_scaled_mm")}
 
 
-def fused_attentions() -> set[Any]:
+def attentions() -> set[Any]:
     """The operators of fused attention that this torch has."""
     return {op.default for op in _operators(*(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))}
 
@@ -173,14 +173,33 @@ def abort_groups() -> None:
         dist.group.WORLD.abort()
 
 
-def fsdp_params(module: Any) -> Sequence[Any]:
-    """FSDP2's own parameters of a module: whole ones while they are gathered, gradients that are not reduced yet."""
+def gathered_params(module: Any) -> Iterator[torch.Tensor]:
+    """A module's parameters as FSDP2 gathered them: their storages exist all the time, and have bytes while needed."""
+    for param in _fsdp_params(module):
+        yield from getattr(param, "all_gather_outputs", ())
+
+
+def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
+    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
+    for param in _fsdp_params(module):
+        grad = getattr(param, "unsharded_accumulated_grad", None)
+        if grad is not None:
+            yield grad
+
+
+def _fsdp_params(module: Any) -> Sequence[Any]:
     try:
         group = module._get_fsdp_state()._fsdp_param_group
-        return () if group is None else group.fsdp_params
+        params: Sequence[Any] = () if group is None else group.fsdp_params
+        if params:
+            _ = params[0].all_gather_outputs, params[0].unsharded_accumulated_grad
     except AttributeError:
-        GATHERED.lost(next((name for name in _fsdp if not name.exists()), _fsdp[0]))
+        gone = next((name for name in _fsdp if not name.exists()), None)
+        if gone is None:
+            raise
+        GATHERED.lost(gone)
         return ()
+    return params
 
 
 def fsdp_module_name(group: Any) -> str | None:
@@ -248,21 +267,6 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     except AttributeError:
         BUFFERS.lost(_not_persistent, instead="the modules' state_dict is asked")
         return buffer in module.state_dict()
-
-
-@contextmanager
-def registering(register: Callable[[Any, nn.Module, str, Any], None]) -> Iterator[None]:
-    """Call `register` with torch's own function, the module, a name and a parameter, wherever one is registered."""
-    own = nn.Module.register_parameter
-
-    def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(own, module, name, param)
-
-    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = own  # type: ignore[method-assign]
 
 
 def from_config(model_class: Any, config: Any) -> nn.Module:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError
-from .compat import registering
 
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 
@@ -23,19 +22,21 @@ def parameters_on_meta() -> Iterator[None]:
     A parameter is allocated and dropped again when it is registered: no two exist at once, and memory that nothing
     wrote to costs nothing. Buffers hold what the constructor computed (rotary frequencies, position ids, statistics).
     """
+    register = nn.Module.register_parameter
     shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
 
-    def register_on_meta(
-        register: Callable[..., None], module: nn.Module, name: str, param: nn.Parameter | None
-    ) -> None:
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             if param not in shared:
                 shared[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             param = shared[param]
         register(module, name, param)
 
-    with registering(register_on_meta):
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
         yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class Weights:

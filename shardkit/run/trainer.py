@@ -278,8 +278,11 @@ class Trainer:
         """Tensor by tensor, if this is the step of `memory.trace_step`."""
         if self.step != self.config.memory.trace_step:
             return nullcontext(phases)
+        from ..tracing.compat import TRACKER
         from ..tracing.traced_step import FOLDER, traced_step
 
+        if not TRACKER.works("memory.trace_step"):
+            return nullcontext(phases)
         path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
         return traced_step(self.job.strategy, phases, self.world.device, path, self.step)
 

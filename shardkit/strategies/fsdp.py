@@ -18,7 +18,7 @@ from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..memory.state import module_state
 from ..parallel.blocks import refuse_ties_across_blocks
-from ..parallel.compat import fsdp_params
+from ..parallel.compat import gathered_params, unreduced_grads
 from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
@@ -139,13 +139,14 @@ class FSDP:
         yield from module_state(self.model, self.optimizer)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                yield from _unsharded_grads(module)
+                for grad in unreduced_grads(module):
+                    yield "grads", grad
 
     def communication_tensors(self) -> Iterator[torch.Tensor]:
         """Parameters as they were gathered: storages that exist all the time, and have bytes while they are needed."""
         for module in self.model.modules():
-            for param in fsdp_params(module) if isinstance(module, FSDPModule) else ():
-                yield from param.all_gather_outputs
+            if isinstance(module, FSDPModule):
+                yield from gathered_params(module)
 
     def shards(self) -> Iterator[Shard]:
         for module in self.model.modules():
@@ -192,11 +193,3 @@ def _first_row(param: DTensor) -> int:
     dim = mesh.ndim - 1
     rows = -(-param.shape[0] // mesh.size(dim))
     return int(min(mesh.get_local_rank(dim) * rows, param.shape[0]))
-
-
-def _unsharded_grads(module: FSDPModule) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
-    for param in fsdp_params(module):
-        grad = getattr(param, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            yield "grads", grad
