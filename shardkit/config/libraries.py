@@ -6,12 +6,14 @@ switches itself off with one line; what it is a part of goes on.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 import os
 import re
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 from ..errors import ShardkitError
@@ -40,6 +42,7 @@ class Private:
 
     Attributes:
         path: dotted, from the library's top; an attribute of a class may be one that only its instances have.
+            `torch.lib.<library>.<symbol>` is one of its shared libraries'.
         feature: what is lost without it.
         upstream: the issue or pull request that would make it unnecessary.
         until: the version that makes it unnecessary; empty while there is none.
@@ -62,7 +65,7 @@ class Private:
         Raises:
             NameGone: there is none.
         """
-        owner, rest = _module(self.path)
+        owner, rest = _holder(self.path)
         try:
             for part in rest:
                 owner = getattr(owner, part)
@@ -79,7 +82,7 @@ class Private:
 
     def exists(self) -> bool:
         """Whether it is there, be it an attribute that a class gives to its instances when they are made."""
-        owner, rest = _module(self.path)
+        owner, rest = _holder(self.path)
         for part in rest:
             if hasattr(owner, part):
                 owner = getattr(owner, part)
@@ -187,9 +190,12 @@ def _is_first_rank() -> bool:
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
-def _module(path: str) -> tuple[Any, list[str]]:
-    """The innermost module of a dotted name that can be imported, and the parts behind it."""
+def _holder(path: str) -> tuple[Any, list[str]]:
+    """The innermost module of a dotted name that can be imported (or a shared library), and the parts behind it."""
     parts = path.split(".")
+    if parts[:2] == ["torch", "lib"]:
+        folder = Path(import_module("torch").__file__ or "").parent / "lib"
+        return ctypes.CDLL(str(next(folder.glob(f"{parts[2]}.*"), ""))), parts[3:]
     for end in range(len(parts), 0, -1):
         try:
             return import_module(".".join(parts[:end])), parts[end:]

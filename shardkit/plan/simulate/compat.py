@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -62,6 +61,11 @@ _moves += [PLANS.use(f"{_FSDP}._fully_shard._move_states_to_device", until="2.13
 _fused_adamw = ZERO_PLANS.take("torch._fused_adamw_")
 
 _ensure_guard = FAKE_CUDA.take("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE)
+_cuda_hooks = FAKE_CUDA.use("torch.lib.libtorch_cpu._ZN2at6detail12getCUDAHooksEv", _FAKE_DEVICE)
+_register_guard = FAKE_CUDA.use(
+    "torch.lib.libc10._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE",
+    _FAKE_DEVICE,
+)
 _foreach_types = [
     FAKE_CUDA.take(f"torch.{module}._foreach_supported_types") for module in ("optim.optimizer", "utils._foreach_utils")
 ]
@@ -124,16 +128,10 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     F.scaled_dot_product_attention = attention
 
 
-def _library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob(f"{name}.*"))))
-
-
 def _install_guard() -> None:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one.
-        register: Any = _library(
-            "libc10"
-        )._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
+        register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
         zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
         table = (ctypes.c_void_p * 64)(*([ctypes.cast(zero, ctypes.c_void_p).value] * 64))
@@ -142,7 +140,7 @@ def _install_guard() -> None:
         _kept.extend([zero, table, guard, registrar])
         register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
     _ensure_guard()
-    hooks: Any = _library("libtorch_cpu")._ZN2at6detail12getCUDAHooksEv
+    hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())
     first = (table_of_hooks.value or 0) - 16  # what lies before a virtual table belongs to it
