@@ -15,8 +15,7 @@ REPO = Path(__file__).resolve().parent.parent
 # Not the byte-exact state: an older DeepSpeed may keep parameters gathered for longer.
 CORE = ["tests/strategies/test_parity.py", "tests/strategies/test_features.py"]
 NAMES = ["tests/test_libraries.py"]
-# The planner's fake CUDA device on a wheel for CUDA and without a GPU: of the first, `method` says that it was not given
-# up for CPU fakes.
+# The fake CUDA device on a wheel for CUDA, without a GPU; `method` says that it was not given up for CPU fakes.
 _PLAN = "tests/plan/test_plan.py::"
 SHIM = [
     f"{_PLAN}test_categories_sum_to_the_peak_and_state_is_what_the_formulas_say",

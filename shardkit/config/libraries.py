@@ -46,6 +46,7 @@ class Private:
         feature: what is lost without it.
         upstream: the issue or pull request that would make it unnecessary.
         until: the version that makes it unnecessary; empty while there is none.
+        since: the version from which it is there; empty where all that are supported have it.
         cuda: only builds for CUDA have it.
     """
 
@@ -54,6 +55,7 @@ class Private:
     upstream: str = NO_ISSUE
     until: str = ""
     cuda: bool = False
+    since: str = ""
 
     @property
     def library(self) -> str:
@@ -78,7 +80,8 @@ class Private:
         version = installed(self.library)
         if version == ABSENT or (self.cuda and not _has_cuda()):
             return False
-        return not self.until or _number(version) < _number(self.until)
+        here = _number(version)
+        return here >= _number(self.since) and (not self.until or here < _number(self.until))
 
     def exists(self) -> bool:
         """Whether it is there, be it an attribute that a class gives to its instances when they are made."""
@@ -120,9 +123,9 @@ class Feature:
             self._missing.append(private)
             return _stand_in(error)
 
-    def use(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False) -> Private:
+    def use(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Private:
         """Note a name that is looked for when it is needed: an instance's, or one of a library that may be absent."""
-        private = Private(path, self.name, upstream, until, cuda)
+        private = Private(path, self.name, upstream, until, cuda, since)
         self.names.append(private)
         return private
 
