@@ -50,7 +50,9 @@ def table() -> str:
         _, _, address = name.upstream.partition("https://github.com/")
         short = re.sub(r"/(issues|pull)/", "#", address)
         upstream = f"[{short}]({name.upstream})" if address else "none known"
-        until = f", not needed from {name.until}" if name.until else f", there from {name.since}" if name.since else ""
+        until = (
+            f", not needed from {name.until}" if name.until else f", seen from {name.since} on" if name.since else ""
+        )
         rows.append(f"| `{name.path}` | {name.feature} | {upstream}{until} |")
     return "\n".join(rows)
 

@@ -46,7 +46,7 @@ class Private:
         feature: what is lost without it.
         upstream: the issue or pull request that would make it unnecessary.
         until: the version that makes it unnecessary; empty while there is none.
-        since: the version from which it is there; empty where all that are supported have it.
+        since: the oldest version that it was seen in; empty where all that are supported have it.
         cuda: only builds for CUDA have it.
     """
 
@@ -114,9 +114,9 @@ class Feature:
         self._missing: list[Private] = []
         self._said: set[str] = set()
 
-    def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False) -> Any:
+    def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Any:
         """The object of that name; where it is gone, a class whose instances cannot be made."""
-        private = self.use(path, upstream, until, cuda)
+        private = self.use(path, upstream, until, cuda, since)
         try:
             return private.find()
         except NameGone as error:

@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -61,10 +60,8 @@ _moves = [PLANS.use(f"{_FSDP}._fsdp_init._move_states_to_device")]
 _moves += [PLANS.use(f"{_FSDP}._fully_shard._move_states_to_device", until="2.13.0")]
 _fused_adamw = ZERO_PLANS.take("torch._fused_adamw_")
 
-# torch 2.9 has none of its own for machines without a GPU: see `_install_guard`.
-_ensure_guard = FAKE_CUDA.use("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.10.0")
-# torch 2.9 makes a real tensor on the device with the first fake one.
-_init_context = FAKE_CUDA.use(f"{_FAKES}.init_gpu_context", _FAKE_DEVICE, until="2.13.0")
+# torch 2.9.0 has none: plans for GPUs are traced as CPU tensors there.
+_ensure_guard = FAKE_CUDA.take("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.13.0")
 _cuda_hooks = FAKE_CUDA.use("torch.lib.libtorch_cpu._ZN2at6detail12getCUDAHooksEv", _FAKE_DEVICE)
 _register_guard = FAKE_CUDA.use(
     "torch.lib.libc10._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE",
@@ -89,6 +86,9 @@ _replaced = [
 _CUDA = 1  # c10::DeviceType::CUDA
 _SLOTS = 96  # more virtual functions than CUDAHooksInterface has
 _HAS_CONTEXT, _IS_BUILT = 2, 4  # its virtual functions, counted after the two destructors
+_OF_DEVICES = (
+    10  # of a guard's virtual functions the first tell devices and streams; then events, and the count of GPUs
+)
 _kept: list[Any] = []  # what C++ points to must live as long as the process, and so must a registration
 
 
@@ -117,8 +117,6 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     """
     FAKE_CUDA.require()
     _install_guard()
-    if _init_context.exists():
-        resolve_name(_FAKES).init_gpu_context = lambda device: None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # autocast and GradScaler stay on
     for types in _foreach_types:
         if FakeTensor not in types:
@@ -135,21 +133,17 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
 
 
 def _install_guard() -> None:
-    has_its_own = _ensure_guard.exists()
-    if not (has_its_own and torch.backends.cuda.is_built()):  # type: ignore[no-untyped-call]
-        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one. Where it has none
-        # ours stays, and answers 1: that is GPU 0 where a device is asked for.
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one.
         register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
-        said = 0 if has_its_own else _CUDA
-        answer = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p)(lambda this: said)
-        table = (ctypes.c_void_p * 64)(*([ctypes.cast(answer, ctypes.c_void_p).value] * 64))
+        zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
+        table = (ctypes.c_void_p * 64)(*([ctypes.cast(zero, ctypes.c_void_p).value] * 64))
         guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
         registrar = (ctypes.c_void_p * 2)()
-        _kept.extend([answer, table, guard, registrar])
+        _kept.extend([zero, table, guard, registrar])
         register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
-    if has_its_own:
-        _ensure_guard.find()()
+    _ensure_guard()
     hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())

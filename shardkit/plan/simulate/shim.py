@@ -1,7 +1,7 @@
 """Fake tensors of device cuda where there is no GPU, on CUDA and CPU builds of torch alike.
 
-`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.9 to 2.15 on
-Linux x86-64.
+`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.13 and
+2.15 on Linux x86-64; torch 2.9.0's own wheel lacks a name.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Stream._made += 1
         self.stream_id = self.cuda_stream = Stream._made
-        self.device, self.device_index = torch.device("cuda", 0), 0
+        self.device, self.device_index, self.device_type = torch.device("cuda", 0), 0, 1
 
     def record_event(self, event: Any = None) -> Event:
         return Event()
