@@ -94,7 +94,7 @@ _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _record = HISTORY.take("torch.cuda.memory._record_memory_history")
 _dump = HISTORY.take("torch.cuda.memory._dump_snapshot")
-_snapshot = HISTORY.take("torch.cuda.memory._snapshot")
+HISTORY.take("torch.cuda.memory._snapshot")
 _attach = OBSERVER.use("torch._C._cuda_attach_out_of_memory_observer", cuda=True)
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
 META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
@@ -240,7 +240,7 @@ def write_history(path: str) -> bool:
 
 def allocator_snapshot(device: int) -> Any:
     """The segments and blocks of the CUDA allocator; nothing where torch does not say."""
-    return _snapshot(device) if HISTORY.works() else None
+    return torch.cuda.memory._snapshot(device) if HISTORY.works() else None  # type: ignore[no-untyped-call]
 
 
 def observe_shortages(note: Callable[[int, int, int, int], None]) -> None:
