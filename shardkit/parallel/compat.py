@@ -240,7 +240,7 @@ def write_history(path: str) -> bool:
 
 def allocator_snapshot(device: int) -> Any:
     """The segments and blocks of the CUDA allocator; nothing where torch does not say."""
-    return torch.cuda.memory._snapshot(device) if HISTORY.works() else None  # type: ignore[no-untyped-call]
+    return torch.cuda.memory._snapshot(device) if HISTORY.works() else None
 
 
 def observe_shortages(note: Callable[[int, int, int, int], None]) -> None:
