@@ -1,9 +1,11 @@
-"""Errors a user can act on: one line of cause, one line of fix, sizes written the same way everywhere."""
+"""Errors a user can act on: one line of cause, one line of fix, sizes written and read the same way everywhere."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 
 
 class ShardkitError(Exception):
@@ -74,3 +76,32 @@ def gib(n_bytes: float, decimals: int = 2) -> str:
     if abs(n_bytes) < 0.1 * 2**30:
         return f"{n_bytes / 2**20:.1f} MiB"
     return f"{n_bytes / 2**30:.{decimals}f} GiB"
+
+
+BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+# As makers of memory and Slurm write it: 80GB is 80·10⁹ bytes, 24G is 24·2³⁰.
+ANY_UNIT = {
+    **BINARY,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_bytes(text: str, units: Mapping[str, int] = BINARY) -> int:
+    """`1.5GiB` → 1610612736.
+
+    Raises:
+        ValueError: not a positive number and one of `units` (in a config GB could mean 10^9 or 2^30: binary only).
+    """
+    found = _SIZE.fullmatch(text)
+    n_bytes = round(float(found[1]) * units.get(found[2], 0)) if found else 0
+    if n_bytes < 1:
+        raise ValueError(f"{text!r} is not a size")
+    return n_bytes

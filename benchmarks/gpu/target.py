@@ -20,7 +20,7 @@ def target(where: Where, cap: str | None = None) -> Target:
 
     A dry run has CPUs, where the cap counts tensors.
     """
-    from shardkit.config.sizes import parse_bytes
+    from shardkit.errors import parse_bytes
     from shardkit.hardware.cards import GPUS
     from shardkit.plan.target import Target
 

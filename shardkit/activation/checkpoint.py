@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ..config.schema import ActivationConfig
 from ..errors import ConfigError
+from ..parallel import compat
 from ..parallel.blocks import attention_modules, chosen_blocks
 from .products import contexts, keep_products
 from .segments import recompute_together
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def checkpoint_activations(
@@ -42,12 +45,12 @@ def checkpoint_activations(
         return
     blocks = chosen_blocks(model, blocks, config)
     _no_cache(model)
-    if config.policy == "sqrt":
+    if config.policy == "sqrt" and compat.SEGMENTS.works(instead="every block computes its activations again"):
         for segment in segments(blocks):
             recompute_together(segment, compiled)
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if config.policy == "selective_op":
+    if config.policy == "selective_op" and compat.PRODUCTS.works(instead="all is computed again"):
         torchs = partial(create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = torchs if compiled else contexts
     recompute = _recompute(options)
@@ -99,9 +102,9 @@ def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 def _refuse_dropout(model: nn.Module) -> None:
     """Compiled code that computes dropout again under a budget drops other elements (torch 2.13, on CPU: a directional
-    derivative is 2 to 8 % off)."""
+    derivative is 2 to 8 % off): https://github.com/pytorch/pytorch/issues/190758, open."""
     for name, module in model.named_modules():
-        rates = {"p": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else dict(vars(module))
+        rates = {"p": module.p} if isinstance(module, _DROPOUTS) else dict(vars(module))
         for key, rate in rates.items():
             if isinstance(rate, float) and 0 < rate < 1 and (key == "p" or "drop" in key):
                 raise ConfigError(
@@ -113,11 +116,7 @@ def _refuse_dropout(model: nn.Module) -> None:
 
 def _set_budget(config: ActivationConfig) -> None:
     """The share of activations that torch.compile may keep: a setting of the process, read when it compiles."""
-    wanted = config.budget if config.policy == "budget" else 1.0
-    import torch._functorch.config as functorch
-
-    if functorch.activation_memory_budget != wanted:
-        functorch.activation_memory_budget = wanted
+    if compat.set_memory_budget(config.budget if config.policy == "budget" else 1.0):
         torch.compiler.reset()  # code compiled for another model of this process knows nothing of the new budget
 
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..config.schema import ActivationConfig
 from ..parallel.blocks import chosen_blocks, outside_compile
+from ..parallel.compat import OFFLOAD, owner_of, version_of
 
 IN_FLIGHT = 2
 """Blocks whose activations may still be on the device while their copies run."""
@@ -41,7 +42,7 @@ def offload_activations(
     Raises:
         ConfigError: the model has no block.
     """
-    if config.offload == "none":
+    if config.offload == "none" or not OFFLOAD.works():
         return
     blocks = chosen_blocks(model, blocks, config)
     offloader = Offloader(device, config.offload_min_bytes, len(blocks))
@@ -85,9 +86,9 @@ class Offloader:
     def copy_of(self, tensor: torch.Tensor, group: _Group) -> _Copy:
         """The copy of a tensor's storage, begun if there is none of this state of it."""
         storage = tensor.untyped_storage()
-        copy = self._copies.get(storage._cdata)
-        if copy is None or copy.source() is not storage or copy.version != tensor._version:
-            copy = self._copies[storage._cdata] = _Copy(tensor, self._bus)
+        copy = self._copies.get(id(storage))
+        if copy is None or copy.source() is not storage or copy.version != version_of(tensor):
+            copy = self._copies[id(storage)] = _Copy(tensor, self._bus)
             group.copies.append(weakref.ref(copy))
             self.moved_bytes += storage.nbytes()
         return copy
@@ -143,7 +144,7 @@ class _Copy:
         storage = tensor.untyped_storage()
         # A storage's Python object lives as long as the storage itself: the reference tells a new one at its address.
         self.source = weakref.ref(storage)
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self._bus = bus
         self._arrived: torch.cuda.Event | None = None
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -220,15 +221,15 @@ class _Group:
         return [copy for ref in self.copies if (copy := ref()) is not None]
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        owner = tensor if tensor._base is None else tensor._base
+        owner = owner_of(tensor)
         if type(tensor) is not torch.Tensor or isinstance(owner, nn.Parameter) or tensor.layout != torch.strided:
             return False
         if tensor.device.type != self._offloader.device.type or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        return storage._cdata not in self._state and self._offloader.moves(storage.nbytes())
+        return id(storage) not in self._state and self._offloader.moves(storage.nbytes())
 
 
 def _storages(module: nn.Module) -> set[int]:
     """The storages of its parameters (gathered, where an engine gathers the whole module) and buffers."""
-    return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    return {id(tensor.untyped_storage()) for tensor in (*module.parameters(), *module.buffers())}

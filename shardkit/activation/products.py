@@ -12,11 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import TrainingError
+from ..parallel.compat import (
+    DispatchMode,
+    attentions,
+    products,
+    schema,
+    tree_leaves,
+    tree_map_only,
+)
 
 _aten = torch.ops.aten
 PRODUCTS = {
@@ -26,14 +32,9 @@ PRODUCTS = {
     _aten.baddbmm.default,
     _aten.linear.default,
     _aten.convolution.default,
-    _aten._scaled_mm.default,
+    *products(),
 }
-ATTENTIONS = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
+ATTENTIONS = attentions()
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -47,13 +48,13 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def contexts() -> tuple[DispatchMode, DispatchMode]:
     """What forward and what recomputation run under (`context_fn` of `torch.utils.checkpoint`)."""
     keeping = _Keeping()
     return keeping, _Recalling(keeping)
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(DispatchMode):
     """Keeps products in the order in which they are made."""
 
     def __init__(self) -> None:
@@ -63,25 +64,25 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if schema(func).is_mutable:
             for tensor in _written(func, args, kwargs):
                 self._copy_before_write(tensor)
         out = func(*args, **kwargs)
         if keep_products(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
-                    self._by_storage[tensor.untyped_storage()._cdata] = len(self.kept)
+                    self._by_storage[id(tensor.untyped_storage())] = len(self.kept)
             self.kept.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
         return out
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
-        index = self._by_storage.pop(tensor.untyped_storage()._cdata, None)
+        index = self._by_storage.pop(id(tensor.untyped_storage()), None)
         if index is not None:
             op, out = self.kept[index]
             self.kept[index] = op, tree_map_only(torch.Tensor, torch.clone, out)
 
 
-class _Recalling(TorchDispatchMode):
+class _Recalling(DispatchMode):
     """Hands the kept products out again, in the same order."""
 
     def __init__(self, keeping: _Keeping) -> None:
@@ -106,13 +107,13 @@ class _Recalling(TorchDispatchMode):
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes to."""
-    for index, argument in enumerate(op._schema.arguments):
+    for index, argument in enumerate(schema(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    index = [argument.name for argument in op._schema.arguments].index("dropout_p")
+    index = [argument.name for argument in schema(op).arguments].index("dropout_p")
     value: float = args[index] if len(args) > index else kwargs.get("dropout_p", 0.0)
     return value

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..errors import TrainingError
 from ..parallel.blocks import outside_compile
+from ..parallel.compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, version_of
 
 
 def recompute_together(blocks: Sequence[nn.Module], compiled: bool) -> None:
@@ -114,7 +114,7 @@ class _Seen:
     """A block's output, to recognise it as the next block's input; shares its storage but keeps no graph alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias, self._version, self._needs_grad = tensor.detach(), tensor._version, tensor.requires_grad
+        self._alias, self._version, self._needs_grad = tensor.detach(), version_of(tensor), tensor.requires_grad
 
     def is_same(self, tensor: torch.Tensor) -> bool:
         """Whether this is the same memory, read the same way, and not written to since (engines' hooks alias it)."""
@@ -124,7 +124,7 @@ class _Seen:
             and tensor.data_ptr() == alias.data_ptr()
             and _likeness(tensor) == _likeness(alias)
             and tensor.stride() == alias.stride()
-            and tensor._version == self._version
+            and version_of(tensor) == self._version
             and tensor.requires_grad == self._needs_grad
         )
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..errors import parse_bytes
 from .presets import HF_PRESETS, MODEL_PRESETS
-from .sizes import parse_bytes
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 Offload = Literal["none", "cpu", "nvme"]

@@ -10,7 +10,7 @@ import re
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 
-from ..config import sizes
+from .. import errors
 from ..errors import ConfigError
 
 GIB = 2**30
@@ -115,7 +115,7 @@ def parse_bytes(text: str, what: str) -> int:
         ConfigError: not a number with a unit, or not more than 0; names `what`.
     """
     try:
-        return sizes.parse_bytes(text, sizes.ANY)
+        return errors.parse_bytes(text, errors.ANY_UNIT)
     except ValueError:
         raise ConfigError(
             f"{what} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..parallel.compat import scaled_product
+
 _ROUNDS = 5
 _ROUND_S = 0.02
 """A round repeats what is timed for about this long, so that starting and stopping the clock does not count."""
@@ -43,7 +45,7 @@ def _product(device: torch.device, kind: str, n: int) -> Callable[[], object]:
         return lambda: a @ b
     x, y = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(x, y.t(), scale, scale, out_dtype=torch.bfloat16)
+    return lambda: scaled_product(x, y.t(), scale)
 
 
 def memory_speed(device: torch.device) -> float:

@@ -24,7 +24,7 @@ class ArrivalReport:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._store = group.get_group_store()
         self._rank = rank
 
     def note(self, step: int) -> None:

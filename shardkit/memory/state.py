@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .rows import KINDS, StateBytes, StateKind
 
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_PLAIN = (torch.Tensor, nn.Parameter)
 _ORDER = {kind: order for order, kind in enumerate(KINDS)}
 
 
@@ -88,8 +87,8 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
             where = local.device
             if n_bytes == 0 or where.type == "meta":
                 continue
-            # Two storages over the same memory (DLPack, set_) share the address; fake tensors have none.
-            key = ("fake", storage._cdata) if type(local) is FakeTensor else (where, storage.data_ptr())
+            # Two storages over the same memory (DLPack, set_) share the address; those of fakes, on meta, have none.
+            key = ("fake", id(storage)) if storage.device.type == "meta" else (where, storage.data_ptr())
             known = seen.get(key)
             if known is None or order < known[0]:
                 on_host = elsewhere and where.type == "cpu"

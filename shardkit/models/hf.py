@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +18,7 @@ from torch import nn
 
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
+from ..parallel.compat import from_config, init_weights_of, is_persistent, ties_only
 from ..parallel.weights import parameters_on_meta
 
 
@@ -40,16 +39,16 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
     path = fqn.split(".")
     around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
     owner, name = around[-1], path[-1]
-    placeholder = owner._parameters[name]
+    placeholder = getattr(owner, name)
     full.fill_(torch.nan)
-    owner._parameters[name] = nn.Parameter(full, requires_grad=False)
+    setattr(owner, name, nn.Parameter(full, requires_grad=False))
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.set_state(generator.get_state())
             for depth in reversed(range(len(around))):
-                _rule_of(around[: depth + 1])._init_weights(around[depth])
+                init_weights_of(_rule_of(around[: depth + 1]), around[depth])
     finally:
-        owner._parameters[name] = placeholder
+        setattr(owner, name, placeholder)
     if torch.isnan(full).any():
         raise ConfigError(
             f"{type(model).__name__} has no rule to initialise {fqn}",
@@ -103,22 +102,21 @@ class HFModel:
 
     def build(self) -> nn.Module:
         """A model under the caller's construction context, with the reference's buffers."""
-        with _ties_only():
+        with ties_only():
             model = self._construct()
         fixed: list[tuple[nn.Module, str, torch.Tensor]] = []
         for name, buffer in self.reference.named_buffers(remove_duplicate=False):
             prefix, _, key = name.rpartition(".")
             module = model.get_submodule(prefix)
-            module._buffers[key] = buffer.clone()  # an engine's context may have cast it
-            if key in module._non_persistent_buffers_set and buffer.is_floating_point():
+            setattr(module, key, buffer.clone())  # an engine's context may have cast it
+            if not is_persistent(module, key) and buffer.is_floating_point():
                 fixed.append((module, key, buffer))
         if fixed:
             model.register_forward_pre_hook(partial(_restore, fixed))
         return model
 
     def _construct(self) -> nn.Module:
-        model: nn.Module = self._class._from_config(self.config, dtype=torch.float32)
-        return model
+        return from_config(self._class, self.config)
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter as the model's own code initialises it."""
@@ -218,20 +216,6 @@ def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -
 def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
     """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would be positions off by whole turns."""
     for module, key, buffer in fixed:
-        held = module._buffers[key]
-        assert held is not None
+        held = getattr(module, key)
         if held.dtype != buffer.dtype:
-            module._buffers[key] = buffer.to(held.device)
-
-
-@contextmanager
-def _ties_only() -> Iterator[None]:
-    """Models built inside tie their weights but do not initialise them: under ZeRO-3 nothing is there to fill."""
-    from transformers import PreTrainedModel
-
-    whole = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = lambda self: self.tie_weights(recompute_mapping=False)
-    try:
-        yield
-    finally:
-        PreTrainedModel.init_weights = whole
+            setattr(module, key, buffer.to(held.device))

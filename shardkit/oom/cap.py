@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 
 from ..errors import ConfigError, gib
 from ..memory.state import local_tensors
+from ..tracing.compat import TRACKER
 from ..tracing.tracker import TensorTracker
 from .shortage import Shortage, innermost
 
@@ -93,12 +94,12 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
                 storage = local.untyped_storage()
                 if storage.nbytes() * _NOTED_SHARE < self.limit or local.device.type != "cpu":
                     continue
-                known = self._made.get(storage._cdata)
+                known = self._made.get(id(storage))
                 if known is None or known[0]() is None:
                     made = Made(
                         storage.nbytes(), storage.data_ptr(), tuple(local.shape), str(local.dtype), f"{func} at {where}"
                     )
-                    self._made[storage._cdata] = (weakref.ref(storage), made)
+                    self._made[id(storage)] = (weakref.ref(storage), made)
         if len(self._made) > _PRUNE:
             self._made = {key: item for key, item in self._made.items() if item[0]() is not None}
 
@@ -108,7 +109,7 @@ def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | 
     """Hold this rank to `limit` bytes of tensors while entered; `None` changes nothing and costs nothing.
 
     On a GPU the caching allocator is told (`torch.cuda.set_per_process_memory_fraction`): what it reserves counts, and
-    memory that NCCL and libraries take beside it does not.
+    memory that NCCL and libraries take beside it does not. On the CPU it is off where torch lacks what a tracker needs.
 
     Raises:
         ConfigError: the GPU has less memory than the cap.
@@ -116,6 +117,9 @@ def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | 
     if limit is None:
         yield None
     elif device.type != "cuda":
+        if not TRACKER.works("memory.cap"):
+            yield None
+            return
         with MemoryCap(limit) as cap:
             yield cap
     else:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.rows import KINDS, StateKind
 from ..memory.state import local_tensors
@@ -111,18 +110,20 @@ def _frame(frames: Iterable[Mapping[str, Any]]) -> str | None:
 def _tensors() -> Iterator[torch.Tensor]:
     """Every tensor that Python knows. By type: `isinstance` would ask proxies, which may do anything."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and type(thing) is not FakeTensor:
+        if issubclass(type(thing), torch.Tensor):
             yield thing
 
 
 def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-    """The strided tensors with memory of their own on the device."""
+    """The strided tensors with memory of their own on the device; fake ones say that they are there, and have none."""
     for local in local_tensors(tensor):
         here = local.device
         if here.type != device.type or (device.index is not None and here.index != device.index):
             continue
-        if local.layout == torch.strided and type(local) is not FakeTensor and local.untyped_storage().nbytes():
-            yield local
+        if local.layout == torch.strided:
+            storage = local.untyped_storage()
+            if storage.device.type != "meta" and storage.nbytes():
+                yield local
 
 
 def _add(found: dict[int, Live], local: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..tracing.compat import allocator_snapshot, fsdp_module_name, observe_shortages
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # FSDP2's own files are torch's; of shardkit, the parts that watch.
 _OTHERS = (
@@ -55,8 +57,8 @@ def module_of(error: BaseException, model: nn.Module | None) -> str | None:
             inside = inside or trace.tb_frame.f_code.co_name in ("_call_impl", "forward")
             found = names.get(id(owner), found) if inside else found
         elif type(owner).__name__ == "FSDPParamGroup":
-            fqn = getattr(owner, "_module_fqn", None)
-            found = plain_name(fqn) if isinstance(fqn, str) else found
+            name = fsdp_module_name(owner)
+            found = found if name is None else plain_name(name)
     return found
 
 
@@ -102,7 +104,7 @@ class Shortage:
         reserved: what the caching allocator held, `allocated` included.
         op: the operator that asked.
         exact: whether the figures are the allocator's own; else they come from an error message, with two decimals.
-        snapshot: the CUDA allocator's segments, as `torch.cuda.memory._snapshot` gives them.
+        snapshot: the CUDA allocator's segments, as torch gives them.
     """
 
     kind: Literal["device", "cap", "host", "host-risk"]
@@ -161,9 +163,8 @@ def parse(message: str) -> Shortage:
 
 def observe(device: torch.device) -> None:
     """Let the CUDA allocator tell of a failed request before it raises; costs nothing until then. Idempotent."""
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)  # there in builds with CUDA
-    if device.type == "cuda" and attach is not None and not _Observer.attached:
-        attach(_Observer.note)
+    if device.type == "cuda" and not _Observer.attached:
+        observe_shortages(_Observer.note)
         _Observer.attached = True
 
 
@@ -191,7 +192,7 @@ class _Observer:
                 free=free,
                 allocated=stats["allocated_bytes"]["all"]["current"],
                 reserved=stats["reserved_bytes"]["all"]["current"],
-                snapshot=torch.cuda.memory._snapshot(device),
+                snapshot=allocator_snapshot(device),
             )
             cls._latest = (time.monotonic(), shortage)
         except Exception:  # raised from here it would replace the error that it is about

@@ -8,24 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class CPUSyncBatchNorm(_BatchNorm):
+class CPUSyncBatchNorm(nn.BatchNorm1d):
     """`nn.SyncBatchNorm`, which needs a GPU, for the CPU: sums are exchanged, ranks may hold unequal shares."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
-            return super().forward(input)
+            return self._with_running(input)
         dims = [d for d in range(input.dim()) if d != 1]
         wide = input.float()
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -42,6 +39,13 @@ class CPUSyncBatchNorm(_BatchNorm):
             if self.bias is not None:
                 out = out + self.bias.view(shape)
         return out.to(input.dtype)
+
+    def _with_running(self, input: torch.Tensor) -> torch.Tensor:
+        """As in evaluation; by this batch's statistics where none are kept, as torch's own does."""
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias,
+            training=self.running_mean is None and self.running_var is None, eps=self.eps,
+        )  # fmt: skip
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
@@ -85,7 +89,7 @@ def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device)
         ConfigError: it is asked for, but the model has no batch norm.
     """
     sync = config.model.sync_batchnorm
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
     if sync and not norms:
         raise ConfigError(
             f"model.sync_batchnorm=true, but {type(model).__name__} has no batch norm", "remove model.sync_batchnorm"
@@ -121,7 +125,9 @@ def _replace(model: nn.Module, name: str, kind: Any) -> None:
         return
     with torch.device("meta"):
         new = kind(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
-    new._parameters, new._buffers = old._parameters, old._buffers
+    for held in (old.named_parameters(recurse=False), old.named_buffers(recurse=False)):
+        for key, tensor in held:
+            setattr(new, key, tensor)
     new.train(old.training)
     parent, _, key = name.rpartition(".")
     setattr(model.get_submodule(parent), key, new)

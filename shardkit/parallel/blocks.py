@@ -1,7 +1,10 @@
-"""Which modules of a model are sharded, checkpointed and compiled as one unit."""
+"""Which modules of a model are sharded, checkpointed and compiled as one unit; and compiling them."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.schema import ActivationConfig
+from ..config.schema import ActivationConfig, CompileConfig
 from ..errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> list[nn.Module]:
@@ -44,9 +49,7 @@ def refuse_ties_across_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> 
     owner = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first: dict[int, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn, block = f"{prefix}.{name}".lstrip("."), owner.get(id(module), -1)
             seen_fqn, seen_block = first.setdefault(id(param), (fqn, block))
             if seen_block != block:
@@ -105,6 +108,28 @@ def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Mod
             )
         found += inside
     return found
+
+
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, device: torch.device) -> None:
+    """Compile each block in place, or the whole model (by config, or when it has no blocks).
+
+    One at a time: equal blocks share one compilation, and an engine's wrapping stays outside.
+
+    Raises:
+        ConfigError: no C++ compiler for code on CPU.
+    """
+    if not config.enabled:
+        return
+    if device.type == "cpu" and sys.platform != "win32" and not (shutil.which("g++") or shutil.which("clang++")):
+        raise ConfigError(
+            "compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++"
+        )
+    if config.mode == "reduce-overhead" and device.type == "cuda":
+        _LOG.warning("compile.mode=reduce-overhead keeps CUDA graphs, whose private memory pools raise the peak")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        _LOG.warning("SyncBatchNorm layers communicate: each breaks the compiled graph in two")
+    for module in (blocks if config.scope == "block" else ()) or [model]:
+        module.compile(mode=None if config.mode == "default" else config.mode)
 
 
 def outside_compile(forward: Callable[..., Any]) -> Callable[..., Any]:

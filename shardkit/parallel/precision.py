@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..config.schema import PrecisionConfig
 from ..errors import ConfigError
+from .compat import TREES, tree_map
 
 _COMPUTE = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
@@ -66,12 +68,13 @@ def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionCo
     if dtype == torch.float32:
         return
     forward: Any = model.forward
+    as_fp32 = partial(tree_map, _as_fp32) if to_fp32 and TREES.works() else _as_fp32
 
     @functools.wraps(forward)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, dtype=dtype):
             out = forward(*args, **kwargs)
-        return torch.utils._pytree.tree_map(_as_fp32, out) if to_fp32 else out
+        return as_fp32(out) if to_fp32 else out
 
     model.forward = under_autocast
 

@@ -91,7 +91,7 @@ class Weights:
                 value = self.draw(fqn, param.shape).to(device=device, dtype=param.dtype)
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         for module in model.modules():
-            for name, held in module._parameters.items():
-                if held is not None and id(held) in real:
-                    module._parameters[name] = real[id(held)]
+            for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(held) in real:
+                    setattr(module, name, real[id(held)])
         model.to(device)

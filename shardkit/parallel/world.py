@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError, LaunchError
 from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
+from . import compat
+from .compat import HashStore, PrefixStore, Store, TCPStore
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class World:
     def shorten_timeout(self, seconds: float) -> None:
         """After the first step a collective that takes longer than `seconds` is an error."""
         for group in (dist.group.WORLD, self.control_group, self.ledger):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            compat.shorten_timeout(group, timedelta(seconds=seconds))
 
 
 def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
@@ -240,6 +241,6 @@ def _leave(failed: bool) -> None:
     gc.collect()
     if failed and "nccl" in dist.get_backend():
         # A peer may be stuck in a collective: destroying would wait for it, aborting does not.
-        dist.distributed_c10d._abort_process_group()
+        compat.abort_groups()
     else:
         dist.destroy_process_group()

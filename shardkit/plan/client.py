@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from .. import errors
+from ..config.libraries import NameGone
 from ..config.schema import RunConfig
 from ..errors import ShardkitError
 from .model.estimate import MemoryEstimate, Method
@@ -87,10 +88,12 @@ class Planner:
         for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):
             self._spawn(fakes)
             said = self._talk(json.dumps(self.target.to_json()), may_die=fakes == "cuda")
-            if said:
+            if "ready" in said:
                 self.method = said["ready"]
                 return
             self._end()
+            if "error" in said and fakes == "cpu":
+                raise NameGone(*said["error"][1:])
 
     def _spawn(self, fakes: str) -> None:
         ask_read, ask_write = os.pipe()

@@ -8,6 +8,7 @@ import sys
 import traceback
 from typing import Any
 
+from ..config.libraries import NameGone
 from ..config.schema import RunConfig
 from ..errors import ShardkitError
 
@@ -25,8 +26,11 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
         from .target import Target
 
         target = Target.from_json(json.loads(requests.readline()))
-        method = prepare(target, fakes)
-        answer({"ready": method})
+        try:
+            answer({"ready": (method := prepare(target, fakes))})
+        except NameGone as error:
+            answer({"error": [type(error).__name__, error.cause, error.fix]})
+            return
         for line in requests:
             asked = json.loads(line)
             config = RunConfig.model_validate(asked["config"])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..config import capability
+from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError, TrainingError
@@ -207,6 +207,7 @@ def start(
         loaded.config, device=device.type, world_size=env.world_size, local_world_size=env.local_world_size
     )
     resolve_batch(loaded.config, env.world_size)
+    libraries.say_untested()
     set_matmul_precision(loaded.config.precision)
     _seed(loaded.config, env.rank)
     memory = loaded.config.memory

@@ -26,6 +26,7 @@ from ..report.profile.chrome_trace import RANGES, read_trace
 from ..report.profile.show import FOLDER, SCHEMA
 from ..report.profile.timeline import render
 from ..strategies import Strategy
+from ..tracing.compat import keep_history, write_history
 
 _RANGE = {phase: name for name, phase in RANGES.items()}
 _PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "step": "optimizer"}
@@ -116,7 +117,7 @@ class Profiler:
         settings = self._config.profile
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_cuda
         if self._on_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY, stacks="python")
+            keep_history(_HISTORY)
             self._in_use = torch.cuda.memory_allocated(self._world.device)
         self._look("start")
         self._torch = profile(
@@ -203,9 +204,7 @@ class Profiler:
             return False
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"rank{self._world.rank}_snapshot.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return True
+        return write_history(str(path))
 
 
 def say(line: str) -> None:

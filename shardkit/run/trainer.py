@@ -281,7 +281,11 @@ class Trainer:
         """Tensor by tensor, if this is the step of `memory.trace_step`."""
         if self.step != self.config.memory.trace_step:
             return nullcontext(phases)
+        from ..tracing.compat import TRACKER
         from ..tracing.traced_step import FOLDER, traced_step
+
+        if not TRACKER.works("memory.trace_step"):
+            return nullcontext(phases)
 
         def save(found: dict[str, Any]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)

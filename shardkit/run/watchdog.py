@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from ..errors import TrainingError, report
 from ..launch.failures import failure
+from ..parallel.compat import nccl_trace
 
 Loss = TypeVar("Loss")
 
@@ -138,13 +139,15 @@ class Watchdog:
 
 def dump_collectives(rank: int) -> Path | None:
     """Write NCCL's last collectives where its own timeout would, which this job does not live to see; on GPUs only."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    if dump is None or not prefix:
+    if not prefix:
         return None
     path = Path(f"{prefix}{rank}")
     try:
-        path.write_bytes(dump())
+        found = nccl_trace()
+        if found is None:
+            return None
+        path.write_bytes(found)
     except (OSError, RuntimeError) as problem:
         _LOG.error("cannot write NCCL's flight record to %s: %s", path, problem)
         return None

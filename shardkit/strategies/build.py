@@ -10,11 +10,10 @@ from torch import nn
 from ..activation import checkpoint_activations, offload_activations
 from ..config.schema import RunConfig
 from ..parallel.batchnorm import prepare_batchnorm
-from ..parallel.blocks import find_blocks
-from ..parallel.compile import compile_blocks
+from ..parallel.blocks import compile_blocks, find_blocks
 from ..parallel.precision import cast_parameters, convert_to_fp8
 from ..parallel.weights import Weights
-from . import OptimizerFactory, Strategy
+from .base import OptimizerFactory, Strategy
 
 
 def parallelize(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_wrapper,
@@ -18,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import RunConfig
+from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..memory.rows import StateKind
+from ..parallel.compat import lerp_all
 from ..parallel.weights import Weights
 from .base import OptimizerFactory, Shard, Strategy
 
@@ -56,7 +57,7 @@ class EMA:
     def step(self, max_norm: float | None) -> torch.Tensor:
         norm = self._inner.step(max_norm)
         if self._inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
-            torch._foreach_lerp_(list(self._averages.values()), list(self._weights().values()), 1 - self._decay)
+            lerp_all(list(self._averages.values()), list(self._weights().values()), 1 - self._decay)
         return norm
 
     @contextmanager

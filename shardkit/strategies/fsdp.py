@@ -17,6 +17,7 @@ from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..parallel.blocks import refuse_ties_across_blocks
+from ..parallel.compat import gathered_params, unreduced_grads
 from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
@@ -98,10 +99,11 @@ class FSDP(TorchStates):
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and fill each with its rows of the drawn parameter."""
-        buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+        own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
+        buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
         for module, name, buffer in buffers:  # to_empty forgets the values of those too
-            module._buffers[name] = buffer.to(self._world.device)
+            setattr(module, name, buffer.to(self._world.device))
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
             local = _local(param.detach())
@@ -124,14 +126,14 @@ class FSDP(TorchStates):
         yield from super().state_tensors()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                yield from _unsharded_grads(module)
+                for grad in unreduced_grads(module):
+                    yield "grads", grad
 
     def communication_tensors(self) -> Iterator[torch.Tensor]:
         """Parameters as they were gathered: storages that exist all the time, and have bytes while they are needed."""
         for module in self.model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for param in group.fsdp_params if group is not None else ():
-                yield from param.all_gather_outputs
+            if isinstance(module, FSDPModule):
+                yield from gathered_params(module)
 
     def shards(self) -> Iterator[Shard]:
         for module in self.model.modules():
@@ -166,12 +168,3 @@ def _first_row(param: DTensor) -> int:
     dim = mesh.ndim - 1
     rows = -(-param.shape[0] // mesh.size(dim))
     return int(min(mesh.get_local_rank(dim) * rows, param.shape[0]))
-
-
-def _unsharded_grads(module: FSDPModule) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for param in group.fsdp_params if group is not None else ():
-        grad = getattr(param, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            yield "grads", grad

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from ..errors import CheckpointError
 from ..memory.rows import StateKind
 from ..memory.state import module_state
+from ..parallel.compat import is_persistent
 from ..parallel.world import World
 from .base import Shard
 
@@ -208,8 +209,8 @@ def buffer_shards(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Persistent buffers (batch-norm statistics): every rank holds them, rank 0's are saved."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+        for name, buffer in module.named_buffers(recurse=False):
+            if not is_persistent(module, name) or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
             fqn = f"{prefix}.{name}" if prefix else name

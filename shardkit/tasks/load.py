@@ -31,6 +31,17 @@ BUILT_IN: dict[TaskName, Callable[[RunConfig], Task]] = {
 _REQUIRED = ("build_model", "dataset", "n_targets", "loss")
 
 
+def model_config(config: RunConfig) -> Any:
+    """The transformers configuration of a built-in task's model: presets, files and keys applied, nothing built.
+
+    Raises:
+        ConfigError: transformers is not installed, or does not know the configuration.
+    """
+    from ..models.hf import import_transformers, read_config
+
+    return read_config(import_transformers(config.task.name), config.model, {})
+
+
 def load_task(config: RunConfig) -> Task:
     """Make the task: `BUILT_IN[task.name](config)`, or `Factory(config, **task.args)` where `task.factory` is set.
 

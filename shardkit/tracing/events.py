@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -13,9 +13,9 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._pytree import tree_iter
 
 from ..memory.rows import KINDS, Category
+from .compat import tensors
 
 _ORDER: dict[str, int] = {kind: order for order, kind in enumerate(KINDS)}
 _COLLECTIVES = ("c10d", "fsdp::", "_c10d_functional")
@@ -199,7 +199,7 @@ def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iter
         while stack and stack.pop() != name:  # an exception skipped some
             pass
         log.mark(module=stack[-1] if stack else "")
-        for tensor in _tensors(out):
+        for tensor in tensors(out):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _, name=name: log.mark(module=name))  # type: ignore[no-untyped-call]
 
@@ -207,10 +207,6 @@ def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iter
         for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave)):
             exits.callback(handle.remove)
         yield
-
-
-def _tensors(tree: object) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _clean(name: str, prefix: str) -> str:

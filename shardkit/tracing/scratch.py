@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from .compat import convolution_backend, schema
+
 Count = Callable[[Any, Any], int]
 """Bytes, of an operator's arguments and its result."""
 
@@ -26,7 +28,7 @@ def scratch(func: Any, args: Sequence[Any], out: Any) -> tuple[torch.device, int
 
 @functools.cache
 def _counted_by(func: Any, kind: str) -> Count | None:
-    name = func._schema.name
+    name = schema(func).name
     if name in _SCRATCH:
         return _SCRATCH[name][1] if _SCRATCH[name][0] == kind else None
     if kind == "cpu" and torch.Tag.pointwise in func.tags and name not in _MASKED:
@@ -114,8 +116,7 @@ def _lanes(image: torch.Tensor, weight: torch.Tensor, *settings: Any) -> int:
     if image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last):
         return 0
     groups = settings[-1]
-    backend: Any = torch._C._select_conv_backend(image, weight, None, *settings)
-    if backend.name != "Mkldnn" or groups not in (1, image.shape[1]):
+    if convolution_backend(image, weight, *settings) != "Mkldnn" or groups not in (1, image.shape[1]):
         return 0
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 0)
 

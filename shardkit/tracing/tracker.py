@@ -15,11 +15,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from ..memory.state import local_tensors
+from .compat import DispatchMode, Patches, schema, tensors
 from .events import EventLog
 from .scratch import scratch
 
@@ -36,7 +34,7 @@ class _Storage:
         self.ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
-class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live tensor storages while it is entered, on every device, real or fake.
 
     Each storage counts once, with its full size, from the moment that an operator returns a tensor on it until its
@@ -80,9 +78,8 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tree, torch.nn.Module):
             params = list(tree.parameters())
             tree = [*params, *(p.grad for p in params if p.grad is not None), *tree.buffers()]
-        for leaf in tree_iter(tree):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf, label)
+        for tensor in tensors(tree):
+            self._see(tensor, label)
 
     def mark(self, phase: str) -> None:
         """From now on peaks also count towards `phase`; a phase that comes again keeps its largest."""
@@ -118,7 +115,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sums
 
     def __enter__(self) -> TensorTracker:
-        _Patches.acquire(self)
+        Patches.acquire(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -126,14 +123,14 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _Patches.release(self)
+        Patches.release(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(_wraps(cls) for cls in types):
             return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
         out = func(*args, **(kwargs or {}))
-        if not _Patches.in_propagation():
-            name = "" if self.log is None else func._schema.name
+        if not Patches.in_propagation():
+            name = "" if self.log is None else schema(func).name
             self._see_result(out, name)
             if self.log is not None:
                 self._note_scratch(name, scratch(func, args, out))
@@ -160,7 +157,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, local: torch.Tensor, label: str | None, op: str) -> None:
         storage, log = local.untyped_storage(), self.log
-        key = storage._cdata
+        key = id(storage)  # the object lives as long as the storage itself
         with self._updating():
             entry = self._live.get(key)
             if entry is None:
@@ -175,10 +172,10 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 log.labelled(entry.index, label)
             self._resized(entry, storage.nbytes())
 
-    def _recount(self, storage: torch.UntypedStorage) -> None:
+    def recount(self, storage: torch.UntypedStorage) -> None:
         """Called after `UntypedStorage.resize_`; storages that were never seen stay unseen."""
         with self._updating():
-            entry = self._live.get(storage._cdata)
+            entry = self._live.get(id(storage))
             if entry is not None:
                 self._resized(entry, storage.nbytes())
 
@@ -233,63 +230,3 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _wraps(cls: type) -> bool:
     """Whether a tensor subclass holds its data in other tensors."""
     return hasattr(cls, "__tensor_flatten__")
-
-
-class _Patches:
-    """Two functions of torch that dispatch says nothing about; replaced while any tracker is entered.
-
-    - `UntypedStorage.resize_` is no operator.
-    - DTensor's sharding propagation runs operators on fake tensors of global shape; under an outer FakeTensorMode they
-      look like the program's own (torch 2.9 to 2.13).
-    """
-
-    _lock = threading.RLock()
-    _trackers: list[TensorTracker] = []
-    _originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    _propagating = threading.local()
-
-    @classmethod
-    def in_propagation(cls) -> bool:
-        return getattr(cls._propagating, "depth", 0) > 0
-
-    @classmethod
-    def acquire(cls, tracker: TensorTracker) -> None:
-        with cls._lock:
-            cls._trackers.append(tracker)
-            if cls._originals is None:
-                cls._install()
-
-    @classmethod
-    def release(cls, tracker: TensorTracker) -> None:
-        with cls._lock:
-            cls._trackers.remove(tracker)
-            if not cls._trackers and cls._originals is not None:
-                torch.UntypedStorage.resize_ = cls._originals[0]  # type: ignore[method-assign]
-                setattr(ShardingPropagator, _PROPAGATE, cls._originals[1])
-                cls._originals = None
-
-    @classmethod
-    def _install(cls) -> None:
-        resize, propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
-        cls._originals = (resize, propagate)
-
-        @functools.wraps(resize)
-        def resize_(storage: torch.UntypedStorage, *args: Any) -> Any:
-            result = resize(storage, *args)
-            for tracker in cls._trackers:
-                tracker._recount(storage)
-            return result
-
-        @functools.wraps(propagate)
-        def propagated(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
-            cls._propagating.depth = getattr(cls._propagating, "depth", 0) + 1
-            try:
-                return propagate(self, *args, **kwargs)
-            finally:
-                cls._propagating.depth -= 1
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        setattr(ShardingPropagator, _PROPAGATE, propagated)
-
-
-_PROPAGATE = "_propagate_tensor_meta_non_cached"

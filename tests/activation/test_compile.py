@@ -13,7 +13,7 @@ from benchmarks.activation import packed_bytes
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.config.schema import ActivationConfig, CompileConfig
 from shardkit.errors import ConfigError
-from shardkit.parallel.compile import compile_blocks
+from shardkit.parallel.blocks import compile_blocks
 from tests.activation.test_activation import CPU, MODEL, POLICIES, batch, gradients, reference
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit.config.load import load_config
-from shardkit.config.sizes import parse_bytes
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, parse_bytes
 
 
 @pytest.mark.parametrize(

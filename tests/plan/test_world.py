@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +15,8 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.plan.client import Planner
 from shardkit.plan.target import choose_target
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 def config(*overrides: str) -> RunConfig:
@@ -62,3 +69,12 @@ def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) 
     moments = shared.categories["optimizer"]
     assert moments.device + moments.host == pytest.approx(8 * shared.n_params, rel=0.01)
     assert 0.3 < moments.host / (8 * shared.n_params) < 0.7
+
+
+def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardkit.cli", "plan", str(REPO / "configs" / "quickstart.yaml")]
+    target = ["--gpus", "2", "--gpu", "h100", "--json", "--no-advice"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, *target], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["method"] == "cuda"

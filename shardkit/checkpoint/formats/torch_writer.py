@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.compat import rebuild_tensor, storage_types
 from ..format.reader import TensorInfo
 from ..format.writer import byte_view
 
@@ -47,7 +48,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        kind = torch.storage._dtype_to_storage_type_map().get(obj.info.dtype)
+        kind = storage_types().get(obj.info.dtype)
         storage = torch.UntypedStorage if kind is None else getattr(torch, kind)
         numel = math.prod(obj.info.shape)
         count = numel if kind is not None else numel * obj.info.dtype.itemsize
@@ -60,9 +61,9 @@ class _Pickler(pickle.Pickler):
         strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
         hooks: OrderedDict[str, Any] = OrderedDict()
         common = (obj.storage, 0, tuple(info.shape), strides, False, hooks)
-        if info.dtype in torch.storage._dtype_to_storage_type_map():
-            return torch._utils._rebuild_tensor_v2, common
-        return torch._utils._rebuild_tensor_v3, (*common, info.dtype)
+        if info.dtype in storage_types():
+            return rebuild_tensor(2), common
+        return rebuild_tensor(3), (*common, info.dtype)
 
 
 def write_state_dict(file: Path, tensors: Mapping[str, TensorInfo], ties: Mapping[str, str], pieces: Pieces) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ...config.schema import RunConfig
 from ...memory.rows import CATEGORIES, Category
 from ...strategies.zero.config import STAGES
+from ...tasks.load import model_config
 from ...tracing.events import EventLog, Peak
 
 DEEP = 9
@@ -64,9 +65,7 @@ def _built_in(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]]:
 
 
 def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] | None:
-    from ...models.hf import import_transformers, read_config
-
-    model = read_config(import_transformers(config.task.name), config.model, {})
+    model = model_config(config)
     layers = getattr(model, "num_hidden_layers", None)
     if not isinstance(layers, int) or "layer_types" in config.model.hf or hasattr(model, "depths"):
         return None

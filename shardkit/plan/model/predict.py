@@ -20,10 +20,12 @@ from ...parallel.world import World
 from ...strategies.zero.config import STAGES
 from ...tasks.base import Batch, Task
 from ...tasks.load import load_task
+from ...tracing.compat import TRACKER
 from ...tracing.events import EventLog
 from ...tracing.traced_step import BETWEEN, Tracing
 from ...tracing.tracker import TensorTracker
 from ..simulate import shim
+from ..simulate.compat import PLANS
 from ..simulate.step import count_model, on_fake, sample_batch, take_step, wrapped
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
@@ -42,7 +44,12 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
 
     Args:
         fakes: "cpu" does without the fake CUDA device.
+
+    Raises:
+        NameGone: torch has no longer what tracing needs.
     """
+    for feature in (TRACKER, PLANS):
+        feature.require()
     os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...config.schema import RunConfig
+from ...tracing.compat import schema, tensors, tree_iter
 from ...tracing.events import EventLog
+from ..simulate.compat import packet_of, resolve_process_group
 from .cost import Segment, Speeds
 
 _PHASES = ("forward", "backward", "step")
@@ -61,7 +61,7 @@ class WorkCounter:
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operator ran; called with the tensors that it really works on."""
-        phase, name = self._log.phase, func._schema.name
+        phase, name = self._log.phase, schema(func).name
         if phase not in _PHASES or _is_view(func):
             return
         if not self.segments or self.segments[-1].phase != phase:
@@ -77,9 +77,8 @@ class WorkCounter:
         if collective:
             self._collective(segment, name, args, out)
             return
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        results = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
-        places = {tensor.device.type for tensor in (*tensors, *results) if tensor.dim()}
+        operands, results = list(tensors((args, kwargs))), list(tensors(out))
+        places = {tensor.device.type for tensor in (*operands, *results) if tensor.dim()}
         if places == {"cpu", "cuda"}:
             segment.copies += _sum_bytes(results) / self._speeds.copies
             return
@@ -90,7 +89,7 @@ class WorkCounter:
         flops = _flops(func, name, args, kwargs, out)
         special = name.startswith(_SPECIAL)
         through = traffic / (self._speeds.special if special else self._speeds.memory)
-        busy = max(flops / self._flop_speed(name, tensors), through)
+        busy = max(flops / self._flop_speed(name, operands), through)
         if self._recomputes and phase == "backward" and torch.is_grad_enabled():
             segment.recompute += busy
         else:
@@ -100,15 +99,15 @@ class WorkCounter:
 
     def _new_pages(self, func: Any, out: Any) -> float:
         """Seconds until the system has given what a large result needs."""
-        returns = func._schema.returns
+        returns = schema(func).returns
         if self._device.type != "cpu" or not returns or returns[0].alias_info is not None:
             return 0.0
-        sizes = [_n_bytes(leaf) for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
+        sizes = map(_n_bytes, tensors(out))
         return sum(size for size in sizes if size >= _LARGE) / self._speeds.new_pages
 
-    def _flop_speed(self, name: str, tensors: list[torch.Tensor]) -> float:
+    def _flop_speed(self, name: str, operands: list[torch.Tensor]) -> float:
         share = self._speeds.attention if "attention" in name else 1.0
-        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in operands if tensor.is_floating_point()), torch.float32)
         return share * self._speeds.matmul[_MODES.get(dtype, self._fp32)]
 
     def _collective(self, segment: Segment, name: str, args: Any, out: Any) -> None:
@@ -124,7 +123,7 @@ class WorkCounter:
     def _group(self, args: Any) -> tuple[int, int]:
         """(ranks, machines) of the group that a collective's arguments name."""
         found = next((a for a in tree_iter(args) if isinstance(a, torch.ScriptObject)), None)
-        group = _resolve_process_group(args[-1]) if found is None else dist.ProcessGroup.unbox(found)
+        group = resolve_process_group(args[-1]) if found is None else dist.ProcessGroup.unbox(found)
         known = self._groups.get(group.group_name)
         if known is None:
             ranks = dist.get_process_group_ranks(group)
@@ -134,7 +133,7 @@ class WorkCounter:
 
 
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
+    returns = schema(func).returns
     alias = returns[0].alias_info if returns else None
     return alias is not None and not alias.is_write
 
@@ -145,7 +144,7 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 def _sum_bytes(tree: Any) -> int:
-    return sum(_n_bytes(leaf) for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
+    return sum(map(_n_bytes, tensors(tree)))
 
 
 def _traffic(func: Any, name: str, args: Any, out: Any) -> int:
@@ -153,9 +152,9 @@ def _traffic(func: Any, name: str, args: Any, out: Any) -> int:
     written = _sum_bytes(out)
     if name in _LOOKUPS:
         return 2 * written
-    schema = func._schema
-    if not schema.returns:  # else what is written in place is returned
-        changed = [alias is not None and alias.is_write for alias in (a.alias_info for a in schema.arguments)]
+    form = schema(func)
+    if not form.returns:  # else what is written in place is returned
+        changed = [alias is not None and alias.is_write for alias in (a.alias_info for a in form.arguments)]
         written = sum(_sum_bytes(arg) for arg, is_changed in zip(args, changed, strict=False) if is_changed)
     return _sum_bytes(args) + written
 
@@ -166,7 +165,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         flops = sdpa_flop_count(*(t.shape for t in args[:3]))  # type: ignore[no-untyped-call]
     elif name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         flops = sdpa_backward_flop_count(*(t.shape for t in args[:4]))  # type: ignore[no-untyped-call]
-    elif (count := flop_registry.get(func._overloadpacket)) is not None:
+    elif (count := flop_registry.get(packet_of(func))) is not None:
         flops = count(*args, **kwargs, out_val=out)
     else:
         return 0.0
@@ -176,5 +175,5 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     if "is_causal" in kwargs:
         return bool(kwargs["is_causal"])
-    place = next((at for at, arg in enumerate(func._schema.arguments) if arg.name == "is_causal"), len(args))
+    place = next((at for at, arg in enumerate(schema(func).arguments) if arg.name == "is_causal"), len(args))
     return place < len(args) and args[place] is True

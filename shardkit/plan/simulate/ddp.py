@@ -61,7 +61,7 @@ class StandInDDP(nn.Module):
         bucket, start = self._place[id(param)]
         view = bucket.flat[start : start + param.numel()].view_as(param)
         assert param.grad is not None
-        if param.grad.untyped_storage()._cdata != view.untyped_storage()._cdata:
+        if param.grad.untyped_storage() is not view.untyped_storage():
             view.copy_(param.grad)
             param.grad = view
         bucket.missing -= 1

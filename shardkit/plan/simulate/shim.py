@@ -1,35 +1,38 @@
 """Fake tensors of device cuda where there is no GPU, on CUDA and CPU builds of torch alike.
 
-`install` changes the process for good: a virtual table inside libtorch, and functions of `torch.cuda`. It is for a
-child process that does nothing else; a build of torch whose tables look different may crash there, and the parent then
-plans with CPU fakes. Seen to hold with torch 2.9 to 2.13 on Linux x86-64.
+`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.13 and
+2.15 on Linux x86-64; torch 2.9.0's own wheel lacks a name.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from ...memory.state import page_locked
-from .batchnorm import register_shapes
+from .compat import (
+    LOCAL_SCALAR,
+    PIN_MEMORY,
+    DispatchMode,
+    FakeTensorMode,
+    efficient_attention,
+    flash_attention,
+    install_fake_cuda,
+    plain_attention,
+    register_batch_norm,
+)
 from .unplannable import refuse_value
 
-_CUDA = 1  # c10::DeviceType::CUDA
-_SLOTS = 96  # more virtual functions than CUDAHooksInterface has
-_HAS_CONTEXT, _IS_BUILT = 2, 4  # its virtual functions, counted after the two destructors
-_kept: list[Any] = []  # what C++ points to must live as long as the process
 _current = 0
 
 
@@ -48,42 +51,12 @@ def install(capability: tuple[int, int], total_memory: int, name: str, n_devices
         n_devices: GPUs of the machine to stand for.
 
     Raises:
+        NameGone: torch has no longer what this needs.
         RuntimeError: a fake backward pass does not do what it should.
     """
-    _install_guard()
-    _install_cuda_api(capability, total_memory, name, n_devices)
-    register_shapes()
+    install_fake_cuda(_cuda_api(capability, total_memory, name, n_devices), _attention)
+    register_batch_norm({f"batch_norm{shapes.__name__}": shapes for shapes in _BATCH_NORM})
     _check()
-
-
-def _library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob(f"{name}.*"))))
-
-
-def _install_guard() -> None:
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one.
-        register: Any = _library(
-            "libc10"
-        )._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
-        register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
-        zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
-        table = (ctypes.c_void_p * 64)(*([ctypes.cast(zero, ctypes.c_void_p).value] * 64))
-        guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
-        registrar = (ctypes.c_void_p * 2)()
-        _kept.extend([zero, table, guard, registrar])
-        register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
-    torch._C._ensureCUDADeviceGuardSet()
-    hooks: Any = _library("libtorch_cpu")._ZN2at6detail12getCUDAHooksEv
-    hooks.restype = ctypes.c_void_p
-    table_of_hooks = ctypes.c_void_p.from_address(hooks())
-    first = (table_of_hooks.value or 0) - 16  # what lies before a virtual table belongs to it
-    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
-    for slot in (_HAS_CONTEXT, _IS_BUILT):
-        copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
-    _kept.extend([copied, yes])
-    table_of_hooks.value = ctypes.addressof(copied) + 16
 
 
 class Stream:
@@ -94,7 +67,7 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         Stream._made += 1
         self.stream_id = self.cuda_stream = Stream._made
-        self.device, self.device_index = torch.device("cuda", 0), 0
+        self.device, self.device_index, self.device_type = torch.device("cuda", 0), 0, 1
 
     def record_event(self, event: Any = None) -> Event:
         return Event()
@@ -140,15 +113,8 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
         _current = before
 
 
-def _install_cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devices: int) -> None:
-    import torch.cuda.amp.common
-    from torch.optim.optimizer import _foreach_supported_types as by_optimizers
-    from torch.utils._foreach_utils import _foreach_supported_types as by_utilities
-
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # autocast and GradScaler stay on
-    for types in (by_optimizers, by_utilities):
-        if FakeTensor not in types:
-            types.append(FakeTensor)
+def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devices: int) -> dict[str, Any]:
+    """What `torch.cuda` says of a GPU."""
     default = Stream()
     default.stream_id = default.cuda_stream = 0
     properties = SimpleNamespace(
@@ -174,22 +140,13 @@ def _install_cuda_api(capability: tuple[int, int], total_memory: int, name: str,
         "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: name,
-        "_lazy_init": lambda: None,
         "reset_peak_memory_stats": lambda *_: None,
         "memory_stats": lambda *_: {},
         "mem_get_info": lambda *_: (total_memory, total_memory),
         **{f"{most}memory_{what}": lambda *_: 0 for most in ("", "max_") for what in ("allocated", "reserved")},
     }
-    for key, value in replaced.items():
-        setattr(torch.cuda, key, value)
-    for key in ("current_stream", "synchronize"):  # FSDP2 asks here when it gathered a frozen block for nothing
-        setattr(torch.accelerator, key, replaced[key])
-    for key in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, key, lambda *_: 0)
-    for key, dtype in (("FloatTensor", torch.float32), ("ByteTensor", torch.uint8), ("IntTensor", torch.int32)):
-        setattr(torch.cuda, key, lambda data, dtype=dtype: torch.tensor(data, dtype=dtype, device="cuda"))
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-    F.scaled_dot_product_attention = _attention
+    types = {"FloatTensor": torch.float32, "ByteTensor": torch.uint8, "IntTensor": torch.int32}
+    return replaced | {key: partial(torch.tensor, dtype=dtype, device="cuda") for key, dtype in types.items()}
 
 
 _real_attention = F.scaled_dot_product_attention
@@ -219,23 +176,22 @@ def _attention(
     if shared and not flash:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    aten: Any = torch.ops.aten
     with torch.autocast("cuda", enabled=False):
         if flash:
             padding = -width % 8
             if padding:
                 query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(width)
-            )[0]
+            out = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale or 1 / math.sqrt(width))[
+                0
+            ]
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
         if query.dim() == 4:
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+            return efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, grad, dropout_p, is_causal, scale=scale
             )[0]
-        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        return plain_attention(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
         )[0]
 
@@ -250,7 +206,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-class ConstantItems(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstantItems(DispatchMode):  # type: ignore[no-untyped-call]
     """Answers what fake tensors cannot: `.item()` is 1 (False for bool); pinned memory is plain memory as large.
 
     Raises:
@@ -262,11 +218,11 @@ class ConstantItems(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", 0) is None:
+        if func is LOCAL_SCALAR and getattr(args[0], "constant", 0) is None:
             refuse_value(sys._getframe(1))
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is torch.ops.aten._pin_memory.default:
+        if func is PIN_MEMORY:
             return self._pin(args[0].clone())
         if func is torch.ops.aten.is_pinned.default:
             return args[0].untyped_storage() in self._pinned
@@ -281,10 +237,55 @@ class ConstantItems(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
 
+def _of_channels(like: Tensor) -> Tensor:
+    """Statistics are fp32 where the input has half of its bits."""
+    dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    return like.new_empty(like.shape[1], dtype=dtype)
+
+
+def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _of_channels(input), _of_channels(input)
+
+
+def _gather_stats_with_counts(
+    input: Tensor, mean: Tensor, invstd: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, counts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _of_channels(input), _of_channels(input)
+
+
+def _elemt(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _backward_reduce(
+    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, input_g: bool, weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    affine = input.new_empty(0) if weight is None else torch.empty_like(weight)
+    return _of_channels(input), _of_channels(input), affine, torch.empty_like(affine)
+
+
+def _backward_elemt(
+    grad_out: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, sum_dy: Tensor,
+    sum_dy_xmu: Tensor, count: Tensor,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(input)
+
+
+_BATCH_NORM = (_stats, _gather_stats_with_counts, _elemt, _backward_reduce, _backward_elemt)
+"""What gives results of the shapes of `nn.SyncBatchNorm`'s kernels, named as they are."""
+
+
 def _check() -> None:
     """A small backward pass on fake tensors: the right device, dtypes under autocast, and an accelerator."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
         raise RuntimeError("torch does not take cuda for its accelerator")
     items = ConstantItems()

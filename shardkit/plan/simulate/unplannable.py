@@ -12,13 +12,8 @@ from pathlib import Path
 from textwrap import shorten
 from types import FrameType, TracebackType
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-
 from ...errors import ConfigError, ShardkitError
+from .compat import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _LIBRARIES = tuple(

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ...launch.ranks.env import RankEnv
 from ...parallel.weights import Weights
 from ...parallel.world import World
+from .compat import (
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    deepspeed_alone,
+    fused_adamw,
+    own_apply,
+    torch_on_fakes,
+    transformers_in_training,
+    unset_fake_temporarily,
+)
 from .ddp import StandInDDP
 from .shim import ConstantItems
 
@@ -49,18 +56,11 @@ def fake_world(
         stack.enter_context(ConstantItems())
         stack.enter_context(patch("shardkit.strategies.ddp.DistributedDataParallel", StandInDDP))
         stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
-        stack.enter_context(patch.object(nn.Module, "_apply", _apply_to_fakes))
-        stack.enter_context(patch.object(GradScaler, "_maybe_opt_step", _step_all_the_same))
+        stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
         if zero:
-            stack.enter_context(_deepspeed_alone())
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers."):
-                for key, value in _AS_IN_TRAINING.items():
-                    if key in vars(module):
-                        stack.enter_context(patch.object(module, key, value))
-        stack.enter_context(patch(f"{_FSDP}._fsdp_param._chunk_with_empty", _Chunks))
-        for caller in ("_fsdp_init", "_fully_shard"):  # it differs from one version of torch to another
-            stack.enter_context(patch(f"{_FSDP}.{caller}._move_states_to_device", _move_fakes, create=True))
+            stack.enter_context(deepspeed_alone(_CPUAdam))
+            stack.enter_context(patch("shardkit.strategies.zero.engine.build_cpu_adam", lambda world: None))
+        stack.enter_context(transformers_in_training())
         yield World(env, device, group, group)
 
 
@@ -76,30 +76,17 @@ def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
         return init_device_mesh(*args, **kwargs)
 
 
-# transformers takes fake tensors for a trace that is to be exported, and builds masks that training does not need.
-_AS_IN_TRAINING: dict[str, Callable[..., Any]] = {
-    "is_tracing": lambda *_, **__: False,
-    "is_fake_tensor": lambda *_, **__: False,
-    "find_packed_sequence_indices": lambda *_, **__: None,
-}
-
-_apply = nn.Module._apply
-_FSDP = "torch.distributed.fsdp._fully_shard"
-
-
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
     """`Module._apply` that keeps every parameter the object it is: torch does not swap fakes that are referred to."""
     if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2 takes over its shards itself
-        return _apply(self, fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return own_apply(self, fn, recurse)  # type: ignore[no-any-return]
     for module in self.modules() if recurse else (self,):
-        for param in module._parameters.values():
-            if param is not None:
-                _set_data(param, fn(param))
-                if param.grad is not None:
-                    _set_data(param.grad, fn(param.grad))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fn(buffer)
+        for param in module.parameters(recurse=False):
+            _set_data(param, fn(param))
+            if param.grad is not None:
+                _set_data(param.grad, fn(param.grad))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, fn(buffer))
     return self
 
 
@@ -123,34 +110,6 @@ def _step_all_the_same(self: GradScaler, optimizer: Any, state: Any, *args: Any,
     return optimizer.step(*args, **kwargs)
 
 
-def _never(looks: str) -> Any:
-    """Let a function that looks for infinities find none."""
-    function = resolve_name(looks)
-
-    def looked(*args: Any, **kwargs: Any) -> bool:
-        function(*args, **kwargs)  # it takes memory
-        return False
-
-    return patch(looks, looked)
-
-
-@contextmanager
-def _deepspeed_alone() -> Iterator[None]:
-    """DeepSpeed compares what its ranks did; here there is nobody to compare with, and no gradient that overflows."""
-    coordinator = "deepspeed.runtime.zero.partitioned_param_coordinator"
-    with (
-        patch(f"{coordinator}.assert_ints_same_as_other_ranks", lambda ints: None),
-        _never("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.has_overflow"),
-        _never("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.has_overflow"),
-        patch("shardkit.strategies.zero.engine.build_cpu_adam", lambda world: None),
-        patch("deepspeed.ops.adam.DeepSpeedCPUAdam", _CPUAdam),
-        # offload_ratio and pure_bf16 ask for exactly this type
-        patch("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedCPUAdam", _CPUAdam),
-        patch("deepspeed.runtime.zero.stage3.DeepSpeedCPUAdam", _CPUAdam),
-    ):
-        yield
-
-
 class _CPUAdam(torch.optim.Optimizer):
     """DeepSpeedCPUAdam's states, made in the first step as it makes them; another kernel that works in place."""
 
@@ -170,10 +129,7 @@ class _CPUAdam(torch.optim.Optimizer):
                     state["step"] = 1
                     state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
                     state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
-                torch._fused_adamw_(
-                    [param], [param.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [], lr=0.0, beta1=0.0,
-                    beta2=0.0, weight_decay=0.0, eps=1.0, amsgrad=False, maximize=False,
-                )  # fmt: skip
+                fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
 class _Chunks:
@@ -203,13 +159,14 @@ class FakeWeights(Weights):
         """Put the model on the device; `Module.to` cannot swap fake parameters that something refers to weakly."""
         made: dict[int, Any] = {}
         for module in model.modules():
-            for held, is_param in ((module._parameters, True), (module._buffers, False)):
-                for name, tensor in held.items():
-                    if tensor is None:
-                        continue
+            held = (module.named_parameters(recurse=False, remove_duplicate=False), True), (
+                module.named_buffers(recurse=False, remove_duplicate=False), False,
+            )  # fmt: skip
+            for named, is_param in held:
+                for name, tensor in list(named):
                     if id(tensor) not in made:
                         made[id(tensor)] = tensor, _moved(tensor, device, is_param)
-                    held[name] = made[id(tensor)][1]
+                    setattr(module, name, made[id(tensor)][1])
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:

@@ -6,13 +6,15 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
+from ...config.libraries import NameGone
 from ...errors import BuildError
 from ...files import locked
 from ...parallel.world import World
+from .state import BUILD_FOLDER, BUILDS
 
 _BUILDING = "building"
 
@@ -44,7 +46,8 @@ def _load(builder: Any) -> str:
     # The ninja that deepspeed depends on lies beside the interpreter: not on PATH where its venv is not activated.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     try:
-        with sole_builder(_build_folder(builder)):
+        folder = _build_folder(builder)
+        with nullcontext() if folder is None else sole_builder(folder):
             builder().load(verbose=False)
     except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is not there
         return first_compiler_error(str(error))
@@ -52,13 +55,17 @@ def _load(builder: Any) -> str:
 
 
 def _is_built(builder: Any) -> bool:
-    return (_build_folder(builder) / f"{builder.NAME}.so").exists()
+    folder = _build_folder(builder)
+    return folder is not None and (folder / f"{builder.NAME}.so").exists()
 
 
-def _build_folder(builder: Any) -> Path:
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory(builder.NAME, verbose=False))
+def _build_folder(builder: Any) -> Path | None:
+    """Where torch builds the op; nothing if it does not say."""
+    try:
+        return Path(BUILD_FOLDER.find()(builder.NAME, verbose=False))
+    except NameGone:
+        BUILDS.lost(BUILD_FOLDER)
+        return None
 
 
 @contextmanager

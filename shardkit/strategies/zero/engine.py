@@ -24,6 +24,7 @@ from ..states import buffer_shards
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
+    accounted,
     create_zero_states,
     frozen_shards,
     refresh_compute_weights,
@@ -134,9 +135,8 @@ class ZeRO:
         refresh_compute_weights(self._zero, self.stage)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        if self.stage == 3:
-            return zero3_state(self._engine.module, self._zero)
-        return zero12_state(self._zero)
+        own = zero3_state(self._engine.module, self._zero) if self.stage == 3 else zero12_state(self._zero)
+        return accounted(self._zero, self.stage, own)
 
     def shards(self) -> Iterator[Shard]:
         return self._shards(self._world.rank, self._world.size)

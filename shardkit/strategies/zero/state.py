@@ -8,10 +8,56 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ..base import Shard
 from ..states import create_states, even_range, flat, scalars_of, set_scalars
+
+ACCOUNT = Feature("ZeRO's state in memory's categories, and its checkpoints")
+ENGINE = Feature("training under ZeRO")
+_STAGES = {
+    2: ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", (
+        "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "averaged_gradients",
+        "all_grad_tensors", "update_lp_params",
+    )),
+    3: ("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", (
+        "fp16_groups", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "sub_group_to_group_id",
+        "checkpoint_event_prologue", "checkpoint_event_epilogue", "_reassign_or_swap_out_partitioned_parameters",
+    )),
+}  # fmt: skip
+_NAMES = {
+    stage: [ACCOUNT.use(f"{optimizer}.{name}") for name in (*names, "loss_scaler", "dynamic_loss_scale")]
+    for stage, (optimizer, names) in _STAGES.items()
+}
+for _optimizer, _ in _STAGES.values():
+    for _name in ("clip_grad", "overflow", "optimizer"):
+        ENGINE.use(f"{_optimizer}.{_name}")
+# offload_ratio below 1: a second optimizer, whose learning rate DeepSpeed (0.19) does not change.
+ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
+for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
+    ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
+ENGINE.use("deepspeed.ops.__compatible_ops__")
+ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
+ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.ds_opt_adam")
+ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.opt_id")
+BUILDS = Feature("one build of DeepSpeedCPUAdam at a time, and none that waits for one that was killed")
+BUILD_FOLDER = BUILDS.use("torch.utils.cpp_extension._get_build_directory")
+BUILDS.use("deepspeed.ops.op_builder.CPUAdamBuilder.NAME")
+
+
+def accounted(
+    zero: Any, stage: int, state: Iterator[tuple[StateKind, torch.Tensor]]
+) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """`state`, as far as DeepSpeed has what it is read from: a name that is gone costs the account alone."""
+    try:
+        yield from state
+    except AttributeError:
+        names = _NAMES[3 if stage == 3 else 2]
+        gone = next((name for name in names if not hasattr(zero, name.path.rpartition(".")[2])), None)
+        if gone is None:
+            raise
+        ACCOUNT.lost(gone)
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:

@@ -1,0 +1,229 @@
+"""Other libraries: the versions that shardkit is tested with, and the names that it uses though they keep them private.
+
+The names stand in the modules that `PLACES` lists, and nowhere else. A part of shardkit that needs one which is gone
+switches itself off with one line; what it is a part of goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import logging
+import os
+import re
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import ShardkitError
+
+TESTED = {"torch": ("2.9.0", "2.15.0"), "deepspeed": ("0.19.0", "0.19.8"), "transformers": ("5.20.0", "5.23.0")}
+"""Library → (the oldest, the newest version that the tests have passed on); the oldest are setup.cfg's bounds."""
+PLACES = (
+    "shardkit.parallel.compat",
+    "shardkit.tracing.compat",
+    "shardkit.plan.simulate.compat",
+    "shardkit.strategies.zero.state",
+)
+"""The modules with the tables of private names; the last stands for its package."""
+NO_ISSUE = "no upstream issue known"
+ABSENT = "(not installed)"
+_LOG = logging.getLogger(__name__)
+
+
+class NameGone(ShardkitError):
+    """A library no longer has a private name that a part of shardkit needs."""
+
+
+@dataclass(frozen=True)
+class Private:
+    """A name that a library keeps to itself, or a public one that shardkit replaces while it works.
+
+    Attributes:
+        path: dotted, from the library's top; an attribute of a class may be one that only its instances have.
+            `torch.lib.<library>.<symbol>` is one of its shared libraries'.
+        feature: what is lost without it.
+        upstream: the issue or pull request that would make it unnecessary.
+        until: the version that makes it unnecessary; empty while there is none.
+        since: the oldest version that it was seen in; empty where all that are supported have it.
+        cuda: only builds for CUDA have it.
+    """
+
+    path: str
+    feature: str
+    upstream: str = NO_ISSUE
+    until: str = ""
+    cuda: bool = False
+    since: str = ""
+
+    @property
+    def library(self) -> str:
+        return self.path.partition(".")[0]
+
+    def find(self) -> Any:
+        """The object of that name.
+
+        Raises:
+            NameGone: there is none.
+        """
+        owner, rest = _holder(self.path)
+        try:
+            for part in rest:
+                owner = getattr(owner, part)
+        except AttributeError:
+            raise self.gone() from None
+        return owner
+
+    def needed(self) -> bool:
+        """Whether the installed version is one that it is used with, where it is installed at all."""
+        version = installed(self.library)
+        if version == ABSENT or (self.cuda and not _has_cuda()):
+            return False
+        here = _number(version)
+        return here >= _number(self.since) and (not self.until or here < _number(self.until))
+
+    def exists(self) -> bool:
+        """Whether it is there, be it an attribute that a class gives to its instances when they are made."""
+        owner, rest = _holder(self.path)
+        for part in rest:
+            if hasattr(owner, part):
+                owner = getattr(owner, part)
+            elif not isinstance(owner, type) or not _given_to_instances(owner, part):
+                return False
+        return owner is not None
+
+    def gone(self) -> NameGone:
+        return NameGone(f"{self.said()}, which {self.feature} needs", f"install {tested(self.library)}")
+
+    def said(self) -> str:
+        return f"{self.library} {installed(self.library)} has no {self.path}"
+
+
+class Feature:
+    """A part of shardkit, and the private names that it needs.
+
+    Attributes:
+        name: what is lost without them, as tables and messages say it.
+        names: all of them, in the order in which they were asked for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.names: list[Private] = []
+        self._missing: list[Private] = []
+        self._said: set[str] = set()
+
+    def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Any:
+        """The object of that name; where it is gone, a class whose instances cannot be made."""
+        private = self.use(path, upstream, until, cuda, since)
+        try:
+            return private.find()
+        except NameGone as error:
+            self._missing.append(private)
+            return _stand_in(error)
+
+    def use(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Private:
+        """Note a name that is looked for when it is needed: an instance's, or one of a library that may be absent."""
+        private = Private(path, self.name, upstream, until, cuda, since)
+        self.names.append(private)
+        return private
+
+    def works(self, what: str = "", instead: str = "") -> bool:
+        """Whether all names that were taken are there; if not, rank 0 says so, once for each `what`.
+
+        Args:
+            what: what is switched off, if that is not the feature's name.
+            instead: what is done in its place.
+        """
+        if self._missing:
+            self.lost(self._missing[0], what, instead)
+        return not self._missing
+
+    def lost(self, private: Private, what: str = "", instead: str = "") -> None:
+        """Say once, on rank 0, that a part is off for want of a name."""
+        what = what or self.name
+        if what not in self._said and _is_first_rank():
+            _LOG.warning("%s is off%s: %s", what, f" ({instead})" if instead else "", private.said())
+        self._said.add(what)
+
+    def require(self) -> None:
+        """Raise if a name is gone.
+
+        Raises:
+            NameGone: names the first.
+        """
+        if self._missing:
+            raise self._missing[0].gone()
+
+
+def installed(library: str) -> str:
+    """The version that is installed, without what a build adds to it."""
+    try:
+        return metadata.version(library).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ABSENT
+
+
+def tested(library: str) -> str:
+    oldest, newest = TESTED[library]
+    return f"{library} {oldest} to {newest}"
+
+
+def say_untested(library: str = "torch") -> None:
+    """One line on rank 0 if the library is newer than any version that the tests have passed on."""
+    if _is_first_rank() and _number(installed(library)) > _number(TESTED[library][1]):
+        _LOG.warning(
+            "%s %s is newer than what shardkit is tested with: %s", library, installed(library), tested(library)
+        )
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """`2.15.0a1` → (2, 15, 0): a candidate counts as what it becomes."""
+    return tuple(int(found[0]) for part in version.split(".")[:3] if (found := re.match(r"\d+", part)))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def _is_first_rank() -> bool:
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+
+
+def _holder(path: str) -> tuple[Any, list[str]]:
+    """The innermost module of a dotted name that can be imported (or a shared library), and the parts behind it."""
+    parts = path.split(".")
+    if parts[:2] == ["torch", "lib"]:
+        folder = Path(import_module("torch").__file__ or "").parent / "lib"
+        return ctypes.CDLL(str(next(folder.glob(f"{parts[2]}.*"), ""))), parts[3:]
+    for end in range(len(parts), 0, -1):
+        try:
+            return import_module(".".join(parts[:end])), parts[end:]
+        except ModuleNotFoundError as error:
+            if not path.startswith(error.name or " "):
+                raise  # the module is there, and lacks something else
+    return None, parts
+
+
+def _given_to_instances(cls: type, name: str) -> bool:
+    """Annotated in a class, or assigned to `self` (or to the parameters that it changes) in its code."""
+    for base in cls.__mro__[:-1]:
+        if name in vars(base).get("__annotations__", {}):
+            return True
+        try:
+            if re.search(rf"\b(?:self|param)\.{name}\b[^=\n(]*=", inspect.getsource(base)):
+                return True
+        except (OSError, TypeError):  # a class without Python code
+            continue
+    return False
+
+
+def _stand_in(error: NameGone) -> type:
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    # An exception, for `except` clauses; it is a base class and a function to others.
+    return type("Gone", (Exception,), {"__new__": refuse})

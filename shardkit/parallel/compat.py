@@ -1,0 +1,262 @@
+"""What training needs of torch and transformers that they keep private, and the functions of theirs that it replaces.
+
+Without a name, the part of shardkit that needs it is off or does it another way, and says so in one line; only an
+architecture of transformers cannot be built without transformers' own rules for its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.libraries import Feature, NameGone
+
+_PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
+
+TREES = Feature("outputs in fp32 where they are nested (precision.output_dtype)")
+PRODUCTS = Feature("activation.policy=selective_op")
+KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
+BUDGET = Feature("activation.policy=budget")
+SEGMENTS = Feature("activation.policy=sqrt")
+OFFLOAD = Feature("activation.offload")
+TIMEOUT = Feature("run.step_timeout_s for collectives")
+ABORT = Feature("leaving a failed job without waiting for its ranks")
+GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
+EMA = Feature("train.ema_decay in one kernel")
+FP8_SPEED = Feature("fp8 in shardkit doctor --calibrate")
+FLIGHT = Feature("NCCL's last collectives in the report of a hang")
+META = Feature("building models without memory (init_parameter)")
+HF = Feature("the tasks on transformers models")
+BUFFERS = Feature("leaving out of checkpoints the buffers that are not part of the state")
+PICKLE = Feature("shardkit checkpoint to a torch file")
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
+    from torch._C._distributed_c10d import GradBucket as GradBucket
+    from torch._C._distributed_c10d import HashStore as HashStore
+    from torch._C._distributed_c10d import PrefixStore as PrefixStore
+    from torch._C._distributed_c10d import Store as Store
+    from torch._C._distributed_c10d import TCPStore as TCPStore
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+else:
+    # Public, which torch does not tell type checkers.
+    from torch.distributed import GradBucket as GradBucket
+    from torch.distributed import HashStore as HashStore
+    from torch.distributed import PrefixStore as PrefixStore
+    from torch.distributed import Store as Store
+    from torch.distributed import TCPStore as TCPStore
+
+    # In eager mode torch's own contexts hand back a kept product as it is by then (see activation/products.py).
+    DispatchMode = PRODUCTS.take(
+        "torch.utils._python_dispatch.TorchDispatchMode", "https://github.com/pytorch/pytorch/issues/119590"
+    )
+    tree_map_only = PRODUCTS.take("torch.utils._pytree.tree_map_only", _PYTREE)
+    tree_map = TREES.take("torch.utils._pytree.tree_map", _PYTREE)
+    TreeSpec = SEGMENTS.take("torch.utils._pytree.TreeSpec", _PYTREE)
+    tree_flatten = SEGMENTS.take("torch.utils._pytree.tree_flatten", _PYTREE)
+    tree_leaves = SEGMENTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
+    tree_unflatten = SEGMENTS.take("torch.utils._pytree.tree_unflatten", _PYTREE)
+PRODUCTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
+PRODUCTS.take("torch.ops.aten.add.Tensor._schema")
+SEGMENTS.take("torch.Tensor._version")
+OFFLOAD.take("torch.Tensor._version")
+OFFLOAD.take("torch.Tensor._base")
+
+_budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
+_set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
+_abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_fsdp = [
+    GATHERED.use("torch.distributed.fsdp.FSDPModule._get_fsdp_state"),
+    GATHERED.use(f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group"),
+    GATHERED.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params"),
+    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs"),
+    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad"),
+]
+_foreach_lerp = EMA.take("torch._foreach_lerp_")
+_scaled_mm = FP8_SPEED.take("torch._scaled_mm")
+_trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
+META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
+HF.use("transformers.PreTrainedModel._from_config")
+HF.use("transformers.PreTrainedModel._init_weights")
+# Under ZeRO-3 there is nothing for it to fill: transformers draws weights into empty tensors.
+HF.use("transformers.PreTrainedModel.init_weights", "https://github.com/huggingface/transformers/pull/43847")
+_not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
+_storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
+_rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
+
+_ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+
+
+def products() -> set[Any]:
+    """The private operators that are matrix products: fp8's."""
+    return {op.default for op in _operators("_scaled_mm")}
+
+
+def attentions() -> set[Any]:
+    """The operators of fused attention that this torch has."""
+    return {op.default for op in _operators(*(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))}
+
+
+def _operators(*names: str) -> Iterator[Any]:
+    for name in names:
+        private = KEPT.use(f"torch.ops.aten.{name}")
+        try:
+            yield private.find()
+        except NameGone:
+            KEPT.lost(private, f"keeping {name}")
+
+
+def schema(op: Any) -> Any:
+    """An operator's schema: its name, arguments and results."""
+    return op._schema
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to."""
+    return tensor._version
+
+
+def owner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a view is a view of; the tensor itself if it is none."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def set_memory_budget(share: float) -> bool:
+    """Tell torch.compile the share of activations it may keep; whether that is another one than before."""
+    try:
+        if _budget.find() == share:
+            return False
+    except NameGone:
+        if share < 1:
+            BUDGET.lost(_budget)
+        return False
+    import torch._functorch.config as functorch
+
+    functorch.activation_memory_budget = share
+    return True
+
+
+def shorten_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Let the collectives of a group that begin from now on fail after this time."""
+    if TIMEOUT.works():
+        _set_pg_timeout(timeout, group)
+
+
+def abort_groups() -> None:
+    """Leave every group without waiting for what runs in it."""
+    if ABORT.works(instead="the default group alone is aborted"):
+        _abort_process_group()
+    elif dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+
+
+def gathered_params(module: Any) -> Iterator[torch.Tensor]:
+    """A module's parameters as FSDP2 gathered them: their storages exist all the time, and have bytes while needed."""
+    for param in _fsdp_params(module):
+        yield from getattr(param, "all_gather_outputs", ())
+
+
+def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
+    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
+    for param in _fsdp_params(module):
+        grad = getattr(param, "unsharded_accumulated_grad", None)
+        if grad is not None:
+            yield grad
+
+
+def _fsdp_params(module: Any) -> Sequence[Any]:
+    try:
+        group = module._get_fsdp_state()._fsdp_param_group
+        params: Sequence[Any] = () if group is None else group.fsdp_params
+        if params:
+            _ = params[0].all_gather_outputs, params[0].unsharded_accumulated_grad
+    except AttributeError:
+        gone = next((name for name in _fsdp if not name.exists()), None)
+        if gone is None:
+            raise
+        GATHERED.lost(gone)
+        return ()
+    return params
+
+
+def lerp_all(averages: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
+    """Move each average towards its value, in place."""
+    if EMA.works(instead="one kernel each"):
+        _foreach_lerp(averages, values, weight)
+        return
+    for average, value in zip(averages, values, strict=True):
+        average.lerp_(value, weight)
+
+
+def scaled_product(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A product of fp8 matrices, in bf16."""
+    product: torch.Tensor = _scaled_mm(x, y, scale, scale, out_dtype=torch.bfloat16)
+    return product
+
+
+def nccl_trace() -> bytes | None:
+    """NCCL's last collectives, as its flight recorder keeps them; nothing in builds without it."""
+    try:
+        found: bytes = _trace_nccl.find()()
+    except NameGone:
+        return None
+    return found
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether a buffer belongs to a module's state."""
+    try:
+        return buffer not in module._non_persistent_buffers_set
+    except AttributeError:
+        BUFFERS.lost(_not_persistent, instead="the modules' state_dict is asked")
+        return buffer in module.state_dict()
+
+
+def from_config(model_class: Any, config: Any) -> nn.Module:
+    """A transformers model in fp32, with weights as its own code draws them."""
+    model: nn.Module = model_class._from_config(config, dtype=torch.float32)
+    return model
+
+
+def init_weights_of(model: Any, module: nn.Module) -> None:
+    """Run a transformers model's rule for the weights of one of its modules."""
+    model._init_weights(module)
+
+
+@contextmanager
+def ties_only() -> Iterator[None]:
+    """Transformers models built inside tie their weights but do not initialise them."""
+    from transformers import PreTrainedModel
+
+    whole = PreTrainedModel.init_weights
+    PreTrainedModel.init_weights = lambda self: self.tie_weights(recompute_mapping=False)
+    try:
+        yield
+    finally:
+        PreTrainedModel.init_weights = whole
+
+
+def storage_types() -> dict[torch.dtype, str]:
+    """Type of elements → the name of the storage class that old files of torch have for it."""
+    types: dict[torch.dtype, str] = _storage_types.find()()
+    return types
+
+
+def rebuild_tensor(version: int) -> Any:
+    """The function that a file of torch names to make a tensor of a storage."""
+    return _rebuild[version].find()

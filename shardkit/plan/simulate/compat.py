@@ -1,0 +1,264 @@
+"""What planning needs of torch, DeepSpeed and transformers that they keep private, and what it replaces of theirs.
+
+`install_fake_cuda` changes the process for good: a virtual table inside libtorch, and functions of `torch.cuda`. It is
+for a child process that does nothing else; a build of torch whose tables look different may crash there, and the parent
+then plans with CPU fakes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from ...config.libraries import Feature
+
+PLANS = Feature("planning")
+FAKE_CUDA = Feature("planning on fake CUDA tensors")
+ZERO_PLANS = Feature("planning ZeRO")
+HF_PLANS = Feature("planning transformers models as they train")
+_FAKES = "torch._subclasses.fake_tensor"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_FAKE_DEVICE = "https://github.com/pytorch/pytorch/issues/159566"
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
+else:
+    DataDependentOutputException = PLANS.take(f"{_FAKES}.DataDependentOutputException")
+    DynamicOutputShapeException = PLANS.take(f"{_FAKES}.DynamicOutputShapeException")
+    FakeTensor = PLANS.take(f"{_FAKES}.FakeTensor")
+    FakeTensorMode = PLANS.take(f"{_FAKES}.FakeTensorMode")
+    UnsupportedOperatorException = PLANS.take(f"{_FAKES}.UnsupportedOperatorException")
+    unset_fake_temporarily = PLANS.take(f"{_FAKES}.unset_fake_temporarily")
+    DispatchMode = PLANS.take("torch.utils._python_dispatch.TorchDispatchMode")
+FakeStore = PLANS.take("torch.testing._internal.distributed.fake_pg.FakeStore")
+resolve_process_group = PLANS.take("torch.distributed.distributed_c10d._resolve_process_group")
+PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
+LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
+PIN_MEMORY = PLANS.take("torch.ops.aten._pin_memory.default")
+own_apply = PLANS.take("torch.nn.Module._apply")
+PLANS.take("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
+_split = PLANS.use(f"{_FSDP}._fsdp_param._chunk_with_empty")
+# torch 2.9 calls it by the name that a second module has for it.
+_moves = [PLANS.use(f"{_FSDP}._fsdp_init._move_states_to_device")]
+_moves += [PLANS.use(f"{_FSDP}._fully_shard._move_states_to_device", until="2.13.0")]
+_fused_adamw = ZERO_PLANS.take("torch._fused_adamw_")
+
+# torch 2.9.0 has none: plans for GPUs are traced as CPU tensors there.
+_ensure_guard = FAKE_CUDA.take("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.13.0")
+_cuda_hooks = FAKE_CUDA.use("torch.lib.libtorch_cpu._ZN2at6detail12getCUDAHooksEv", _FAKE_DEVICE)
+_register_guard = FAKE_CUDA.use(
+    "torch.lib.libc10._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE",
+    _FAKE_DEVICE,
+)
+_foreach_types = [
+    FAKE_CUDA.take(f"torch.{module}._foreach_supported_types") for module in ("optim.optimizer", "utils._foreach_utils")
+]
+_of_sync_batch_norm = FAKE_CUDA.take("torch.nn.modules._functions")
+flash_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_flash_attention")
+efficient_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_efficient_attention")
+plain_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_attention_math")
+_replaced = [
+    FAKE_CUDA.use(f"torch.{name}", _FAKE_DEVICE)
+    for name in (
+        "cuda.amp.common.amp_definitely_not_available", "cuda._lazy_init", "Tensor.record_stream",
+        "nn.functional.scaled_dot_product_attention", "cuda.Stream", "cuda.Event", "accelerator.current_stream",
+        "cuda.nvtx.range_push",
+    )
+]  # fmt: skip
+
+_CUDA = 1  # c10::DeviceType::CUDA
+_SLOTS = 96  # more virtual functions than CUDAHooksInterface has
+_HAS_CONTEXT, _IS_BUILT = 2, 4  # its virtual functions, counted after the two destructors
+_OF_DEVICES = (
+    10  # of a guard's virtual functions the first tell devices and streams; then events, and the count of GPUs
+)
+_kept: list[Any] = []  # what C++ points to must live as long as the process, and so must a registration
+
+
+def packet_of(func: Any) -> Any:
+    """The operator that an overload belongs to."""
+    return func._overloadpacket
+
+
+def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """A step of AdamW in one kernel that changes nothing: for what it touches."""
+    _fused_adamw(
+        [param], [grad], [first], [second], [], [], lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1.0,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) -> None:
+    """Let torch believe in a GPU, which answers as `cuda` says; once in a process.
+
+    Args:
+        cuda: functions and classes that take the place of those of `torch.cuda`.
+        attention: takes the place of `scaled_dot_product_attention`.
+
+    Raises:
+        NameGone: torch has no longer what this needs.
+    """
+    FAKE_CUDA.require()
+    _install_guard()
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # autocast and GradScaler stay on
+    for types in _foreach_types:
+        if FakeTensor not in types:
+            types.append(FakeTensor)
+    for key, value in cuda.items():
+        setattr(torch.cuda, key, value)
+    torch.cuda._lazy_init = lambda: None
+    for key in ("current_stream", "synchronize"):  # FSDP2 asks here when it gathered a frozen block for nothing
+        setattr(torch.accelerator, key, cuda[key])
+    for key in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, key, lambda *_: 0)
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    F.scaled_dot_product_attention = attention
+
+
+def _install_guard() -> None:
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one.
+        register: Any = _register_guard.find()
+        register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
+        zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
+        table = (ctypes.c_void_p * 64)(*([ctypes.cast(zero, ctypes.c_void_p).value] * 64))
+        guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
+        registrar = (ctypes.c_void_p * 2)()
+        _kept.extend([zero, table, guard, registrar])
+        register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
+    _ensure_guard()
+    hooks: Any = _cuda_hooks.find()
+    hooks.restype = ctypes.c_void_p
+    table_of_hooks = ctypes.c_void_p.from_address(hooks())
+    first = (table_of_hooks.value or 0) - 16  # what lies before a virtual table belongs to it
+    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    for slot in (_HAS_CONTEXT, _IS_BUILT):
+        copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
+    _kept.extend([copied, yes])
+    table_of_hooks.value = ctypes.addressof(copied) + 16
+
+
+class _Changed:
+    """A module with some of its members replaced."""
+
+    def __init__(self, module: Any, **members: Any) -> None:
+        self.__dict__.update(members)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
+    """Let fake tensors go through a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
+
+    Args:
+        shapes: operator of aten → what makes results of its shapes.
+    """
+    library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    for name, kernel in shapes.items():
+        library.impl(name, kernel)  # type: ignore[no-untyped-call]
+    _kept.append(library)
+    # While a graph is captured it leaves out looking for ranks without samples, which needs values.
+    capturing = _Changed(torch.cuda, is_current_stream_capturing=lambda: True)
+    _of_sync_batch_norm.torch = _Changed(torch, cuda=capturing)
+
+
+@contextmanager
+def torch_on_fakes(
+    apply: Callable[..., Any], split: type, move: Callable[..., None], step: Callable[..., Any]
+) -> Iterator[None]:
+    """Replace what of torch cannot go through fake tensors.
+
+    Args:
+        apply: for `Module._apply`, which does not swap fake parameters that something refers to.
+        split: for FSDP2's pieces of a parameter, of which it makes all ranks'.
+        move: for FSDP2's way to the device, where setting `data` leaves a fake where it says.
+        step: for `GradScaler`'s step, which asks for a count of infinities.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "_apply", apply))
+        stack.enter_context(patch.object(GradScaler, "_maybe_opt_step", step))
+        stack.enter_context(patch(_split.path, split))
+        for moves in _moves:
+            if moves.exists():
+                stack.enter_context(patch(moves.path, move))
+        yield
+
+
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
+_STAGES = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"
+_compares = ZERO_PLANS.use(f"{_COORDINATOR}.assert_ints_same_as_other_ranks")
+_overflows = [
+    ZERO_PLANS.use(f"{_STAGES[0]}.DeepSpeedZeroOptimizer.has_overflow"),
+    ZERO_PLANS.use(f"{_STAGES[1]}.DeepSpeedZeroOptimizer_Stage3.has_overflow"),
+]
+# The optimizers' own, since offload_ratio and pure_bf16 ask for exactly this type.
+_cpu_adams = [ZERO_PLANS.use(f"{module}.DeepSpeedCPUAdam") for module in ("deepspeed.ops.adam", *_STAGES)]
+
+
+@contextmanager
+def deepspeed_alone(cpu_adam: type) -> Iterator[None]:
+    """DeepSpeed compares what its ranks did; here there is nobody to compare with, and no gradient that overflows.
+
+    Args:
+        cpu_adam: for DeepSpeedCPUAdam, whose kernel reads real memory.
+    """
+    ZERO_PLANS.require()
+    with ExitStack() as stack:
+        stack.enter_context(patch(_compares.path, lambda ints: None))
+        for overflow in _overflows:
+            stack.enter_context(_never(overflow.find(), overflow.path))
+        for adam in _cpu_adams:
+            stack.enter_context(patch(adam.path, cpu_adam))
+        yield
+
+
+def _never(function: Callable[..., Any], path: str) -> Any:
+    """Let a function that looks for infinities find none."""
+
+    def looked(*args: Any, **kwargs: Any) -> bool:
+        function(*args, **kwargs)  # it takes memory
+        return False
+
+    return patch(path, looked)
+
+
+# transformers takes fake tensors for a trace that is to be exported, and builds masks that training does not need.
+_AS_IN_TRAINING: dict[str, Callable[..., Any]] = {
+    "is_tracing": lambda *_, **__: False,
+    "is_fake_tensor": lambda *_, **__: False,
+    "find_packed_sequence_indices": lambda *_, **__: None,
+}
+_MASKS = "transformers.masking_utils"
+_masks = [HF_PLANS.use(f"{_MASKS}.is_tracing"), HF_PLANS.use(f"{_MASKS}.find_packed_sequence_indices")]
+
+
+@contextmanager
+def transformers_in_training() -> Iterator[None]:
+    """Let the modules of transformers that are loaded build what they build in training."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers."):
+                for key, value in _AS_IN_TRAINING.items():
+                    if key in vars(module):
+                        stack.enter_context(patch.object(module, key, value))
+        yield
