@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +54,25 @@ def reference(root: str) -> dict[str, Any]:
     """The CPU's single process: weights to root/NAME.pt, losses by name; how far its own bf16 lies from its fp32."""
     out: dict[str, Any] = {"losses": {}, "spread": {}}
     for optimizer in cases.OPTIMIZERS:
-        for case in (
-            Case("single@1", optimizer=optimizer, ema=True),
-            Case("single@1", optimizer=optimizer, ema=True, overflow=True),
-            Case("single@1", "bf16", optimizer=optimizer, ema=True),
-            Case("single@1", "pure_bf16", optimizer=optimizer, ema=True),
-        ):
-            losses, weights = _on_cpu(case)
-            if case.mode == "fp32":
-                plain, plain_weights = (losses, weights) if not case.overflow else (plain, plain_weights)
-            else:  # what this type is worth in this job
-                held = [(name, 0, tensor, 0) for name, tensor in weights.items()]
-                far = distance(plain_weights, held)
-                out["spread"][f"{optimizer} {case.mode}"] = {
-                    "loss": worst(plain, losses), "weights": (far["square"] / far["norm"]) ** 0.5,
-                }  # fmt: skip
+        plain = Case("single@1", optimizer=optimizer, ema=True)
+        found = {
+            case: _on_cpu(case)
+            for case in (
+                plain,
+                replace(plain, overflow=True),
+                replace(plain, mode="bf16"),
+                replace(plain, mode="pure_bf16"),
+            )
+        }
+        for case, (losses, weights) in found.items():
             if case.mode != "bf16":
                 torch.save(weights, f"{root}/{case.wanted}.pt")
                 out["losses"][case.wanted] = losses
+            if case.mode != "fp32":  # what this type is worth in this job
+                far = distance(found[plain][1], [(name, 0, tensor, 0) for name, tensor in weights.items()])
+                out["spread"][f"{optimizer} {case.mode}"] = {
+                    "loss": worst(found[plain][0], losses), "weights": (far["square"] / far["norm"]) ** 0.5,
+                }  # fmt: skip
     return out
 
 
