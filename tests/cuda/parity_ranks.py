@@ -17,6 +17,7 @@ from shardkit.config.schema import PrecisionConfig
 from shardkit.parallel.precision import loss_scaler
 from shardkit.run.job import Job, start
 from tests.cuda.parity import Case
+from tests.cuda.steady import elsewhere
 from tests.strategies import cases
 from tests.strategies.precision_cases import Overflow
 
@@ -68,6 +69,7 @@ def reference(root: str) -> dict[str, Any]:
             if case.mode != "bf16":
                 torch.save(weights, f"{root}/{case.wanted}.pt")
                 out["losses"][case.wanted] = losses
+                out["elements"] = sum(w.numel() for name, w in weights.items() if name.startswith("model."))
             if case.mode != "fp32":  # what this type is worth in this job
                 far = distance(found[plain][1], [(name, 0, tensor, 0) for name, tensor in weights.items()])
                 out["spread"][f"{optimizer} {case.mode}"] = {
@@ -141,10 +143,11 @@ def measure(case: Case, root: str) -> dict[str, Any]:
         cases.wrap(job)
         devices = sorted({p.device.type for p in job.model.parameters()})
         losses, scales = train(job, case)
+        taken_elsewhere = elsewhere()
         found = distance(torch.load(f"{root}/{case.wanted}.pt"), list(held(job)))
     gc.collect()
     torch.use_deterministic_algorithms(False)  # the next case may not ask for it
-    return {"losses": losses, "scales": scales, "devices": devices, **found}
+    return {"losses": losses, "scales": scales, "devices": devices, "elsewhere": taken_elsewhere, **found}
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,6 +158,7 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": ranks[0]["losses"],
         "scales": ranks[0]["scales"],
         "devices": ranks[0]["devices"],
+        "elsewhere": sum(rank["elsewhere"] for rank in ranks),
         "elements": int(total["elements"]),
         "weight": max(rank["weight"] for rank in ranks),
         "weights": (total["square"] / total["norm"]) ** 0.5 if total["norm"] else float("nan"),
