@@ -52,21 +52,22 @@ class Build:
         install_headers(self.major)
         self.includes = [*sorted(SITE.glob("nvidia/*/include")), SITE / "torch/include"]
         self.includes.append(SITE / "torch/include/torch/csrc/api/include")
-        self.lib = SITE / "emucuda" / "lib"
+        self.package = WORK / "emucuda"
+        """What will be installed, once it is whole: processes that run now keep what they have loaded."""
+        self.lib = self.package / "lib"
 
     def run(self) -> None:
-        (SITE / "emucuda.pth").unlink(missing_ok=True)  # nothing half built is loaded
-        shutil.rmtree(SITE / "emucuda", ignore_errors=True)
-        shutil.copytree(PACKAGE, SITE / "emucuda", ignore=shutil.ignore_patterns("__pycache__"))
-        self.lib.mkdir()
         WORK.mkdir(exist_ok=True)
+        shutil.rmtree(self.package, ignore_errors=True)
+        shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
+        self.lib.mkdir()
         names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, "ops/no_compute"]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.compile, names))
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all()
-        cuda_home(SITE / "emucuda" / "cuda")
-        register()
+        cuda_home(self.package / "cuda")
+        install(self.package)
         print(f"emulated CUDA {self.major} for torch {importlib.metadata.version('torch')}: EMUCUDA=1 turns it on")
 
     def compile(self, source: str, name: str = "", *flags: str) -> None:
@@ -205,8 +206,14 @@ def cuda_home(folder: Path) -> None:
                         (folder / into / name).symlink_to(path)
 
 
-def register() -> None:
+def install(package: Path) -> None:
     """Make Python load it: the `.pth` file before torch, the entry point after."""
+    old = WORK / "replaced"
+    shutil.rmtree(old, ignore_errors=True)
+    if (SITE / "emucuda").exists():
+        (SITE / "emucuda").rename(old)
+    package.rename(SITE / "emucuda")
+    shutil.rmtree(old, ignore_errors=True)
     about = SITE / "emucuda-1.0.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: emucuda\nVersion: 1.0\n")
