@@ -1,4 +1,4 @@
-"""Build the emulated CUDA for the torch of this environment, and install it there: `python -m tests.emulated_cuda.build`.
+"""Build the emulated CUDA for the torch of an environment, and install it there: `python -m tests.emulated_cuda.build`.
 
 Needs a C++ compiler with its `nm`; headers come from the wheels of CUDA that torch depends on, and two more.
 """
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
@@ -115,18 +116,37 @@ class Build:
         (self.lib / "preload").write_text("\n".join([*lines, f"no-compute {cublas}"]) + "\n")
 
     def link(
-        self, name: str, objects: list[Path], stubs: str, uses: list[str], version: str = "", also: list[str] | None = None
+        self, name: str, objects: list[Path], stubs: str, uses: list[str], version: str = "", also: Iterable[str] = ()
     ) -> None:
-        """A library under the name that torch asks for; `version`: the functions that carry that name as their version."""
+        """A library under the name that torch asks for; `version`: which functions carry that name as their version."""
         source, stub_object = WORK / f"{name}.stubs.c", WORK / f"{name}.stubs.o"
         source.write_text(stubs)
-        run(self.compiler, "-x", "c", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-c", str(source), "-o", str(stub_object))
+        run(
+            self.compiler,
+            "-x",
+            "c",
+            "-O1",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-w",
+            "-c",
+            str(source),
+            "-o",
+            str(stub_object),
+        )
         flags = [f"-Wl,-soname,{name}"]
         if version:
             script = WORK / f"{name}.map"
             script.write_text(f"{name} {{ global: {version}; local: *; }};\n")
             flags.append(f"-Wl,--version-script={script}")
-        flags += ["-Wl,--no-as-needed", f"-L{self.lib}", *(f"-l:{used}" for used in uses), *(also or []), "-lpthread", "-ldl"]
+        flags += [
+            "-Wl,--no-as-needed",
+            f"-L{self.lib}",
+            *(f"-l:{used}" for used in uses),
+            *(also or []),
+            "-lpthread",
+            "-ldl",
+        ]
         inputs = [str(path) for path in [*objects, stub_object]]
         run(self.compiler, "-shared", "-o", str(self.lib / name), *inputs, *flags)
 
@@ -153,7 +173,9 @@ def install_headers(major: str) -> None:
 
 def exports(library: Path, prefix: str) -> set[str]:
     """Names of the functions of a library that begin like this."""
-    names = (line.split()[-1].partition("@")[0] for line in run("nm", "-D", "--defined-only", str(library)).splitlines())
+    names = (
+        line.split()[-1].partition("@")[0] for line in run("nm", "-D", "--defined-only", str(library)).splitlines()
+    )
     return {name for name in names if re.match(prefix, name)}
 
 
@@ -166,7 +188,9 @@ def driver_functions(includes: list[Path]) -> set[str]:
     """Names that cuda.h declares, and those that it gives them with macros (`cuMemFree` is `cuMemFree_v2`)."""
     text = next(path for folder in includes if (path := folder / "cuda.h").exists()).read_text(errors="replace")
     declared = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w*)\s*\(", text))
-    return declared | {name for name in re.findall(r"\b(cu[A-Z]\w*_v\d)\b", text) if name.rpartition("_")[0] in declared}
+    return declared | {
+        name for name in re.findall(r"\b(cu[A-Z]\w*_v\d)\b", text) if name.rpartition("_")[0] in declared
+    }
 
 
 def failing(wanted: set[str], objects: list[Path], result: int) -> str:
@@ -176,7 +200,9 @@ def failing(wanted: set[str], objects: list[Path], result: int) -> str:
     missing = [name for name in sorted(wanted - have) if re.sub(r"_v\d$", "", name) not in plain]
     lines = [
         "#include <stdio.h>",
-        f'static int fail(const char* name) {{ fprintf(stderr, "[emucuda] not emulated: %s\\n", name); return {result}; }}',
+        "static int fail(const char* name) {",
+        f'  fprintf(stderr, "[emucuda] not emulated: %s\\n", name); return {result};',
+        "}",
         *(f'__attribute__((visibility("default"))) int {name}() {{ return fail("{name}"); }}' for name in missing),
     ]
     return "\n".join(lines) + "\n"
