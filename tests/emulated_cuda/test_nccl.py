@@ -211,8 +211,8 @@ def test_the_watchdog_notices_a_missing_rank(how: str, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     ranks: list[subprocess.Popen[str]] = []
     try:
-        # Without the flight recorder's dump, for which the watchdog would wait a minute.
-        quick = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+        # The watchdog gives dumps of all ranks four times this long, by default a minute.
+        quick = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
         ranks += [start(abandoned, how, store, RANK=str(rank), **quick) for rank in range(2)]
         out, err = ranks[0].communicate(timeout=120)
     finally:
