@@ -1,4 +1,4 @@
-"""Build the emulated CUDA for the torch of this environment, and install it there: `python -m tests.emulated_cuda.build`.
+"""Build the emulated CUDA for the torch of an environment, and install it there: `python -m tests.emulated_cuda.build`.
 
 Needs a C++ compiler with its `nm`; headers come from the wheels of CUDA that torch depends on, and two more.
 """
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
@@ -52,21 +53,22 @@ class Build:
         install_headers(self.major)
         self.includes = [*sorted(SITE.glob("nvidia/*/include")), SITE / "torch/include"]
         self.includes.append(SITE / "torch/include/torch/csrc/api/include")
-        self.lib = SITE / "emucuda" / "lib"
+        self.package = WORK / "emucuda"
+        """What will be installed, once it is whole: processes that run now keep what they have loaded."""
+        self.lib = self.package / "lib"
 
     def run(self) -> None:
-        (SITE / "emucuda.pth").unlink(missing_ok=True)  # nothing half built is loaded
-        shutil.rmtree(SITE / "emucuda", ignore_errors=True)
-        shutil.copytree(PACKAGE, SITE / "emucuda", ignore=shutil.ignore_patterns("__pycache__"))
-        self.lib.mkdir()
         WORK.mkdir(exist_ok=True)
+        shutil.rmtree(self.package, ignore_errors=True)
+        shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
+        self.lib.mkdir()
         names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, "ops/no_compute"]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.compile, names))
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all()
-        cuda_home(SITE / "emucuda" / "cuda")
-        register()
+        cuda_home(self.package / "cuda")
+        install(self.package)
         print(f"emulated CUDA {self.major} for torch {importlib.metadata.version('torch')}: EMUCUDA=1 turns it on")
 
     def compile(self, source: str, name: str = "", *flags: str) -> None:
@@ -114,18 +116,37 @@ class Build:
         (self.lib / "preload").write_text("\n".join([*lines, f"no-compute {cublas}"]) + "\n")
 
     def link(
-        self, name: str, objects: list[Path], stubs: str, uses: list[str], version: str = "", also: list[str] | None = None
+        self, name: str, objects: list[Path], stubs: str, uses: list[str], version: str = "", also: Iterable[str] = ()
     ) -> None:
-        """A library under the name that torch asks for; `version`: the functions that carry that name as their version."""
+        """A library under the name that torch asks for; `version`: which functions carry that name as their version."""
         source, stub_object = WORK / f"{name}.stubs.c", WORK / f"{name}.stubs.o"
         source.write_text(stubs)
-        run(self.compiler, "-x", "c", "-O1", "-fPIC", "-fvisibility=hidden", "-w", "-c", str(source), "-o", str(stub_object))
+        run(
+            self.compiler,
+            "-x",
+            "c",
+            "-O1",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-w",
+            "-c",
+            str(source),
+            "-o",
+            str(stub_object),
+        )
         flags = [f"-Wl,-soname,{name}"]
         if version:
             script = WORK / f"{name}.map"
             script.write_text(f"{name} {{ global: {version}; local: *; }};\n")
             flags.append(f"-Wl,--version-script={script}")
-        flags += ["-Wl,--no-as-needed", f"-L{self.lib}", *(f"-l:{used}" for used in uses), *(also or []), "-lpthread", "-ldl"]
+        flags += [
+            "-Wl,--no-as-needed",
+            f"-L{self.lib}",
+            *(f"-l:{used}" for used in uses),
+            *(also or []),
+            "-lpthread",
+            "-ldl",
+        ]
         inputs = [str(path) for path in [*objects, stub_object]]
         run(self.compiler, "-shared", "-o", str(self.lib / name), *inputs, *flags)
 
@@ -152,7 +173,9 @@ def install_headers(major: str) -> None:
 
 def exports(library: Path, prefix: str) -> set[str]:
     """Names of the functions of a library that begin like this."""
-    names = (line.split()[-1].partition("@")[0] for line in run("nm", "-D", "--defined-only", str(library)).splitlines())
+    names = (
+        line.split()[-1].partition("@")[0] for line in run("nm", "-D", "--defined-only", str(library)).splitlines()
+    )
     return {name for name in names if re.match(prefix, name)}
 
 
@@ -165,7 +188,9 @@ def driver_functions(includes: list[Path]) -> set[str]:
     """Names that cuda.h declares, and those that it gives them with macros (`cuMemFree` is `cuMemFree_v2`)."""
     text = next(path for folder in includes if (path := folder / "cuda.h").exists()).read_text(errors="replace")
     declared = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w*)\s*\(", text))
-    return declared | {name for name in re.findall(r"\b(cu[A-Z]\w*_v\d)\b", text) if name.rpartition("_")[0] in declared}
+    return declared | {
+        name for name in re.findall(r"\b(cu[A-Z]\w*_v\d)\b", text) if name.rpartition("_")[0] in declared
+    }
 
 
 def failing(wanted: set[str], objects: list[Path], result: int) -> str:
@@ -175,7 +200,9 @@ def failing(wanted: set[str], objects: list[Path], result: int) -> str:
     missing = [name for name in sorted(wanted - have) if re.sub(r"_v\d$", "", name) not in plain]
     lines = [
         "#include <stdio.h>",
-        f'static int fail(const char* name) {{ fprintf(stderr, "[emucuda] not emulated: %s\\n", name); return {result}; }}',
+        "static int fail(const char* name) {",
+        f'  fprintf(stderr, "[emucuda] not emulated: %s\\n", name); return {result};',
+        "}",
         *(f'__attribute__((visibility("default"))) int {name}() {{ return fail("{name}"); }}' for name in missing),
     ]
     return "\n".join(lines) + "\n"
@@ -205,8 +232,14 @@ def cuda_home(folder: Path) -> None:
                         (folder / into / name).symlink_to(path)
 
 
-def register() -> None:
+def install(package: Path) -> None:
     """Make Python load it: the `.pth` file before torch, the entry point after."""
+    old = WORK / "replaced"
+    shutil.rmtree(old, ignore_errors=True)
+    if (SITE / "emucuda").exists():
+        (SITE / "emucuda").rename(old)
+    package.rename(SITE / "emucuda")
+    shutil.rmtree(old, ignore_errors=True)
     about = SITE / "emucuda-1.0.dist-info"
     about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: emucuda\nVersion: 1.0\n")

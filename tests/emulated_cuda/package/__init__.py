@@ -27,7 +27,7 @@ def computing() -> bool:
 def preload() -> None:
     """Load the emulated libraries before torch does.
 
-    torch finds its CUDA libraries by an RPATH, before any search path, but takes one that is loaded under the same name.
+    torch finds its CUDA libraries by an RPATH, before any search path; but it takes one loaded under the same name.
     """
     if not enabled():
         return

@@ -2,6 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 namespace emu {
-cudaError_t failed(cudaError_t error);  // remembers and returns it
+// Remembers and returns it; `detail` goes into the text that torch's exception shows.
+cudaError_t failed(cudaError_t error, const std::string& detail = "");
 }  // namespace emu

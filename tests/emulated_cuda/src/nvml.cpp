@@ -1,4 +1,4 @@
-// NVML: as many devices as the runtime has. Load, power and temperature are made up and constant.
+// NVML: all devices, whatever CUDA_VISIBLE_DEVICES says. Load, power and temperature are made up and constant.
 // Declared by hand: no wheel brings nvml.h. What is not here fails to resolve, and its caller says so.
 #include <unistd.h>
 
@@ -10,11 +10,17 @@
 using emu::settings;
 
 enum Result { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
-using Device = void*;  // number + 1
+using Device = void*;  // physical number + 1
 
 static int number_of(Device device) { return static_cast<int>(reinterpret_cast<intptr_t>(device)) - 1; }
+// Bytes that this process holds of it.
+static size_t used_memory(Device device) {
+  for (int number = 0; number < settings().devices(); number++)
+    if (settings().visible[number] == number_of(device)) return emucuda_used_memory(number);
+  return 0;
+}
 static Result device_at(int number, Device* device) {
-  if (number < 0 || number >= settings().devices()) return INVALID_ARGUMENT;
+  if (number < 0 || number >= settings().physical) return INVALID_ARGUMENT;
   *device = reinterpret_cast<Device>(static_cast<intptr_t>(number) + 1);
   return SUCCESS;
 }
@@ -35,7 +41,7 @@ EMU_EXPORT Result nvmlSystemGetCudaDriverVersion(int* version) {
 EMU_EXPORT Result nvmlSystemGetCudaDriverVersion_v2(int* version) { return nvmlSystemGetCudaDriverVersion(version); }
 
 EMU_EXPORT Result nvmlDeviceGetCount_v2(unsigned* number) {
-  *number = static_cast<unsigned>(settings().devices());
+  *number = static_cast<unsigned>(settings().physical);
   return SUCCESS;
 }
 EMU_EXPORT Result nvmlDeviceGetCount(unsigned* number) { return nvmlDeviceGetCount_v2(number); }
@@ -48,16 +54,12 @@ EMU_EXPORT Result nvmlDeviceGetHandleByIndex(unsigned index, Device* device) {
 EMU_EXPORT Result nvmlDeviceGetHandleByPciBusId_v2(const char* text, Device* device) {
   unsigned bus = 0;
   std::sscanf(text, "%*x:%x:", &bus);
-  for (int number = 0; number < settings().devices(); number++)
-    if (settings().visible[number] + 1 == static_cast<int>(bus)) return device_at(number, device);
-  return INVALID_ARGUMENT;
+  return device_at(static_cast<int>(bus) - 1, device);
 }
 EMU_EXPORT Result nvmlDeviceGetHandleByUUID(const char* text, Device* device) {
   unsigned last = 0;
   if (std::sscanf(text, "GPU-e0000000-0000-0000-0000-%12x", &last) != 1) return INVALID_ARGUMENT;
-  for (int number = 0; number < settings().devices(); number++)
-    if (settings().visible[number] == static_cast<int>(last)) return device_at(number, device);
-  return INVALID_ARGUMENT;
+  return device_at(static_cast<int>(last), device);
 }
 EMU_EXPORT Result nvmlDeviceGetIndex(Device device, unsigned* index) {
   *index = static_cast<unsigned>(number_of(device));
@@ -68,7 +70,7 @@ EMU_EXPORT Result nvmlDeviceGetName(Device, char* text, unsigned length) {
   return SUCCESS;
 }
 EMU_EXPORT Result nvmlDeviceGetUUID(Device device, char* text, unsigned length) {
-  std::snprintf(text, length, "GPU-e0000000-0000-0000-0000-%012x", settings().visible[number_of(device)]);
+  std::snprintf(text, length, "GPU-e0000000-0000-0000-0000-%012x", number_of(device));
   return SUCCESS;
 }
 EMU_EXPORT Result nvmlDeviceGetCudaComputeCapability(Device, int* major, int* minor) {
@@ -82,7 +84,7 @@ struct MemoryInfo {
 };
 EMU_EXPORT Result nvmlDeviceGetMemoryInfo(Device device, MemoryInfo* info) {
   info->total = settings().memory;
-  info->used = emucuda_used_memory(number_of(device));  // this process's
+  info->used = used_memory(device);
   info->free = info->total - info->used;
   return SUCCESS;
 }
@@ -110,7 +112,7 @@ EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigne
     return INSUFFICIENT_SIZE;
   }
   *number = 1;
-  processes[0] = {static_cast<unsigned>(getpid()), emucuda_used_memory(number_of(device)), ~0u, ~0u};
+  processes[0] = {static_cast<unsigned>(getpid()), used_memory(device), ~0u, ~0u};
   return SUCCESS;
 }
 EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v2(Device device, unsigned* number, Process* processes) {
@@ -142,4 +144,16 @@ EMU_EXPORT Result nvmlDeviceGetClockInfo(Device, int, unsigned* megahertz) {
 EMU_EXPORT Result nvmlDeviceGetNvLinkState(Device, unsigned, int*) { return NOT_SUPPORTED; }
 EMU_EXPORT Result nvmlDeviceGetNvLinkRemotePciInfo_v2(Device, unsigned, void*) { return NOT_SUPPORTED; }
 EMU_EXPORT Result nvmlDeviceGetNvLinkRemoteDeviceType(Device, unsigned, void*) { return NOT_SUPPORTED; }
-EMU_EXPORT Result nvmlDeviceGetGpuFabricInfoV(Device, void*) { return NOT_SUPPORTED; }
+// In no fabric; a failing call would end expandable segments.
+struct FabricInfo {
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+  unsigned health;
+};
+EMU_EXPORT Result nvmlDeviceGetGpuFabricInfoV(Device, FabricInfo* info) {
+  *info = {info->version, {}, SUCCESS, 0, 0, 0};
+  return SUCCESS;
+}

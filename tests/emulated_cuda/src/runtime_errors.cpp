@@ -5,7 +5,14 @@
 
 namespace emu {
 static thread_local cudaError_t last_error = cudaSuccess;
-cudaError_t failed(cudaError_t error) { return last_error = error; }
+static thread_local cudaError_t detailed_error = cudaSuccess;
+static thread_local std::string detailed_text;
+
+cudaError_t failed(cudaError_t error, const std::string& detail) {
+  detailed_error = detail.empty() ? cudaSuccess : error;
+  detailed_text = detail;
+  return last_error = error;
+}
 }  // namespace emu
 
 using namespace emu;
@@ -42,7 +49,9 @@ static const ErrorText& text_of(cudaError_t error) {
 }
 
 EMU_EXPORT const char* cudaGetErrorName(cudaError_t error) { return text_of(error).name; }
-EMU_EXPORT const char* cudaGetErrorString(cudaError_t error) { return text_of(error).text; }
+EMU_EXPORT const char* cudaGetErrorString(cudaError_t error) {
+  return error != cudaSuccess && error == detailed_error ? detailed_text.c_str() : text_of(error).text;
+}
 EMU_EXPORT cudaError_t cudaPeekAtLastError(void) { return last_error; }
 EMU_EXPORT cudaError_t cudaGetLastError(void) {
   cudaError_t error = last_error;

@@ -35,8 +35,9 @@ static std::string name_of(const void* kernel) {
 static cudaError_t launch(const void* kernel) {
   count(Counter::launch);
   if (!settings().compute) return cudaSuccess;
-  std::fprintf(stderr, "[emucuda] a kernel was launched that is not emulated: %s\n", name_of(kernel).c_str());
-  return failed(cudaErrorNotSupported);
+  std::string text = "a kernel was launched that is not emulated: " + name_of(kernel);
+  std::fprintf(stderr, "[emucuda] %s\n", text.c_str());  // for callers that do not look at errors
+  return failed(cudaErrorNotSupported, text);
 }
 
 // nvcc's code calls these when a library with kernels is loaded.

@@ -30,6 +30,7 @@ inline bool flag_from_env(const char* name, bool otherwise = false) {
 }
 
 struct Settings {
+  int physical;              // devices of the machine, as NVML sees them
   std::vector<int> visible;  // physical number of each device that CUDA_VISIBLE_DEVICES leaves
   std::string name;
   size_t memory, context;
@@ -41,7 +42,7 @@ struct Settings {
   int devices() const { return static_cast<int>(visible.size()); }
 
   Settings() {
-    int physical = static_cast<int>(size_from_env("EMUCUDA_DEVICES", 1));
+    physical = static_cast<int>(size_from_env("EMUCUDA_DEVICES", 1));
     if (const char* list = std::getenv("CUDA_VISIBLE_DEVICES")) {
       // As the driver does: numbers up to the first that is not a device.
       for (const char* at = list; *at;) {
