@@ -11,7 +11,4 @@ def gpu_ranks(
     world: int, target: str, *, timeout: float = 280, env: dict[str, str] | None = None, **kwargs: Any
 ) -> Any:
     """Results of `target` on `world` ranks with a GPU each; `target` makes its process group itself."""
-    # Else DeepSpeed takes the accelerator that the other tests' ranks are told to use.
-    return run_ranks(
-        world, target, timeout=timeout, env={"DS_ACCELERATOR": "cuda", **(env or {})}, init_group=False, **kwargs
-    )
+    return run_ranks(world, target, timeout=timeout, env=env, init_group=False, gpu=True, **kwargs)

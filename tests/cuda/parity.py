@@ -92,7 +92,13 @@ class Case:
     @property
     def wanted(self) -> str:
         """Name of the CPU's run that this one is compared with: in fp32, and for bf16 weights in bf16 weights."""
-        return self.optimizer + "-pure_bf16" * (self.mode == "pure_bf16") + "-overflow" * self.overflow
+        mode = "-pure_bf16" if self.mode == "pure_bf16" else ""
+        return f"{self.optimizer}-{self.layers}{mode}{'-overflow' * self.overflow}"
+
+    @property
+    def layers(self) -> int:
+        """The last two blocks' activations are never brought back: offload shows from the third on."""
+        return 4 if self.offload else 2
 
     def __str__(self) -> str:
         named = [f"{key}={value}" for key, value in asdict(self).items() if key not in ("engine", "mode", "policy")]

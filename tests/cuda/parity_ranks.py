@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,41 +54,38 @@ def train(job: Job, case: Case, steps: int = STEPS) -> tuple[list[float], list[f
 
 def reference(root: str) -> dict[str, Any]:
     """The CPU's single process: weights to root/NAME.pt, losses by name; how far its own bf16 lies from its fp32."""
-    out: dict[str, Any] = {"losses": {}, "spread": {}}
-    for optimizer in cases.OPTIMIZERS:
-        plain = Case("single@1", optimizer=optimizer, ema=True)
-        found = {
-            case: _on_cpu(case)
-            for case in (
-                plain,
-                replace(plain, overflow=True),
-                replace(plain, mode="bf16"),
-                replace(plain, mode="pure_bf16"),
-            )
-        }
+    out: dict[str, Any] = {"losses": {}, "spread": {}, "elements": {}}
+    for optimizer, offload in product(cases.OPTIMIZERS, (False, True)):
+        plain = Case("single@1", optimizer=optimizer, ema=True, offload=offload)
+        bf16, pure = replace(plain, mode="bf16"), replace(plain, mode="pure_bf16")
+        found = {case: _on_cpu(case) for case in (plain, replace(plain, overflow=True), bf16, pure)}
         for case, (losses, weights) in found.items():
             if case.mode != "bf16":
                 torch.save(weights, f"{root}/{case.wanted}.pt")
                 out["losses"][case.wanted] = losses
-                out["elements"] = sum(w.numel() for name, w in weights.items() if name.startswith("model."))
+                out["elements"][case.wanted] = sum(w.numel() for n, w in weights.items() if n.startswith("model."))
             if case.mode != "fp32":  # what this type is worth in this job
                 far = distance(found[plain][1], [(name, 0, tensor, 0) for name, tensor in weights.items()])
-                out["spread"][f"{optimizer} {case.mode}"] = {
+                out["spread"][f"{optimizer} {case.layers} {case.mode}"] = {
                     "loss": worst(found[plain][0], losses), "weights": (far["square"] / far["norm"]) ** 0.5,
                 }  # fmt: skip
     return out
 
 
 def _on_cpu(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with start(None, case.settings("cpu")) as job:
+    with start(None, replace(case, offload=False).settings("cpu")) as job:
         if case.overflow:  # fp32, but scaled, so that the step is skipped
             config = PrecisionConfig(mode="fp16", loss_scale_init_power=10)
             job.strategy._inner._scaler = loss_scaler(config, torch.device("cpu"))  # type: ignore[attr-defined]
-        cases.wrap(job)
+        wrap(job, case)
         losses, _ = train(job, case)
         weights = {s.name: s.local.clone() for s in job.strategy.shards() if s.name.startswith(("model.", "ema."))}
     gc.collect()
     return losses, weights
+
+
+def wrap(job: Job, case: Case) -> None:
+    cases.wrap(job, cases.MODEL.model_copy(update={"n_layers": case.layers}))
 
 
 def worst(curve: list[float], other: list[float]) -> float:
@@ -140,7 +138,7 @@ def run(todo: list[Case], root: str, backend: str, record: str) -> list[dict[str
 
 def measure(case: Case, root: str) -> dict[str, Any]:
     with start(None, case.settings()) as job:
-        cases.wrap(job)
+        wrap(job, case)
         devices = sorted({p.device.type for p in job.model.parameters()})
         losses, scales = train(job, case)
         taken_elsewhere = elsewhere()

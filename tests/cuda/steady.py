@@ -1,10 +1,9 @@
-"""What a training step asks of CUDA once everything is warm, engine by engine: `python -m tests.cuda.steady [CASE …]`."""
+"""What a warm training step asks of CUDA, engine by engine: `python -m tests.cuda.steady [ENGINE …]` prints it."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +34,14 @@ def counted(todo: list[Case], backend: str) -> dict[Case, dict[str, list[Any]]]:
     return out
 
 
-def measure(job: Job, case: Case, after: Callable[[], None] = lambda: None) -> dict[str, list[Any]]:
-    """Calls and memory of the steps after warm-up; `after` is called after each step."""
+def measure(job: Job, case: Case) -> dict[str, list[Any]]:
+    """Calls and memory of the steps after warm-up."""
     import emucuda
 
+    from tests.cuda.parity_ranks import wrap
     from tests.strategies import cases
 
-    cases.wrap(job)
+    wrap(job, case)
     batches = [
         (to_device(batch, job.world.device), False)
         for batch in cases.micro_batches(0, job.world.rank, job.world.size, case.accum)
@@ -57,7 +57,6 @@ def measure(job: Job, case: Case, after: Callable[[], None] = lambda: None) -> d
                 )  # fmt: skip
                 del out
             torch.cuda.synchronize()
-            after()
             if step >= WARM:
                 found["calls"].append({name: calls[name] for name in HELD if calls[name]})
                 found["memory"].append(memory())

@@ -25,7 +25,7 @@ def limits(case: Case, wanted: dict[str, Any]) -> tuple[float, float]:
     """
     if case.mode == "fp32":
         return EXACT, EXACT_WEIGHTS
-    spread = wanted["spread"][f"{case.optimizer} {'pure_bf16' if case.mode == 'pure_bf16' else 'bf16'}"]
+    spread = wanted["spread"][f"{case.optimizer} {case.layers} {'pure_bf16' if case.mode == 'pure_bf16' else 'bf16'}"]
     times = 8 if case.mode == "fp8" else 2
     return times * spread["loss"], times * spread["weights"]
 
@@ -41,8 +41,8 @@ def problems(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -> Itera
         yield f"a loss differs by {far:.1e}, not {loss:.1e}"
     if not found["weights"] <= weights:
         yield f"the weights differ by {found['weights']:.1e}, not {weights:.1e}"
-    if found["elements"] != wanted["elements"]:
-        yield f"the ranks hold {found['elements']} elements between them, not {wanted['elements']}"
+    if found["elements"] != wanted["elements"][case.wanted]:
+        yield f"the ranks hold {found['elements']} elements between them, not {wanted['elements'][case.wanted]}"
     if found["elsewhere"]:
         yield f"{found['elsewhere']} bytes were taken on other ranks' devices"
     if case.overflow and not min(found["scales"]) == found["scales"][-1] == 512.0:
