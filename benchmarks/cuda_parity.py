@@ -19,13 +19,6 @@ from tests.cuda.parity import Case
 
 from .common import REPO, write_result
 
-LATE = {"EMUCUDA_COPY_DELAY_US": "5000", "EMUCUDA_POISON": "1"}
-
-
-def moving(case: Case) -> bool:
-    """Whether copies between host and device matter to a case."""
-    return case.offload or "+" in case.engine or "prefetch" in case.engine or "hpz" in case.engine
-
 
 def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """`engine mode` → number of cases, the largest differences, and what did not agree."""
@@ -49,17 +42,12 @@ def collected(folder: Path) -> dict[str, Any]:
     return {
         "device": "emulated",
         "steps": len(next(iter(wanted["losses"].values()))),
-        "asked": {"plain": len(parity.everything()), "late": len(late())},
+        "asked": {"plain": len(parity.everything()), "late": len(parity.PATHS)},
         "limits": {"fp32": [verdict.EXACT, verdict.EXACT_WEIGHTS], **verdict.TIMES},
         "spread": wanted["spread"],
-        "late": LATE,
+        "late": parity.LATE,
         "sets": {name: summary(found, wanted) for name, found in sets.items() if found},
     }
-
-
-def late() -> list[Case]:
-    """The cases that copies matter to, in fp32."""
-    return [case for case in parity.everything() if moving(case) and case.mode == "fp32"]
 
 
 def main() -> None:
@@ -75,7 +63,7 @@ def main() -> None:
             parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
         if not (folder / "wanted.json").exists():
             (folder / "wanted.json").write_text(json.dumps(pools.reference(folder)))
-        for name, cases, env in (("plain", parity.everything(), {}), ("late", late(), LATE)):
+        for name, cases, env in (("plain", parity.everything(), {}), ("late", parity.PATHS, parity.LATE)):
             todo = [case for case in cases if re.search(options.only, str(case))]
             pools.run(todo, folder, folder / f"{name}.jsonl", **env)
     print(f"written: {write_result('cuda_parity', collected(folder))}")

@@ -124,6 +124,27 @@ def full() -> list[Case]:
     return [case for case in found if allowed(case)]
 
 
+LATE = {"EMUCUDA_COPY_DELAY_US": "5000", "EMUCUDA_POISON": "1"}
+"""Copies begin late, and memory that is new is not a number."""
+
+PATHS = [
+    Case("single@1", offload=True),
+    Case("single@1", policy="selective", offload=True, accum=1, ema=True),
+    Case("ddp@2", policy="sqrt", offload=True),
+    Case("fsdp:prefetch2@2", offload=True),
+    Case("zero1+optimizer@2", accum=1),
+    Case("zero2+optimizer@2", offload=True, ema=True),
+    Case("zero3+optimizer@2", policy="full"),
+    Case("zero3+optimizer+param@2", offload=True),
+    Case("zero3+optimizer:twin_flow@2"),
+    Case("fsdp+param@2", offload=True, ema=True),
+    Case("fsdp+param:prefetch2@2", policy="full", accum=1),
+    Case("zero3:hpz@4", accum=1),
+    Case("hsdp+param@4", accum=1),
+]
+"""Each way in which something is copied between host and device, or gathered ahead."""
+
+
 AXES: dict[str, Sequence[Any]] = {
     "engine": ENGINES,
     "mode": MODES,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.cuda import gpu_ranks
+from tests.cuda.parity import LATE
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
 
 HAND_ON = "tests.cuda.checkpoint_ranks:hand_on"
-LATE = {"EMUCUDA_COPY_DELAY_US": "3000", "EMUCUDA_POISON": "1"}
 Key = tuple[str, str]
 """Source and target, `case@ranks` each; the source is empty for a run that was never loaded."""
 

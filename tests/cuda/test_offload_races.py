@@ -11,28 +11,11 @@ from typing import Any
 import pytest
 
 from tests.cuda import broken, gpu_ranks, pools
-from tests.cuda.parity import Case
+from tests.cuda.parity import LATE, PATHS
 from tests.cuda.verdict import EXACT, EXACT_WEIGHTS, problems
 from tests.emulated_cuda import needs_emulation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
-
-LATE = {"EMUCUDA_COPY_DELAY_US": "5000", "EMUCUDA_POISON": "1"}
-PATHS = [
-    Case("single@1", offload=True),
-    Case("single@1", policy="selective", offload=True, accum=1, ema=True),
-    Case("ddp@2", policy="sqrt", offload=True),
-    Case("fsdp:prefetch2@2", offload=True),
-    Case("zero1+optimizer@2", accum=1),
-    Case("zero2+optimizer@2", offload=True, ema=True),
-    Case("zero3+optimizer@2", policy="full"),
-    Case("zero3+optimizer+param@2", offload=True),
-    Case("zero3+optimizer:twin_flow@2"),
-    Case("fsdp+param@2", offload=True, ema=True),
-    Case("fsdp+param:prefetch2@2", policy="full", accum=1),
-    Case("zero3:hpz@4", accum=1),
-    Case("hsdp+param@4", accum=1),
-]
 
 
 @pytest.fixture(scope="module")
