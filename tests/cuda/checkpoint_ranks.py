@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from shardkit.checkpoint.format import layout
 from shardkit.checkpoint.format.manifest import RunState
 from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.staging import Staging
 from shardkit.run.job import start
 from tests.checkpoint import cases
 from tests.cuda.parity_ranks import join
@@ -25,17 +27,11 @@ Piece = tuple[str, int, torch.Tensor]
 
 
 def hand_on(
-    names: list[str],
-    sources: list[str],
-    root: str,
-    device: str,
-    backend: str = "nccl",
-    waits: bool = True,
-    **extra: Any,
+    names: list[str], sources: list[str], root: str, device: str, backend: str = "nccl", **extra: Any
 ) -> list[Found]:
     """Each case loads every source below `root`, or trains where there is none; then it saves there, asynchronously.
 
-    The steps after a save are taken while it is written; `waits` False lets them begin before the copy is complete.
+    The steps after a save are taken while it is written.
     """
     if device == "cuda":
         join(backend)
@@ -44,14 +40,14 @@ def hand_on(
         settings = cases.settings(
             name, dist.get_world_size(), **{"run.device": device, "checkpoint.async_save": True, **extra}
         )
-        for source, differing, losses in _hand_on(name, sources or [""], Path(root), settings, waits):
+        for source, differing, losses in _hand_on(name, sources or [""], Path(root), settings):
             out.append((source, name, differing, losses))
         gc.collect()
     return out
 
 
 def _hand_on(
-    name: str, sources: list[str], root: Path, settings: dict[str, Any], waits: bool
+    name: str, sources: list[str], root: Path, settings: dict[str, Any]
 ) -> Iterator[tuple[str, list[str], list[float]]]:
     folder = root / f"{name}@{dist.get_world_size()}"
     with start(None, settings) as job:
@@ -68,8 +64,7 @@ def _hand_on(
             kept: list[Piece] = []
             if source == sources[-1]:
                 kept = [(shard.name, shard.start, shard.local.cpu().clone()) for shard in job.strategy.shards()]
-                with patch("torch.cuda.synchronize", torch.cuda.synchronize if waits else lambda: None):
-                    checkpoints.save(RunState(step=cases.SAVED_AT))
+                checkpoints.save(RunState(step=cases.SAVED_AT))
             losses = cases.steps(job, cases.SAVED_AT, cases.GO_ON)
             checkpoints.wait()
             yield source, differing + (otherwise(layout.checkpoints(folder)[-1], kept) if kept else []), losses
@@ -84,3 +79,20 @@ def otherwise(path: Path, kept: list[Piece]) -> list[str]:
             for name, first, local in kept
             if not torch.equal(checkpoint.read(name, first, local.numel()).view(torch.uint8), local.view(torch.uint8))
         ]
+
+
+def staged(waits: bool) -> list[str]:
+    """Names of what the host's copy of a rank's state has otherwise than the state, as soon as it is there.
+
+    Without `waits` the copies are not waited for.
+    """
+    join("nccl")
+    with start(None, cases.settings("single", 1, **{"run.device": "cuda"})) as job:
+        cases.cases.wrap(job)
+        cases.steps(job, 0, 1)
+        shards = list(job.strategy.shards())
+        staging = Staging(job.world.device)
+        with nullcontext() if waits else patch("torch.cuda.synchronize", lambda: None):
+            copies = staging.copy({shard.name: [shard] for shard in shards})
+            kept = {name: shard.local.clone() for name, (shard,) in copies.items()}
+        return [shard.name for shard in shards if not torch.equal(kept[shard.name], shard.local.cpu())]
