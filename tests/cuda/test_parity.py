@@ -59,6 +59,7 @@ QUICK = [
     Case("zero2@2", "bf16", "selective"),
     Case("zero3@2", policy="full", offload=True, ema=True),
     Case("zero3@2", "fp16", overflow=True, accum=1),
+    Case("zero3:hpz@4", accum=1),
     Case("hsdp@4", "bf16", "sqrt", accum=3),
     Case("hsdp@4", policy="every_k", optimizer="sgd_unclipped"),
 ]
