@@ -16,7 +16,8 @@ from shardkit.checkpoint.format import layout
 from shardkit.checkpoint.format.manifest import RunState
 from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.checkpoint.staging import Staging
-from shardkit.run.job import start
+from shardkit.run.job import Job, start
+from shardkit.strategies.local import SCALE
 from tests.checkpoint import cases
 from tests.cuda.parity_ranks import join
 
@@ -58,7 +59,7 @@ def _hand_on(
             if source:
                 found = checkpoints.resume(root / source)
                 assert found is not None and found[1].step == cases.SAVED_AT
-                differing = cases.differences(job, found[0])
+                differing = cases.differences(job, found[0]) + other_scale(job, found[0])
             else:
                 cases.steps(job, 0, cases.SAVED_AT)
             kept: list[Piece] = []
@@ -69,6 +70,13 @@ def _hand_on(
             checkpoints.wait()
             yield source, differing + (otherwise(layout.checkpoints(folder)[-1], kept) if kept else []), losses
         checkpoints.close()
+
+
+def other_scale(job: Job, path: Path) -> list[str]:
+    """Whether fp16 goes on with another loss scale than was saved."""
+    with CheckpointReader(path) as checkpoint:
+        saved = checkpoint.manifest.scalars.get(SCALE)
+    return [] if saved in (None, job.strategy.loss_scale()) else ["the loss scale"]
 
 
 def otherwise(path: Path, kept: list[Piece]) -> list[str]:

@@ -65,11 +65,15 @@ def test_parameters_in_host_memory_go_to_the_cpu_and_back(tmp_path: Path) -> Non
 
 
 def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"precision.mode": "fp16", "precision.loss_scale_init_power": 10}
-    first = stage(2, "cuda", ["ddp", "zero2"], [], tmp_path, **more)
+    more: dict[str, Any] = {"precision.mode": "fp16", "precision.loss_scale_window": 2}
+    first = stage(2, "cuda", ["ddp", "zero2"], [], tmp_path, **more, **{"precision.loss_scale_init_power": 10})
     ((_, wanted), *_) = first["", "ddp@2"]
     check(first, wanted, 2e-3)
-    check(stage(1, "cuda", ["zero3", "single"], ["ddp@2", "zero2@2"], tmp_path, **more), wanted, 2e-3)
+    second = stage(1, "cuda", ["zero3", "single"], ["ddp@2", "zero2@2"], tmp_path, **more)
+    for (source, target), ((differing, losses),) in second.items():
+        # Engines count the steps since an overflow each in their own way.
+        assert set(differing) <= {"scalars"}, f"{source} → {target}"
+        assert losses == pytest.approx(wanted, abs=2e-3), f"{source} → {target}"
 
 
 def test_the_hosts_copy_is_whole_when_training_goes_on() -> None:
