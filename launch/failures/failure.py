@@ -32,7 +32,9 @@ _LOST_PEER = re.compile(
 # What the watchdog says of peers that stand still or are gone: the cause, unless one was killed before.
 _MISSES_PEER = re.compile(r"rank\(s\) .* did not even answer")
 _TORCHRUN_ENTRY = re.compile(
-    r"^\s*time\s*: (\S+)\s*\n\s*host\s*:.*\n\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", re.MULTILINE
+    r"^\s*time\s*: (\S+)\s*\n\s*host\s*:.*\n\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n"
+    r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)",
+    re.MULTILINE,
 )
 
 
@@ -63,7 +65,9 @@ class Failure:
         """Sorts the likely origin first: what cannot be a consequence of another rank's end, then by time."""
         found = exit_codes.signal_of(self.exit_code)
         misses_peer = bool(_MISSES_PEER.search(self.message))
-        if self.is_error and not self.lost_peer and not misses_peer:  # before a rank that torchrun killed because it did not end
+        if (
+            self.is_error and not self.lost_peer and not misses_peer
+        ):  # before a rank that torchrun killed because it did not end
             kind = -1
         elif misses_peer or (found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
             kind = 0
