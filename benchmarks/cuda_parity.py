@@ -38,7 +38,10 @@ def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dic
 def collected(folder: Path) -> dict[str, Any]:
     """What the folder has, of each set of cases."""
     wanted = json.loads((folder / "wanted.json").read_text())
-    sets = {name: pools.recorded(folder / f"{name}.jsonl") for name in ("plain", "late")}
+    sets = {
+        name: {case: result for case, result in pools.recorded(folder / f"{name}.jsonl").items() if case in asked}
+        for name, asked in (("plain", set(parity.everything())), ("late", set(parity.PATHS)))
+    }
     return {
         "device": "emulated",
         "steps": len(next(iter(wanted["losses"].values()))),
