@@ -38,18 +38,17 @@ def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dic
 def collected(folder: Path) -> dict[str, Any]:
     """What the folder has, of each set of cases."""
     wanted = json.loads((folder / "wanted.json").read_text())
-    sets = {
-        name: {case: result for case, result in pools.recorded(folder / f"{name}.jsonl").items() if case in asked}
-        for name, asked in (("plain", set(parity.everything())), ("late", set(parity.PATHS)))
-    }
+    plain, late = (pools.recorded(folder / f"{name}.jsonl") for name in ("plain", "late"))
+    plain = {case: result for case, result in plain.items() if parity.allowed(case)}
+    late = {case: result for case, result in late.items() if case in parity.PATHS}
     return {
         "device": "emulated",
         "steps": len(next(iter(wanted["losses"].values()))),
-        "asked": {"plain": len(parity.everything()), "late": len(parity.PATHS)},
+        "asked": {"plain": len({*parity.everything(), *plain}), "late": len(parity.PATHS)},
         "limits": {"fp32": [verdict.EXACT, verdict.EXACT_WEIGHTS], **verdict.TIMES},
         "spread": wanted["spread"],
         "late": parity.LATE,
-        "sets": {name: summary(found, wanted) for name, found in sets.items() if found},
+        "sets": {"plain": summary(plain, wanted), "late": summary(late, wanted)},
     }
 
 

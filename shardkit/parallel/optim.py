@@ -115,7 +115,7 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
         return {"fused": True if has_fused else None, "foreach": None}
     if config.implementation == "fused" and not has_fused:
         raise ConfigError(
-            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards, nor for half precision on the CPU",
+            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards or half precision on the CPU",
             "set optim.implementation=auto",
         )
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
