@@ -146,7 +146,7 @@ def of(error: BaseException) -> Shortage | None:
 
 
 def _device_has_room() -> bool:
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     free, total = torch.cuda.mem_get_info()
     return free >= _ROOM * total
