@@ -1,7 +1,8 @@
 # make train | test: nothing but python3 (>= 3.10, with venv and headers), make and a C++ compiler is needed beforehand.
 # Variables: PYTHON (python3), VENV (.venv), ARGS (added to the command that runs), NPROC (ranks of `make train`),
 # NAME (the benchmark of `make bench`; `python -m benchmarks` lists them),
-# PIP_ARGS (added to pip install, e.g. an --extra-index-url that has CPU-only wheels of torch).
+# PIP_ARGS (added to pip install, e.g. an --extra-index-url that has CPU-only wheels of torch),
+# CUDA_TORCH, CUDA_VENV (the torch of `make test-cuda`, and its environment).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,25 +11,30 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 NPROC ?=
 PIP_ARGS ?=
+CUDA_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+CUDA_VENV ?= .venv-cuda
+CUDA_BIN := $(CUDA_VENV)/bin
+CUDA_INSTALLED := $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Not from the environment: some systems have the host's name there.
 NAME := all
 
-.PHONY: help install train test test-slow test-release bench bench-gpu wheels lint format typecheck ci clean distclean
+.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu wheels lint format typecheck ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train      run configs/quickstart.yaml on every GPU, else on 2 CPU ranks'
 	@echo 'make test       run the test suite (test-slow: the long matrix; test-release: everything that is long)'
+	@echo 'make test-cuda  run the tests that need GPUs, on emulated ones (once: 5 GB into $(CUDA_VENV))'
 	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
 	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make ci         what CI runs'
-	@echo 'make clean      delete build products and caches (distclean: $(VENV) too)'
+	@echo 'make clean      delete build products and caches (distclean: $(VENV) and $(CUDA_VENV) too)'
 
 install: $(INSTALLED)
 
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+define check_python
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo 'error: $(PYTHON) was not found'; echo '  fix: install Python 3.10 or later, or pass PYTHON=/path/to/python3'; exit 2; } >&2
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
@@ -36,6 +42,10 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	  echo '  fix: install a later one, or pass PYTHON=/path/to/python3.10'; exit 2; } >&2
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo 'error: $(PYTHON) cannot make virtual environments'; echo '  fix: apt-get install python3-venv'; exit 2; } >&2
+endef
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(check_python)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  echo 'creating $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'installing into $(VENV) (once; torch is large, this takes minutes)'
@@ -65,6 +75,29 @@ test-slow: $(INSTALLED)
 test-release: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
 
+# The real CUDA build of torch over an emulated GPU: tests/emulated_cuda/README.md.
+test-cuda: $(CUDA_INSTALLED)
+	@# Every time, as its sources may have changed; what did not is not compiled again.
+	$(CUDA_BIN)/python -m tests.emulated_cuda.build
+	EMUCUDA=1 EMUCUDA_DEVICES=$${EMUCUDA_DEVICES:-4} \
+	  $(CUDA_BIN)/python -m pytest -m '(gpu or multigpu) and not slow and not release' $(ARGS)
+
+# The package index's own wheel of torch is the CUDA one; settings of pip may prefer another.
+$(CUDA_INSTALLED): export PIP_CONFIG_FILE := /dev/null
+$(CUDA_INSTALLED): export PIP_FIND_LINKS :=
+$(CUDA_INSTALLED): export PIP_EXTRA_INDEX_URL :=
+$(CUDA_INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(check_python)
+	@$(CUDA_BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo 'creating $(CUDA_VENV)'; $(PYTHON) -m venv --clear $(CUDA_VENV); }
+	@echo 'installing torch $(CUDA_TORCH) for CUDA into $(CUDA_VENV) (once; 5 GB)'
+	@rm -f $(CUDA_VENV)/.installed-*
+	@{ grep -v '^torch==' constraints.txt; echo 'torch==$(CUDA_TORCH)'; } >$(CUDA_VENV)/constraints.txt
+	$(CUDA_BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
+	$(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt torch
+	PYTHONWARNINGS=ignore $(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt -e '.[test,hf,vision]'
+	@touch $@
+
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
@@ -91,7 +124,7 @@ ci:
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -path ./$(CUDA_VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) benchmarks/.venv
+	rm -rf $(VENV) $(CUDA_VENV) benchmarks/.venv

@@ -26,7 +26,7 @@ ON_CPU: dict[str, list[str]] = {
     "activation": [],
     "gather": [],
 }
-ON_GPU = ("gpu",)
+ON_GPU = ("gpu", "cuda_parity")
 PAGE = "report"
 
 

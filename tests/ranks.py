@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks: `run_ranks(2, "tests.memory.test_ledger:body", x=1)` -> one result per rank.
+"""Run a function on several ranks: `run_ranks(2, "tests.memory.test_ledger:body", x=1)` -> one result per rank.
 
 Imports no torch: ranks come from a server that has loaded it (with OMP_NUM_THREADS=1), or load it themselves.
 """
@@ -44,9 +44,12 @@ def run_ranks(
     timeout: float = 180,
     env: dict[str, str] | None = None,
     init_group: bool = True,
+    gpu: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `module:function(**kwargs)` on `world` fresh processes that form a gloo group; results in rank order.
+
+    With `gpu` each rank has the GPU of its number, the group is NCCL's, and DeepSpeed's accelerator is cuda, not cpu.
 
     Args:
         world: number of ranks; all on this host, so LOCAL_RANK = RANK.
@@ -54,14 +57,15 @@ def run_ranks(
         timeout: seconds for everything, process start included.
         env: variables to set in every rank before torch is imported.
         init_group: False leaves `init_process_group` to the function; `RANKS_STORE` names a file for a FileStore.
+        gpu: whether the ranks use GPUs; there must be `world` of them.
         kwargs: passed to the function; must pickle.
 
     Raises:
         RankError: with the first failing rank's traceback, or where each unfinished rank stood at the timeout.
     """
-    context = _context(env)
+    context = _context(env, gpu)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = (world, target, timeout, env or {}, init_group, kwargs, folder)
+        job = (world, target, timeout, env or {}, init_group, gpu, kwargs, folder)
         ranks: list[BaseProcess] = [context.Process(target=_main, args=(rank, *job)) for rank in range(world)]
         started: list[BaseProcess] = []
         try:
@@ -76,12 +80,12 @@ def run_ranks(
         return _collect(Path(folder), exits, timeout)
 
 
-def _context(env: dict[str, str] | None) -> Any:
+def _context(env: dict[str, str] | None, gpu: bool) -> Any:
     """How ranks are started: forked from a server that has imported torch and deepspeed, which saves seconds for each.
 
     Fresh processes where that could show: with variables that libraries read when they are imported, or with a GPU.
     """
-    if env or glob.glob("/dev/nvidia[0-9]*") or sys.platform != "linux":
+    if env or gpu or glob.glob("/dev/nvidia[0-9]*") or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -157,6 +161,7 @@ def _main(
     timeout: float,
     env: dict[str, str],
     init_group: bool,
+    gpu: bool,
     kwargs: dict[str, Any],
     folder: str,
 ) -> None:
@@ -165,7 +170,7 @@ def _main(
     with open(f"{folder}/{rank}.stack", "w") as stack:
         faulthandler.dump_traceback_later(timeout * 0.9, file=stack)  # what a hung rank was doing
         try:
-            result = _call(rank, world, target, timeout, env, init_group, kwargs, folder)
+            result = _call(rank, world, target, timeout, env, init_group, gpu, kwargs, folder)
             _write(f"{folder}/{rank}.result", pickle.dumps(result))
         except BaseException as error:
             try:
@@ -189,6 +194,7 @@ def _call(
     timeout: float,
     env: dict[str, str],
     init_group: bool,
+    gpu: bool,
     kwargs: dict[str, Any],
     folder: str,
 ) -> Any:
@@ -201,8 +207,9 @@ def _call(
         LOCAL_WORLD_SIZE=str(world),
         OMP_NUM_THREADS="1",
         RANKS_STORE=f"{folder}/store",
-        **env,
+        DS_ACCELERATOR="cuda" if gpu else "cpu",  # else DeepSpeed takes a GPU wherever it sees one
     )
+    os.environ.update(env)
     if str(REPO) not in sys.path:
         sys.path.insert(0, str(REPO))
 
@@ -210,13 +217,16 @@ def _call(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if gpu:
+        torch.cuda.set_device(rank)
     if init_group:
         dist.init_process_group(
-            "gloo",
+            "nccl" if gpu else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout),
+            device_id=torch.device("cuda", rank) if gpu else None,
         )
     module, _, function = target.partition(":")
     result = getattr(importlib.import_module(module), function)(**kwargs)

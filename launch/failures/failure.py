@@ -30,8 +30,12 @@ _LOST_PEER = re.compile(
     r"|timed? ?out waiting|Timed out after|not all ranks|not all \d+ ranks|cannot reach rank 0|Gloo .*failed",
     re.IGNORECASE,
 )
+# What the watchdog says of peers that stand still or are gone: the cause, unless one was killed before.
+_MISSES_PEER = re.compile(r"rank\(s\) .* did not even answer")
 _TORCHRUN_ENTRY = re.compile(
-    r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)", re.MULTILINE
+    r"^\s*time\s*: (\S+)\s*\n\s*host\s*:.*\n\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n"
+    r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)",
+    re.MULTILINE,
 )
 
 
@@ -61,9 +65,12 @@ class Failure:
     def order(self) -> tuple[int, float, int]:
         """Sorts the likely origin first: what cannot be a consequence of another rank's end, then by time."""
         found = exit_codes.signal_of(self.exit_code)
-        if self.is_error and not self.lost_peer:  # before a rank that torchrun killed because it did not end
+        misses_peer = bool(_MISSES_PEER.search(self.message))
+        if (
+            self.is_error and not self.lost_peer and not misses_peer
+        ):  # before a rank that torchrun killed because it did not end
             kind = -1
-        elif found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT"):
+        elif misses_peer or (found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
             kind = 0
         elif self.lost_peer:
             kind = 4
@@ -139,9 +146,17 @@ def read(paths: Iterable[Path]) -> list[Failure]:
 def in_torchrun_log(text: str) -> list[Failure]:
     """Ranks that torchrun reports: the only trace of one that a signal ended."""
     return [
-        Failure(rank=int(m[1]), exit_code=int(m[3]), message=exit_codes.describe(int(m[3])))
+        Failure(rank=int(m[2]), exit_code=int(m[4]), when=_local(m[1]), message=exit_codes.describe(int(m[4])))
         for m in _TORCHRUN_ENTRY.finditer(text)
     ]
+
+
+def _local(text: str) -> float:
+    """torchrun's `2026-01-01_10:00:01`, in seconds since the epoch; 0 for what is no such time."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S"))
+    except ValueError:
+        return 0.0
 
 
 def ended_in_torchrun_log(text: str) -> list[str]:

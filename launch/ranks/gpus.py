@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -17,7 +18,13 @@ def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/"
     present = len([path for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
     if listed is None:
         return present
-    return min(present, len([entry for entry in listed.split(",") if entry.strip() not in ("", "-1")]))
+    named = itertools.takewhile(lambda entry: _is_device(entry.strip(), present), listed.split(","))
+    return min(present, len(list(named)))
+
+
+def _is_device(entry: str, present: int) -> bool:
+    """Whether an entry of CUDA_VISIBLE_DEVICES can be a device: CUDA hides those from the first on that is none."""
+    return int(entry) < present if entry.isdigit() else entry.startswith(("GPU-", "MIG-"))
 
 
 def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> None:

@@ -158,6 +158,19 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             "operator, and compiled code shows none",
             "remove memory.cap, or set compile.enabled=false",
         )
+    if config.parallel.offload_ratio != 1 and config.optim.name != "adamw":
+        raise ConfigError(
+            f"parallel.offload_ratio={config.parallel.offload_ratio:g} with optim.name={config.optim.name}: DeepSpeed "
+            "updates a share on each side with its own AdamW only",
+            "set optim.name=adamw, or remove parallel.offload_ratio",
+        )
+    offloaded = strategy in ZERO and config.parallel.offload_optimizer != "none"
+    if offloaded and mode == "pure_bf16" and config.optim.name != "adamw":
+        raise ConfigError(
+            f"precision.mode=pure_bf16 with parallel.offload_optimizer={config.parallel.offload_optimizer} and "
+            f"optim.name={config.optim.name}: DeepSpeed keeps bf16 masters on the CPU for its own AdamW only",
+            "set optim.name=adamw, or precision.mode=bf16",
+        )
     if strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu" and mode == "fp16":
         # GradScaler and fused optimizers (torch 2.9 to 2.13) copy the scale without waiting for it.
         raise ConfigError(

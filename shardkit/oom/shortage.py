@@ -87,6 +87,8 @@ _FRESH_S = 120.0  # other ranks' traffic and a slow unwinding lie between an obs
 _OTHER_WORDS = re.compile(
     r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
+_BARE = "CUDA error: out of memory"  # said of page-locked host memory too
+_ROOM = 1 / 16  # of a device: more than the libraries that allocate on their own ask for
 _CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes", re.DOTALL)
 
 
@@ -135,11 +137,21 @@ def of(error: BaseException) -> Shortage | None:
         return noted
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _OTHER_WORDS.search(text)):
-        return _Observer.latest() or parse(text)
+        seen = _Observer.latest()
+        if seen is None and text.startswith(_BARE) and _device_has_room():
+            return Shortage("host")
+        return seen or parse(text)
     found = _CPU_ALLOCATOR.search(text) if isinstance(error, RuntimeError) else None
     if found is not None:
         return Shortage("host", request=int(found[1]))
     return Shortage("host") if isinstance(error, MemoryError) else None
+
+
+def _device_has_room() -> bool:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free >= _ROOM * total
 
 
 def parse(message: str) -> Shortage:

@@ -108,12 +108,15 @@ class MuonAdamW(torch.optim.Optimizer):
 def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     """The optimizer's `fused` and `foreach` arguments; `None` leaves the choice to torch."""
     # torch registers no sharding rule for the fused SGD kernel on DTensors (importing that class takes 0.4 s).
-    has_fused = config.name == "adamw" or not hasattr(param, "placements")
+    # On the CPU that kernel leaves most weights of half precision as they were (torch 2.13).
+    half_on_cpu = param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16)
+    has_fused = config.name == "adamw" or not (hasattr(param, "placements") or half_on_cpu)
     if config.implementation == "auto":
         return {"fused": True if has_fused else None, "foreach": None}
     if config.implementation == "fused" and not has_fused:
         raise ConfigError(
-            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards", "set optim.implementation=auto"
+            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards or half precision on the CPU",
+            "set optim.implementation=auto",
         )
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 

@@ -88,7 +88,7 @@ def differences(job: Job, path: Path) -> list[str]:
         for shard in job.strategy.load_targets():
             seen.add(shard.name)
             saved = checkpoint.read(shard.name, shard.start, shard.local.numel())
-            if not torch.equal(shard.local.view(torch.uint8), saved.view(torch.uint8)):
+            if not torch.equal(shard.local.cpu().view(torch.uint8), saved.view(torch.uint8)):
                 bad.append(shard.name)
         if job.strategy.scalars() != checkpoint.manifest.scalars:
             bad.append("scalars")

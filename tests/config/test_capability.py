@@ -83,6 +83,19 @@ def ranks_of(strategy: str) -> int:
     return 1 if strategy == "single" else 4
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "parallel.offload_ratio": 0.5},
+        {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "precision.mode": "pure_bf16"},
+        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "precision.mode": "pure_bf16"},
+    ],
+)
+def test_what_deepspeed_offloads_with_its_own_adamw_only(settings: dict[str, Any]) -> None:
+    run_check(settings)
+    assert "optim.name=sgd" in refused({**settings, "optim.name": "sgd"}).cause
+
+
 # The table
 
 

@@ -94,5 +94,8 @@ class Hungry:
         if self.how == "host":  # until the kernel has enough of it
             self.kept.append(bytearray(os.urandom(2**20) * (self.n_bytes // 2**20)))
             return
+        if self.how == "pinned":
+            self.kept.append(torch.empty(self.n_bytes, dtype=torch.uint8, pin_memory=True))
+            return
         block = [module for module in model.modules() if isinstance(module, Block)][-2]
         block.hungry, block.n_bytes = self.how, self.n_bytes

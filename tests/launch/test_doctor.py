@@ -162,6 +162,17 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    for listed, count in {
+        "1,0": 2,
+        "0,-1,1": 1,
+        "7": 0,
+        "7,0": 0,
+        "0,7,1": 1,
+        "GPU-a,1": 2,
+        "0,,1": 1,
+        " 1 ": 1,
+    }.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": listed}, tmp_path) == count, "up to the first that is no device"
     for found, kept in (({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native")):
         environ: dict[str, str] = dict(found)
         grow_segments(environ, tmp_path)

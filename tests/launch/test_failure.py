@@ -82,6 +82,18 @@ def test_a_rank_that_torchrun_had_to_kill_does_not_hide_why_the_job_ended(tmp_pa
     assert exit_code_of(found) == 1
 
 
+def test_a_rank_that_was_killed_before_the_others_missed_it_is_the_cause(tmp_path: Path) -> None:
+    """On GPUs they wait for it, deaf to torchrun's signals, until their watchdog ends them."""
+    silence = TrainingError(
+        "no progress for 5 s at step 3; rank(s) 2 did not even answer: stopped, dead", "see the stacks"
+    )
+    found = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(TORCHRUN))
+    assert (found[0].rank, found[0].exit_code) == (2, -9)
+    later = TORCHRUN.replace("2026-01-01", "2099-01-01")  # a rank that was stopped, and killed because it did not end
+    found = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(later))
+    assert explain(found, "L").startswith("error: no progress for 5 s")
+
+
 def test_only_lost_peers_point_elsewhere(tmp_path: Path) -> None:
     found = read([recorded(tmp_path, 0, RuntimeError("Connection closed by peer"))])
     assert "the first error is on another node" in explain(found, "L")

@@ -52,6 +52,17 @@ def test_libraries_that_allocate_on_their_own(error: RuntimeError) -> None:
     assert found is not None and found.kind == "device" and found.request is None and found.missing is None
 
 
+def test_a_device_with_room_was_not_the_one_that_lacked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA says the same of page-locked host memory as of its own."""
+    error = RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+    monkeypatch.setattr(shortage._Observer, "_latest", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
+    assert shortage.of(error) == Shortage("host")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * MIB, 80 * GIB))
+    assert shortage.of(error) == Shortage("device", exact=False)
+
+
 def test_the_host_can_run_out_too() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**62, dtype=torch.uint8)

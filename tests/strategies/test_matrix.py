@@ -63,7 +63,7 @@ def test_every_strategy(world: int, modes: list[Any], single: Curves) -> None:
 def test_on_a_gpu(mode: str, single: Curves) -> None:
     found: Curves = run_ranks(
         1, MATRIX, timeout=500, names=["single", "fsdp", "zero2", "zero3"], modes=[mode],
-        policies=["none", "full", "selective"], device="cuda", init_group=False,
+        policies=["none", "full", "selective"], device="cuda", init_group=False, gpu=True,
     )[0]  # fmt: skip
     want = single["single", "fp32", "none", 2]
     for key, curve in found.items():

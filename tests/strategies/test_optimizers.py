@@ -115,3 +115,13 @@ def test_a_resumed_run_goes_on_to_the_bit(optimizer: str, tmp_path: Path) -> Non
     target = "tests.strategies.precision_cases:resumed_curve"
     for through, resumed in run_ranks(2, target, root=str(tmp_path), extra=extra):
         assert resumed == through
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sgd_moves_every_weight_on_the_cpu(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(64, 64, bias=False).to(dtype)
+    torch.nn.init.constant_(model.weight, 0.02)
+    optimizer = make_optimizer(OptimConfig(name="sgd", lr=0.2, weight_decay=0.0), model)
+    model.weight.grad = torch.full_like(model.weight, 0.01)
+    optimizer.step()
+    assert (model.weight < 0.019).all()

@@ -44,7 +44,7 @@ class Odd(nn.Module):
         self.register_buffer("frequency", 0.5 ** torch.arange(WIDTH), persistent=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        angle = torch.arange(tokens.shape[1], dtype=torch.float32)[:, None] * self.frequency
+        angle = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device)[:, None] * self.frequency
         x = self.embed(tokens) * angle.cos()
         for block in self.blocks:
             x = block(x)
@@ -74,11 +74,11 @@ def settings(strategy: str) -> dict[str, Any]:
     return out
 
 
-def outcomes(strategies: list[str]) -> dict[str, dict[str, Any]]:
+def outcomes(strategies: list[str], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """Strategy -> losses, gradient norms, buffers at the end, and how far each parameter is from what it was."""
     out = {}
     for strategy in strategies:
-        with start(None, settings(strategy)) as job:
+        with start(None, settings(strategy) | {"run.device": device}) as job:
             job.wrap(Odd, init_parameter=init_parameter, block_classes=(Block,))
             out[strategy] = _train(job)
         gc.collect()
@@ -94,8 +94,8 @@ def _train(job: Job) -> dict[str, Any]:
         "losses": [step.loss for step in steps],
         "norms": [step.grad_norm for step in steps],
         "moved": moved,
-        "buffers": {name.removeprefix("module."): b.float().numpy() for name, b in job.model.named_buffers()},
-        "synchronised": sum(isinstance(m, CPUSyncBatchNorm) for m in job.model.modules()),
+        "buffers": {name.removeprefix("module."): b.float().cpu().numpy() for name, b in job.model.named_buffers()},
+        "synchronised": sum(isinstance(m, (CPUSyncBatchNorm, nn.SyncBatchNorm)) for m in job.model.modules()),
     }
 
 

@@ -94,6 +94,7 @@ class ZeRO:
         mine = full.view(-1)[start : start + part.ds_numel]
         part.data.zero_()
         part.data[: mine.numel()].copy_(mine)
+        param.ds_secondary_tensor = None  # type: ignore[attr-defined]  # hpz: a copy of what was there before
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same AdamW as DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""

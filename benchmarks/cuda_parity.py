@@ -1,0 +1,75 @@
+"""Losses and weights of trainings on CUDA (emulated, two to four ranks) against the CPU's single process.
+
+`make test-cuda` makes the environment; then `EMUCUDA=1 EMUCUDA_DEVICES=4 .venv-cuda/bin/python -m
+benchmarks.cuda_parity`. Hours on a small machine: what has been run is kept in --folder, and another call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cuda import parity, pools, verdict
+from tests.cuda.parity import Case
+
+from .common import REPO, write_result
+
+
+def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """`engine mode` → number of cases, the largest differences, and what did not agree."""
+    out: dict[str, dict[str, Any]] = {}
+    for case, result in found.items():
+        row = out.setdefault(f"{case.engine} {case.mode}", {"cases": 0, "loss": 0.0, "weights": 0.0, "wrong": {}})
+        row["cases"] += 1
+        wrong = list(verdict.problems(case, result, wanted))
+        if wrong:
+            row["wrong"][str(case)] = wrong
+        if "error" not in result:
+            row["loss"] = max(row["loss"], verdict.loss_difference(case, result, wanted))
+            row["weights"] = max(row["weights"], result["weights"])
+    return out
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """What the folder has, of each set of cases."""
+    wanted = json.loads((folder / "wanted.json").read_text())
+    plain, late = (pools.recorded(folder / f"{name}.jsonl") for name in ("plain", "late"))
+    plain = {case: result for case, result in plain.items() if parity.allowed(case)}
+    late = {case: result for case, result in late.items() if case in parity.PATHS}
+    return {
+        "device": "emulated",
+        "steps": len(next(iter(wanted["losses"].values()))),
+        "asked": {"plain": len({*parity.everything(), *plain}), "late": len(parity.PATHS)},
+        "limits": {"fp32": [verdict.EXACT, verdict.EXACT_WEIGHTS], **verdict.TIMES},
+        "spread": wanted["spread"],
+        "late": parity.LATE,
+        "sets": {"plain": summary(plain, wanted), "late": summary(late, wanted)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=REPO / "build" / "cuda_parity", help="where cases are recorded")
+    parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
+    parser.add_argument("--collect", action="store_true", help="run nothing; write the result of what was recorded")
+    options = parser.parse_args()
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if not options.collect:
+        if os.environ.get("EMUCUDA", "0") in ("", "0"):
+            parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
+        if not (folder / "wanted.json").exists():
+            (folder / "wanted.json").write_text(json.dumps(pools.reference(folder)))
+        for name, cases, env in (("plain", parity.everything(), {}), ("late", parity.PATHS, parity.LATE)):
+            todo = [case for case in cases if re.search(options.only, str(case))]
+            pools.run(todo, folder, folder / f"{name}.jsonl", **env)
+    print(f"written: {write_result('cuda_parity', collected(folder))}")
+
+
+if __name__ == "__main__":
+    main()

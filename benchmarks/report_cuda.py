@@ -1,0 +1,47 @@
+"""The section on parity of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .markdown import machine, paragraph, table
+
+MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
+TITLES = {
+    "plain": "Every strategy in every precision under every activation policy; every pair of the other techniques",
+    "late": "Offload and prefetch in fp32, with copies that come late and new memory that is poisoned",
+}
+
+
+def cuda_parity(result: dict[str, Any]) -> str:
+    exact, exact_weights = result["limits"]["fp32"]
+    times = ", ".join(f"{mode} {n}" for mode, n in result["limits"].items() if mode != "fp32")
+    parts = [
+        "## Trainings on CUDA against the CPU's single process",
+        "",
+        paragraph(
+            "`python -m benchmarks.cuda_parity`, on **emulated** cards: the CUDA build of torch with its allocator, "
+            "streams and ProcessGroupNCCL, the CPU's arithmetic below (tests/emulated_cuda/README.md says what that "
+            "shows, and what only a GPU does). In brackets the number of cases, then the largest difference of a loss "
+            f"in {result['steps']} steps, and the largest ‖weights − wanted‖ / ‖wanted‖ after them. In fp32 they may "
+            f"be {exact:.0e} and {exact_weights:.0e}; below it, this many times the distance of the CPU's own bf16 "
+            f"from its fp32: {times}. pure_bf16 is compared with the CPU's pure_bf16, the others with its fp32. In "
+            "fp16, one rank's gradient overflows once, in every case of the full product."
+        ),
+    ]
+    for name, rows in result["sets"].items():
+        run = sum(row["cases"] for row in rows.values())
+        wrong = [f"{case}: {'; '.join(w)}" for row in rows.values() for case, w in row["wrong"].items()]
+        parts += ["", f"**{TITLES[name]}**: {run} of {result['asked'][name]} cases run, {len(wrong)} do not agree.", ""]
+        parts += [_table(rows), *(f"\n- {text[:300]}" for text in wrong)]
+    return "\n".join([*parts, "", machine(result["environment"]), ""])
+
+
+def _table(rows: dict[str, Any]) -> str:
+    engines = list(dict.fromkeys(key.split(" ")[0] for key in rows))
+    modes = [mode for mode in MODES if any(key.endswith(f" {mode}") for key in rows)]
+    return table(["engine@ranks", *modes], [[f"`{e}`", *(_cell(rows.get(f"{e} {m}")) for m in modes)] for e in engines])
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return "–" if row is None else f"({row['cases']}) {row['loss']:.0e}, {row['weights']:.0e}"

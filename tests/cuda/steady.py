@@ -1,0 +1,97 @@
+"""What a warm training step asks of CUDA, engine by engine: `python -m tests.cuda.steady [ENGINE …]` prints it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+
+from shardkit.run.job import Job, start
+from shardkit.strategies.step import to_device, train_step
+from tests.cuda.parity import Case
+
+WARM, MEASURED = 12, 3
+"""DDP measures itself, and waits for that, in its first ten steps and each hundredth."""
+HELD = (
+    "device_sync", "stream_sync", "event_sync", "stream_wait_event", "copy_blocking", "copy_pageable", "copy_h2d",
+    "copy_d2h", "malloc", "free", "mem_create", "mem_release", "mem_map", "mem_unmap", "host_alloc", "host_free",
+    "host_register", "emulated_operator",
+)  # fmt: skip
+"""Counters of one thread's doing; NCCL's watchdog asks for events whenever it likes."""
+
+
+def counted(todo: list[Case], backend: str) -> dict[Case, dict[str, list[Any]]]:
+    """By case: each measured step's calls by kind, and the memory after it."""
+    from tests.cuda.parity_ranks import join
+
+    join(backend)
+    out = {}
+    for case in todo:
+        with start(None, case.settings()) as job:
+            out[case] = measure(job, case)
+        gc.collect()
+    return out
+
+
+def measure(job: Job, case: Case) -> dict[str, list[Any]]:
+    """Calls and memory of the steps after warm-up."""
+    import emucuda
+
+    from tests.cuda.parity_ranks import wrap
+    from tests.strategies import cases
+
+    wrap(job, case)
+    batches = [
+        (to_device(batch, job.world.device), False)
+        for batch in cases.micro_batches(0, job.world.rank, job.world.size, case.accum)
+    ]
+    found: dict[str, list[Any]] = {"calls": [], "memory": []}
+    gc.disable()  # what it frees, and when, is not the step's doing
+    try:
+        for step in range(WARM + MEASURED):
+            with emucuda.counting() as calls:
+                out = train_step(
+                    job.strategy, job.ledger, batches, cases.loss_fn, 500.0, job.world.size, job.world.device,
+                    job.config.train.max_norm,
+                )  # fmt: skip
+                del out
+            torch.cuda.synchronize()
+            if step >= WARM:
+                found["calls"].append({name: calls[name] for name in HELD if calls[name]})
+                found["memory"].append(memory())
+    finally:
+        gc.enable()
+    return found
+
+
+def memory() -> dict[str, int]:
+    """Bytes on this rank's device and in its page-locked host memory."""
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "pinned": torch.cuda.host_memory_stats()["allocated_bytes.current"],
+    }
+
+
+def elsewhere() -> int:
+    """Bytes that this process ever took of a device that is not its own."""
+    others = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
+    return sum(torch.cuda.memory_stats(index).get("allocated_bytes.all.allocated", 0) for index in others)
+
+
+def main() -> None:
+    from tests.cuda import gpu_ranks
+    from tests.cuda.parity import BASE, OFFLOADED, pool
+
+    for engine in sys.argv[1:] or [*BASE, *OFFLOADED]:
+        case = Case(engine)
+        world, backend = pool(case)
+        found = gpu_ranks(world, "tests.cuda.steady:counted", todo=[case], backend=backend)[0][case]
+        for step, (calls, held) in enumerate(zip(found["calls"], found["memory"], strict=True)):
+            print(f"{engine} step {WARM + step}: {calls} {held}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What goes wrong on GPUs ends a run soon, with rank, cause and what would help; files it leaves can be read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulated_cuda import needs_emulation
+from tests.faults.test_memory import MIB, post_mortem, settings
+from tests.launch import jobs
+from tests.launch.jobs import command, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
+
+BOUND_S = 180
+EXPANDABLE = [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}]
+
+
+def hungry(run_dir: Path, how: str, n_bytes: int, *more: str, ranks: int = 1, **env: str) -> Any:
+    """A run on GPUs of 256 MiB whose last rank asks for too much; a launcher's process as `run` gives it."""
+    argv = settings(
+        run_dir, how, "run.device=cuda", "memory.plan=false", f"task.args.rank={ranks - 1}", "task.args.calls=2",
+        f"task.args.n_bytes={n_bytes}", *more,
+    )  # fmt: skip
+    if ranks == 1:
+        argv.append("parallel.strategy=single")
+    return run(command("--nproc-per-node", str(ranks), *argv), timeout=BOUND_S, **{"EMUCUDA_MEMORY": "256M", **env})
+
+
+@pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_a_full_device_is_explained(how: str, expandable: dict[str, str], tmp_path: Path) -> None:
+    done = hungry(tmp_path / "run", how, 300 * MIB, **expandable)
+    assert done.returncode == 3, done.stderr
+    assert f"error: rank 0 ran out of memory in {how} of step 2" in done.stderr, done.stderr
+    assert "it asked for 0.29 GiB of Emulated GPU's memory" in done.stderr
+    found = post_mortem(tmp_path / "run", 0)
+    assert (found["kind"], found["phase"], found["request"]) == ("device", how, 300 * MIB)
+    assert found["memory"]["limit"] == 256 * MIB and found["memory"]["exact"]
+    assert 0 < found["memory"]["allocated"] <= found["memory"]["reserved"] <= 256 * MIB
+    assert found["gaps"] == [] and found["tensors"]
+    check_snapshot(tmp_path / "run" / "oom" / found["snapshot"], found["memory"]["reserved"])
+
+
+def check_snapshot(path: Path, reserved: int) -> None:
+    """The file is what memory_viz takes: segments that add up to what was reserved."""
+    from torch.cuda import _memory_viz
+
+    snapshot = pickle.loads(path.read_bytes())
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == reserved
+    assert "total_reserved: " in _memory_viz.segsum(snapshot)
+    assert "MemoryViz" in _memory_viz.trace_plot(snapshot)
+
+
+def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
+    done = hungry(tmp_path / "run", "nothing", 0, "task.args.width=5000")
+    assert done.returncode == 3, done.stderr
+    assert "error: rank 0 ran out of memory while wrapping the model" in done.stderr, done.stderr
+    assert post_mortem(tmp_path / "run", 0)["phase"] == "wrap"
+
+
+def test_moments_that_do_not_fit_are_explained(tmp_path: Path) -> None:
+    # 64 MiB of weights and as much of gradients fit; AdamW's moments, as much again twice, do not.
+    done = hungry(tmp_path / "run", "nothing", 0, "task.args.width=2048", EMUCUDA_MEMORY="220M")
+    assert done.returncode == 3, done.stderr
+    assert "error: rank 0 ran out of memory in step of step 1" in done.stderr, done.stderr
+    assert post_mortem(tmp_path / "run", 0)["phase"] == "step"
+
+
+@pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])
+def test_the_cap_holds(expandable: dict[str, str], tmp_path: Path) -> None:
+    done = hungry(tmp_path / "run", "forward", 100 * MIB, "memory.cap=128MiB", ranks=2, **expandable)
+    assert done.returncode == 3, done.stderr
+    assert "error: rank 1 ran out of memory in forward of step 2" in done.stderr, done.stderr
+    assert "it asked for 100.0 MiB of memory.cap=128MiB" in done.stderr
+    found = post_mortem(tmp_path / "run", 1)
+    assert found["memory"]["limit"] == 128 * MIB and found["memory"]["reserved"] <= 128 * MIB
+    done = hungry(tmp_path / "other", "forward", 100 * MIB, ranks=2, **expandable)
+    assert done.returncode == 0, "without the cap it fits: " + done.stderr
+
+
+def test_page_locked_memory_that_is_refused_is_the_hosts(tmp_path: Path) -> None:
+    done = hungry(tmp_path / "run", "pinned", 2**50)
+    assert done.returncode == 3, done.stderr
+    assert "of the host's memory" in done.stderr, done.stderr
+    found = post_mortem(tmp_path / "run", 0)
+    assert found["kind"] == "host"
+    assert not any("activation.policy" in one["change"] for one in found["advice"]), "that would help the device"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("kill", 137, ["error: rank 1 failed: killed by SIGKILL"]),
+        ("hang", 1, ["no progress for 5 s at step 3", "did not arrive: rank 1 (step 3, forward, "]),
+        ("stop", 1, ["rank(s) 1 did not even answer"]),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(how: str, code: int, words: list[str], tmp_path: Path) -> None:
+    argv = jobs.settings(tmp_path / "run", how, run__device="cuda", run__step_timeout_s=6, memory__plan="false")
+    began = time.monotonic()
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, FAULTS=str(tmp_path))
+    assert time.monotonic() - began < BOUND_S
+    assert done.returncode == code, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    assert jobs.with_marker(f"FAULTS={tmp_path}") == [], "processes are left"
+    if how != "kill":
+        check_flight_recorder(tmp_path / "run" / "logs" / "nccl_rank_0")
+
+
+def check_flight_recorder(path: Path) -> None:
+    """What NCCL's collectives were, and which the others did not join."""
+    found = pickle.loads(path.read_bytes())
+    assert found["entries"], found.keys()
+    assert any("all_reduce" in entry["profiling_name"] for entry in found["entries"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "words"),
+    [
+        ("", "sees no GPU"), ("-1", "sees no GPU"), ("9", "sees no GPU"), ("1", "torch sees 1 GPU"),
+        ("0,-1,1", "torch sees 1 GPU"),
+    ],
+)  # fmt: skip
+def test_too_few_visible_devices_are_said(visible: str, words: str, tmp_path: Path) -> None:
+    argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false")
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "  fix: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_visible_devices_in_another_order_work(tmp_path: Path) -> None:
+    argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false", train__max_steps=2)
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, CUDA_VISIBLE_DEVICES="3,1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
+    argv = jobs.settings(tmp_path / "run", run__device="cuda", memory__plan="false")
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, EMUCUDA_DEVICES="1")
+    assert done.returncode == 2, done.stderr
+    assert "2 ranks on this machine, but torch sees 1 GPU(s)" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_profile_can_be_read_back(tmp_path: Path) -> None:
+    argv = jobs.settings(
+        tmp_path / "run", run__device="cuda", memory__plan="false", profile__start=3, profile__steps=2,
+        train__max_steps=5,
+    )  # fmt: skip
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S)
+    assert done.returncode == 0, done.stderr
+    files = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.json") if "profile" in str(path)]
+    (trace,) = [data["traceEvents"] for data in files if "traceEvents" in data]
+    assert any("cuda" in event.get("cat", "") for event in trace)

@@ -1,0 +1,35 @@
+"""The real CUDA build of torch on a machine without a GPU; README.md says how, and what its tests show."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent.parent
+ACTIVE = os.environ.get("EMUCUDA", "0") not in ("", "0") and importlib.util.find_spec("emucuda") is not None
+needs_emulation = pytest.mark.skipif(not ACTIVE, reason="needs the CUDA build of torch, emulated: make test-cuda")
+
+
+def call(function: Callable[..., Any], *args: Any, **env: str) -> Any:
+    """The JSON result of `function(*args)` in a fresh process, whose environment has `env` when Python starts."""
+    done = start(function, *args, **env)
+    out, err = done.communicate(timeout=200)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{out}\n{err}"
+    return json.loads(out.splitlines()[-1])
+
+
+def start(function: Callable[..., Any], *args: Any, **env: str) -> subprocess.Popen[str]:
+    """The process that `call` waits for; its last line on stdout is the result."""
+    code = f"import json; from {function.__module__} import {function.__name__} as f; print(json.dumps(f(*{args!r})))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+// What the runtime library (libcudart) offers to the other emulated libraries and to the operators.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+void emucuda_drain(void* stream);  // wait until everything queued on the stream has run
+void emucuda_enqueue(void* stream, void (*task)(void*), void* argument);
+unsigned emucuda_stream_id(void* stream);
+int emucuda_current_device(void);
+size_t emucuda_used_memory(int device);
+size_t emucuda_skip_above(void);  // see Settings::skip_above
+void emucuda_count_operator(int synchronises);
+void emucuda_count_gemm(void);
+
+// CUPTI records what runs while a profiler is attached.
+enum ActivityKind { ACTIVITY_KERNEL, ACTIVITY_COPY_TO_DEVICE, ACTIVITY_COPY_TO_HOST };
+struct Activity {
+  ActivityKind kind;
+  const char* name;
+  int device;
+  unsigned stream;
+  size_t bytes;
+  uint32_t correlation;
+  uint64_t begin, end;  // nanoseconds
+};
+struct Profiler {
+  uint64_t (*now)(void);
+  uint32_t (*launched)(ActivityKind kind, uint64_t begin, uint64_t end);  // returns the correlation number
+  void (*finished)(const Activity*);
+};
+void emucuda_attach_profiler(const Profiler*);
+const Profiler* emucuda_profiler(void);
+}

@@ -1,0 +1,126 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core.h"
+#include "settings.h"
+
+namespace emu {
+
+Memory& memory() {
+  static Memory* one = new Memory;
+  return *one;
+}
+
+bool Memory::reserve(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t limit = settings().memory - std::min(settings().memory, settings().context);
+  if (bytes > limit || used_[device] > limit - bytes) return false;
+  used_[device] += bytes;
+  peak_[device] = std::max(peak_[device], used_[device]);
+  return true;
+}
+
+void Memory::release(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  used_[device] -= bytes;
+}
+
+size_t Memory::used(int device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return used_[device];
+}
+
+size_t Memory::peak(int device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return peak_[device];
+}
+
+size_t Memory::available(int device) {
+  size_t taken = used(device) + settings().context;
+  return settings().memory - std::min(settings().memory, taken);
+}
+
+static void* map_host(size_t bytes) {
+  // NORESERVE: untouched pages cost nothing, so an 80 GB card fits on a small host.
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return address == MAP_FAILED ? nullptr : address;
+}
+
+void* Memory::allocate_device(int device, size_t bytes, MemoryKind kind) {
+  // cudaMalloc takes whole pages of 2 MiB for large requests; small ones share pages.
+  size_t size = round_up(bytes, bytes >= (1 << 20) ? (2 << 20) : 4096);
+  if (size < bytes || !reserve(device, size)) return nullptr;
+  void* address = map_host(size);
+  if (!address) {
+    release(device, size);
+    return nullptr;
+  }
+  if (settings().poison) std::memset(address, 0xFF, size);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto begin = reinterpret_cast<uintptr_t>(address);
+  blocks_[begin] = {begin, size, kind, device, 0};
+  return address;
+}
+
+void* Memory::allocate_pinned(int device, size_t bytes, unsigned flags) {
+  size_t size = round_up(bytes, 4096);
+  void* address = map_host(size);
+  if (!address) return nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto begin = reinterpret_cast<uintptr_t>(address);
+  blocks_[begin] = {begin, size, MemoryKind::pinned, device, flags};
+  return address;
+}
+
+bool Memory::free(const void* address, bool pinned) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto entry = blocks_.find(reinterpret_cast<uintptr_t>(address));
+  if (entry == blocks_.end()) return false;
+  const Block& block = entry->second;
+  if (pinned ? block.kind != MemoryKind::pinned : !block.on_device()) return false;
+  munmap(reinterpret_cast<void*>(block.begin), block.size);
+  if (!pinned) used_[block.device] -= block.size;
+  blocks_.erase(entry);
+  return true;
+}
+
+bool Memory::adopt(const Block& block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto next = blocks_.lower_bound(block.begin);
+  if (next != blocks_.end() && next->first < block.begin + block.size) return false;
+  if (next != blocks_.begin()) {
+    const Block& before = std::prev(next)->second;
+    if (before.begin + before.size > block.begin) return false;
+  }
+  blocks_[block.begin] = block;
+  return true;
+}
+
+bool Memory::forget(const void* address, MemoryKind kind) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto entry = blocks_.find(reinterpret_cast<uintptr_t>(address));
+  if (entry == blocks_.end() || entry->second.kind != kind) return false;
+  blocks_.erase(entry);
+  return true;
+}
+
+bool Memory::find(const void* address, Block* found) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto at = reinterpret_cast<uintptr_t>(address);
+  auto entry = blocks_.upper_bound(at);
+  if (entry == blocks_.begin()) return false;
+  --entry;
+  if (at >= entry->second.begin + entry->second.size) return false;
+  *found = entry->second;
+  return true;
+}
+
+}  // namespace emu
+
+EMU_EXPORT size_t emucuda_used_memory(int device) { return emu::memory().used(device); }
+EMU_EXPORT size_t emucuda_peak_memory(int device) { return emu::memory().peak(device); }
+EMU_EXPORT size_t emucuda_skip_above(void) { return emu::settings().skip_above; }

@@ -1,0 +1,377 @@
+// NCCL between processes of one machine. An operation runs on its stream's thread, after what the stream holds already.
+#include <nccl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <random>
+
+#include "core.h"
+#include "nccl_communicator.h"
+#include "nccl_reduce.h"
+#include "settings.h"
+
+using namespace emu;
+
+namespace {
+
+enum Kind { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, SEND, RECEIVE };
+const char* const NAMES[] = {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "AlltoAll", "Send", "Recv"};
+
+struct Operation {
+  Kind kind;
+  const char* from;
+  char* to;
+  size_t number;  // elements, of each rank's part
+  ncclDataType_t type;
+  int reduction;
+  int peer;  // or the root
+  ncclComm* comm;
+  cudaStream_t stream;
+  double scale = 1;
+  size_t bytes_done = 0;  // of a message
+};
+
+bool ranks_agree(const Operation& op) {
+  ncclComm& comm = *op.comm;
+  for (int rank = 0; rank < comm.ranks; rank++) {
+    const Call& call = comm.shared->calls[rank];
+    bool rooted = op.kind == BROADCAST || op.kind == REDUCE;
+    if (call.kind == op.kind && call.type == op.type && call.number == op.number && !(rooted && call.root != op.peer))
+      continue;
+    std::fprintf(stderr, "[emucuda] NCCL ranks disagree: rank %d calls %s of %zu (type %d), rank %d %s of %llu (type %d)\n",
+                 comm.rank, NAMES[op.kind], op.number, op.type, rank, NAMES[call.kind], call.number, call.type);
+    return false;
+  }
+  return true;
+}
+
+// One round: elements [begin, begin + number) of every rank's part, of which the slots hold `stride` elements' room.
+void put(const Operation& op, size_t begin, size_t number, size_t stride) {
+  ncclComm& comm = *op.comm;
+  size_t width = width_of(op.type);
+  char* slot = comm.slots[comm.rank];
+  if (op.kind == REDUCE_SCATTER || op.kind == ALL_TO_ALL) {
+    for (int rank = 0; rank < comm.ranks; rank++)
+      std::memcpy(slot + rank * stride * width, op.from + (rank * op.number + begin) * width, number * width);
+  } else if (op.kind != BROADCAST || comm.rank == op.peer) {
+    std::memcpy(slot, op.from + begin * width, number * width);
+  }
+}
+void take(const Operation& op, size_t begin, size_t number, size_t stride) {
+  ncclComm& comm = *op.comm;
+  size_t width = width_of(op.type), mine = comm.rank * stride * width;
+  char* to = op.to + begin * width;
+  switch (op.kind) {
+    case REDUCE:
+      if (comm.rank != op.peer) break;
+      [[fallthrough]];
+    case ALL_REDUCE: reduce(to, comm.slots, number, op.type, op.reduction, op.scale); break;
+    case REDUCE_SCATTER: {
+      std::vector<char*> parts;
+      for (auto* slot : comm.slots) parts.push_back(slot + mine);
+      reduce(to, parts, number, op.type, op.reduction, op.scale);
+      break;
+    }
+    case BROADCAST: std::memcpy(to, comm.slots[op.peer], number * width); break;
+    case ALL_GATHER:
+      for (int rank = 0; rank < comm.ranks; rank++)
+        std::memcpy(op.to + (rank * op.number + begin) * width, comm.slots[rank], number * width);
+      break;
+    case ALL_TO_ALL:
+      for (int rank = 0; rank < comm.ranks; rank++)
+        std::memcpy(op.to + (rank * op.number + begin) * width, comm.slots[rank] + mine, number * width);
+      break;
+    default: break;
+  }
+}
+
+// False: aborted.
+bool run_collective(Operation& op) {
+  ncclComm& comm = *op.comm;
+  comm.shared->calls[comm.rank] = {op.kind, op.type, op.peer, op.number};
+  if (!comm.meet(comm.shared->data)) return false;
+  if (!ranks_agree(op)) {
+    comm.error = ncclInvalidUsage;
+    comm.aborted = true;
+    return false;
+  }
+  size_t width = width_of(op.type);
+  // None may write its next call before all have read this one; a collective of data meets below.
+  if (!op.number || op.number * width > emucuda_skip_above()) return comm.meet(comm.shared->data);
+  bool in_parts = op.kind == REDUCE_SCATTER || op.kind == ALL_TO_ALL;
+  size_t stride = SLOT_BYTES / width / (in_parts ? comm.ranks : 1);
+  for (size_t begin = 0; begin < op.number; begin += stride) {
+    size_t number = std::min(stride, op.number - begin);
+    put(op, begin, number, stride);
+    if (!comm.meet(comm.shared->data)) return false;
+    take(op, begin, number, stride);
+    if (!comm.meet(comm.shared->data)) return false;
+  }
+  return true;
+}
+
+bool whole(const Operation& op) { return op.bytes_done == op.number * width_of(op.type); }
+
+// Move a part of a message if its mailbox allows; whether it did.
+bool move_message(Operation& op) {
+  ncclComm& comm = *op.comm;
+  bool sending = op.kind == SEND;
+  Mailbox& mailbox = sending ? comm.mailbox(comm.rank, op.peer) : comm.mailbox(op.peer, comm.rank);
+  if (whole(op) || mailbox.full != (sending ? 0u : 1u)) return false;
+  if (sending) {
+    size_t bytes = std::min(op.number * width_of(op.type) - op.bytes_done, MAIL_BYTES);
+    std::memcpy(mailbox.body(), op.from + op.bytes_done, bytes);
+    mailbox.bytes = static_cast<uint32_t>(bytes);
+    op.bytes_done += bytes;
+    mailbox.full = 1;
+  } else {
+    std::memcpy(op.to + op.bytes_done, mailbox.body(), mailbox.bytes);
+    op.bytes_done += mailbox.bytes;
+    mailbox.full = 0;
+  }
+  comm.shared->mail++;
+  wake_all(comm.shared->mail);
+  return true;
+}
+
+// All messages of a group at once; those of one peer and direction in order.
+void run_messages(ncclComm& comm, std::vector<Operation*>& messages) {
+  while (!comm.aborted) {
+    uint32_t movements = comm.shared->mail;
+    bool moved = false, left = false;
+    std::map<std::pair<int, int>, bool> waits;  // (kind, peer): an earlier message is not whole
+    for (auto* op : messages) {
+      bool& blocked = waits[{op->kind, op->peer}];
+      if (blocked || whole(*op)) continue;
+      moved |= move_message(*op);
+      blocked = !whole(*op);
+      left |= blocked;
+    }
+    if (!left) return;
+    if (!moved) wait_while(comm.shared->mail, movements);
+  }
+}
+
+struct Task {
+  ncclComm* comm;
+  unsigned long long ticket;
+  cudaStream_t stream;
+  std::vector<Operation> operations;
+  uint32_t correlation;
+};
+
+void run(void* argument) {
+  auto* task = static_cast<Task*>(argument);
+  ncclComm& comm = *task->comm;
+  {
+    std::unique_lock<std::mutex> lock(comm.mutex);
+    comm.next_turn.wait(lock, [&] { return comm.turn == task->ticket || comm.aborted; });
+  }
+  const Profiler* profiler = emucuda_profiler();
+  uint64_t begin = profiler ? profiler->now() : 0;
+  std::vector<Operation*> messages;
+  for (auto& op : task->operations) {
+    if (op.kind == SEND || op.kind == RECEIVE)
+      messages.push_back(&op);
+    else if (comm.aborted || !run_collective(op))
+      break;
+  }
+  run_messages(comm, messages);
+  if (profiler) {
+    std::string name = std::string("ncclDevKernel_") + NAMES[task->operations[0].kind];
+    Activity done{ACTIVITY_KERNEL, name.c_str(), comm.device, emucuda_stream_id(task->stream), 0, task->correlation,
+                  begin, profiler->now()};
+    profiler->finished(&done);
+  }
+  delete task;
+  std::lock_guard<std::mutex> lock(comm.mutex);
+  comm.turn++;
+  comm.next_turn.notify_all();
+}
+
+thread_local int group_depth = 0;
+thread_local std::vector<Operation> group;
+
+void submit_group() {
+  std::vector<Task*> tasks;  // one for each communicator and stream
+  for (auto& op : group) {
+    auto same = [&](Task* task) { return task->comm == op.comm && task->stream == op.stream; };
+    auto found = std::find_if(tasks.begin(), tasks.end(), same);
+    if (found == tasks.end()) found = tasks.insert(found, new Task{op.comm, 0, op.stream, {}, 0});
+    (*found)->operations.push_back(op);
+  }
+  group.clear();
+  const Profiler* profiler = emucuda_profiler();
+  for (auto* task : tasks) {
+    if (profiler) task->correlation = profiler->launched(ACTIVITY_KERNEL, profiler->now(), profiler->now());
+    {
+      std::lock_guard<std::mutex> lock(task->comm->mutex);
+      task->ticket = task->comm->tickets++;
+    }
+    emucuda_enqueue(task->stream, run, task);
+  }
+}
+
+ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclDataType_t type, int reduction, int peer,
+                  ncclComm* comm, cudaStream_t stream) {
+  if (!comm || peer < 0 || peer >= comm->ranks) return ncclInvalidArgument;
+  if (settings().trace)
+    std::fprintf(stderr, "[emucuda] NCCL rank %d of %d: %s of %zu (type %d)\n", comm->rank, comm->ranks, NAMES[kind],
+                 number, type);
+  Operation op{kind, static_cast<const char*>(from), static_cast<char*>(to), number, type, reduction, peer, comm, stream};
+  auto made = comm->scales.find(reduction);
+  if (made != comm->scales.end()) {
+    op.scale = made->second;
+    op.reduction = ncclSum;
+  }
+  group.push_back(op);
+  if (!group_depth) submit_group();
+  return ncclSuccess;
+}
+
+}  // namespace
+
+EMU_EXPORT ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+EMU_EXPORT const char* ncclGetErrorString(ncclResult_t result) {
+  static const char* const texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error",
+                                      "invalid argument", "invalid usage",
+                                      "remote process exited or there was a network error", "NCCL operation in progress"};
+  return result < ncclNumResults ? texts[result] : "unknown result code";
+}
+EMU_EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
+
+EMU_EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::memset(id, 0, sizeof *id);
+  std::random_device random;
+  std::snprintf(id->internal, sizeof id->internal, "%d-%08x%08x", getpid(), random(), random());
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* made, int ranks, ncclUniqueId id, int rank) {
+  return ncclComm::make(made, id.internal, ranks, rank);
+}
+EMU_EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId id, int rank, ncclConfig_t*) {
+  return ncclComm::make(made, id.internal, ranks, rank);
+}
+EMU_EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* made, int ranks, int rank, int, ncclUniqueId* ids,
+                                                 ncclConfig_t*) {
+  return ncclComm::make(made, ids[0].internal, ranks, rank);
+}
+EMU_EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made, ncclConfig_t*) {
+  Shared& shared = *comm->shared;
+  shared.color[comm->rank] = color;
+  shared.key[comm->rank] = key;
+  if (!comm->meet(shared.host)) return ncclSystemError;
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int rank = 0; rank < comm->ranks; rank++)
+    if (shared.color[rank] == color) members.emplace_back(shared.key[rank], rank);
+  int split = comm->splits++;
+  if (!comm->meet(shared.host)) return ncclSystemError;
+  *made = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::sort(members.begin(), members.end());
+  auto me = std::find_if(members.begin(), members.end(), [&](auto& member) { return member.second == comm->rank; });
+  return ncclComm::make(made, comm->id + "s" + std::to_string(split) + "c" + std::to_string(color),
+                        static_cast<int>(members.size()), static_cast<int>(me - members.begin()));
+}
+EMU_EXPORT ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+EMU_EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  comm->close();
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  if (comm) comm->abort();
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  *error = comm->error;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) {
+  *ranks = comm->ranks;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  *device = comm->device;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommRegister(const ncclComm_t comm, void*, size_t, void** handle) {
+  *handle = comm;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclCommDeregister(const ncclComm_t, void*) { return ncclSuccess; }
+EMU_EXPORT ncclResult_t ncclMemAlloc(void** address, size_t bytes) {
+  return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+EMU_EXPORT ncclResult_t ncclMemFree(void* address) {
+  return cudaFree(address) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+EMU_EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* made, void* scalar, ncclDataType_t type,
+                                                 ncclScalarResidence_t, ncclComm_t comm) {
+  double scale;
+  switch (type) {
+    case ncclFloat64: scale = *static_cast<double*>(scalar); break;
+    case ncclFloat32: scale = *static_cast<float*>(scalar); break;
+    case ncclFloat16: scale = static_cast<Float16*>(scalar)->value(); break;
+    case ncclBfloat16: scale = static_cast<Bfloat16*>(scalar)->value(); break;
+    default: return ncclInvalidArgument;
+  }
+  int operation = ncclNumOps + 1 + static_cast<int>(comm->scales.size());
+  comm->scales[operation] = scale;
+  *made = static_cast<ncclRedOp_t>(operation);
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclRedOpDestroy(ncclRedOp_t, ncclComm_t) { return ncclSuccess; }
+EMU_EXPORT ncclResult_t ncclGroupStart() {
+  group_depth++;
+  return ncclSuccess;
+}
+EMU_EXPORT ncclResult_t ncclGroupEnd() {
+  if (group_depth <= 0) return ncclInvalidUsage;
+  if (--group_depth == 0) submit_group();
+  return ncclSuccess;
+}
+
+EMU_EXPORT ncclResult_t ncclAllReduce(const void* from, void* to, size_t number, ncclDataType_t type, ncclRedOp_t op,
+                                      ncclComm_t comm, cudaStream_t stream) {
+  return call(ALL_REDUCE, from, to, number, type, op, 0, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclReduce(const void* from, void* to, size_t number, ncclDataType_t type, ncclRedOp_t op,
+                                   int root, ncclComm_t comm, cudaStream_t stream) {
+  return call(REDUCE, from, to, number, type, op, root, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclReduceScatter(const void* from, void* to, size_t number, ncclDataType_t type,
+                                          ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return call(REDUCE_SCATTER, from, to, number, type, op, 0, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclAllGather(const void* from, void* to, size_t number, ncclDataType_t type, ncclComm_t comm,
+                                      cudaStream_t stream) {
+  return call(ALL_GATHER, from, to, number, type, ncclSum, 0, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclBroadcast(const void* from, void* to, size_t number, ncclDataType_t type, int root,
+                                      ncclComm_t comm, cudaStream_t stream) {
+  return call(BROADCAST, from, to, number, type, ncclSum, root, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclBcast(void* buffer, size_t number, ncclDataType_t type, int root, ncclComm_t comm,
+                                  cudaStream_t stream) {
+  return call(BROADCAST, buffer, buffer, number, type, ncclSum, root, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclAlltoAll(const void* from, void* to, size_t number, ncclDataType_t type, ncclComm_t comm,
+                                     cudaStream_t stream) {
+  return call(ALL_TO_ALL, from, to, number, type, ncclSum, 0, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclSend(const void* from, size_t number, ncclDataType_t type, int peer, ncclComm_t comm,
+                                 cudaStream_t stream) {
+  return call(SEND, from, nullptr, number, type, ncclSum, peer, comm, stream);
+}
+EMU_EXPORT ncclResult_t ncclRecv(void* to, size_t number, ncclDataType_t type, int peer, ncclComm_t comm,
+                                 cudaStream_t stream) {
+  return call(RECEIVE, nullptr, to, number, type, ncclSum, peer, comm, stream);
+}

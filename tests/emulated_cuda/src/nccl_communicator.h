@@ -1,0 +1,63 @@
+// What the ranks of a communicator share: memory in which they meet and through which bytes move.
+#pragma once
+#include <nccl.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace emu {
+
+const size_t SLOT_BYTES = 1 << 20;  // each rank's part of a collective, at a time
+const size_t MAIL_BYTES = 1 << 20;  // a message's part, at a time
+const int MAX_RANKS = 64;
+
+// Sleep while `word` is `value`; wakes up by itself now and then, so that a caller can look whether it was aborted.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value);
+void wake_all(std::atomic<uint32_t>& word);
+
+struct Barrier {
+  std::atomic<uint32_t> arrived, generation;
+};
+struct Call {  // what a rank is about to do, for the others to compare
+  int kind, type, root;
+  unsigned long long number;
+};
+struct Shared {
+  Barrier data, host;
+  std::atomic<uint32_t> mail;  // counts the movements of messages
+  Call calls[MAX_RANKS];
+  int color[MAX_RANKS], key[MAX_RANKS];
+};
+struct Mailbox {
+  std::atomic<uint32_t> full;
+  uint32_t bytes;
+  char* body() { return reinterpret_cast<char*>(this + 1); }
+};
+
+}  // namespace emu
+
+struct ncclComm {
+  std::string id;
+  int ranks, rank, device;
+  emu::Shared* shared;
+  std::vector<char*> slots;
+  char* mailboxes;
+
+  std::atomic<bool> aborted{false};
+  std::atomic<ncclResult_t> error{ncclSuccess};
+  std::mutex mutex;
+  std::condition_variable next_turn;
+  unsigned long long tickets = 0, turn = 0;  // operations run in the order of their calls, whatever their streams
+  int splits = 0;
+  std::map<int, double> scales;  // of the operations that ncclRedOpCreatePreMulSum made
+
+  static ncclResult_t make(ncclComm** made, const std::string& id, int ranks, int rank);
+  void close();
+  void abort();
+  bool meet(emu::Barrier& barrier);  // false: aborted
+  emu::Mailbox& mailbox(int from, int to);
+};

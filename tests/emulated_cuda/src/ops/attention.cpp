@@ -1,0 +1,189 @@
+// Fused attention (flash, memory-efficient, cuDNN) with dropout and gradients, in float32.
+// Shapes: query (batch, heads, length, head_dim); key and value may have fewer heads (grouped queries).
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "bridge.h"
+
+namespace {
+
+using namespace emu;
+using c10::SymInt;
+
+struct Options {
+  MaybeTensor bias;
+  double dropout;
+  bool causal;
+  double scale;
+  uint64_t seed;  // of the dropout
+};
+
+struct Inputs {  // float32, on the host, key and value repeated to the query's heads
+  Tensor query, key, value;
+};
+
+Tensor with_heads(const Tensor& tensor, int64_t heads) {
+  return tensor.size(1) == heads ? tensor : tensor.repeat_interleave(heads / tensor.size(1), 1);
+}
+Tensor summed_to_heads(const Tensor& grad, int64_t heads) {
+  return grad.size(1) == heads ? grad : grad.unflatten(1, {heads, grad.size(1) / heads}).sum(2);
+}
+Inputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& value) {
+  int64_t heads = query.size(1);
+  return {float_on_host(query), with_heads(float_on_host(key), heads), with_heads(float_on_host(value), heads)};
+}
+double scale_of(const std::optional<double>& scale, const Tensor& query) {
+  return scale ? *scale : 1 / std::sqrt(static_cast<double>(query.size(-1)));
+}
+
+struct Weights {
+  Tensor softmax, dropped, log_sum_exp, kept;  // kept: undefined without dropout
+};
+Weights weights_of(const Inputs& in, const Options& options) {
+  Tensor scores = at::matmul(in.query, in.key.transpose(-2, -1)) * options.scale;
+  if (has(options.bias)) scores = scores + float_on_host(*options.bias);
+  if (options.causal) {
+    Tensor later = at::ones({in.query.size(-2), in.key.size(-2)}, at::kBool).tril().logical_not();
+    scores = scores.masked_fill(later, -INFINITY);
+  }
+  Weights result;
+  result.log_sum_exp = at::logsumexp(scores, -1);
+  result.softmax = result.dropped = at::softmax(scores, -1);
+  if (options.dropout > 0) {
+    SeededCpu seeded(options.seed);
+    double keep = 1 - options.dropout;
+    result.kept = at::bernoulli(at::full_like(scores, keep)) / keep;
+    result.dropped = result.softmax * result.kept;
+  }
+  return result;
+}
+
+// Fused attention's results lie as (batch, length, heads, head_dim).
+Tensor laid_out(const Tensor& result, const Tensor& like) {
+  Tensor out = at::empty({result.size(0), result.size(2), result.size(1), result.size(3)}, like.options());
+  out = out.transpose(1, 2);
+  on_host(out).copy_(result);
+  return out;
+}
+
+struct Forward {
+  Tensor out, log_sum_exp;
+  uint64_t seed;
+};
+Forward forward(const char* name, const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias,
+                double dropout, bool causal, const std::optional<double>& scale) {
+  Kernel kernel(name, query.device());
+  uint64_t seed = dropout > 0 ? draw_seed(std::nullopt, query.device()) : 0;
+  Inputs in = inputs_of(query, key, value);
+  Weights weights = weights_of(in, {bias, dropout, causal, scale_of(scale, query), seed});
+  Tensor out = laid_out(at::matmul(weights.dropped, in.value), query);
+  return {out, to_device(weights.log_sum_exp.contiguous(), query.device()), seed};
+}
+
+struct Backward {
+  Tensor query, key, value, bias;
+};
+Backward backward(const char* name, const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                  const Tensor& value, const Options& options) {
+  Kernel kernel(name, query.device());
+  Inputs in = inputs_of(query, key, value);
+  Weights weights = weights_of(in, options);
+  Tensor grad = float_on_host(grad_out);
+  Tensor grad_value = at::matmul(weights.dropped.transpose(-2, -1), grad);
+  Tensor grad_softmax = at::matmul(grad, in.value.transpose(-2, -1));
+  if (weights.kept.defined()) grad_softmax = grad_softmax * weights.kept;
+  const Tensor& p = weights.softmax;
+  Tensor grad_scores = p * (grad_softmax - (grad_softmax * p).sum(-1, true));
+  Tensor grad_query = at::matmul(grad_scores, in.key) * options.scale;
+  Tensor grad_key = at::matmul(grad_scores.transpose(-2, -1), in.query) * options.scale;
+  Backward result;
+  result.query = laid_out(grad_query, query);
+  result.key = laid_out(summed_to_heads(grad_key, key.size(1)), key);
+  result.value = laid_out(summed_to_heads(grad_value, value.size(1)), value);
+  if (has(options.bias)) {
+    Tensor grad_bias = at::sum_to(grad_scores, options.bias->sizes());
+    result.bias = to_device(grad_bias.to(options.bias->scalar_type()), query.device());
+  }
+  return result;
+}
+
+// The seed of the dropout travels in the result that holds the generator's state.
+Tensor seed_tensor(uint64_t seed, at::IntArrayRef shape, at::ScalarType type, c10::Device device) {
+  Tensor host = at::zeros(shape, at::TensorOptions().dtype(type));
+  std::memcpy(host.data_ptr(), &seed, sizeof seed);
+  return to_device(host, device);
+}
+uint64_t seed_in(const Tensor& tensor) {
+  uint64_t seed = 0;
+  if (tensor.defined() && tensor.numel()) std::memcpy(&seed, tensor.const_data_ptr(), sizeof seed);
+  return seed;
+}
+
+using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+FlashResult flash(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal, bool,
+                  std::optional<double> scale) {
+  Forward result = forward("flash_attention", query, key, value, std::nullopt, dropout, causal, scale);
+  auto device = query.device();
+  return {result.out, result.log_sum_exp, Tensor(), Tensor(), query.size(2), key.size(2),
+          seed_tensor(result.seed, {2}, at::kUInt64, device), seed_tensor(0, {}, at::kUInt64, device),
+          at::empty({0}, query.options())};
+}
+Gradients flash_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, double dropout,
+                         bool causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
+  Options options{std::nullopt, dropout, causal, scale_of(scale, query), seed_in(seed)};
+  Backward result = backward("flash_attention_backward", grad, query, key, value, options);
+  return {result.query, result.key, result.value};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const MaybeTensor& bias, bool, double dropout, bool causal,
+                                                     std::optional<double> scale) {
+  Forward result = forward("efficient_attention", query, key, value, bias, dropout, causal, scale);
+  auto device = query.device();
+  return {result.out, result.log_sum_exp, seed_tensor(result.seed, {}, at::kLong, device),
+          seed_tensor(0, {}, at::kLong, device)};
+}
+std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& query,
+                                                              const Tensor& key, const Tensor& value,
+                                                              const Tensor& bias, const Tensor&, const Tensor&,
+                                                              const Tensor& seed, const Tensor&, double dropout,
+                                                              std::array<bool, 4> needed, bool causal,
+                                                              std::optional<double> scale) {
+  if (!grad.defined()) return {};
+  Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
+  Backward result = backward("efficient_attention_backward", grad, query, key, value, options);
+  return {result.query, result.key, result.value, needed[3] ? result.bias : Tensor()};
+}
+
+FlashResult cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias, bool,
+                  double dropout, bool causal, bool, std::optional<double> scale) {
+  Forward result = forward("cudnn_attention", query, key, value, bias, dropout, causal, scale);
+  auto device = query.device();
+  return {result.out, result.log_sum_exp.unsqueeze(-1), Tensor(), Tensor(), query.size(2), key.size(2),
+          seed_tensor(result.seed, {}, at::kLong, device), seed_tensor(0, {}, at::kLong, device), Tensor()};
+}
+Gradients cudnn_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const Tensor&, const Tensor&, const Tensor& seed, const Tensor&, const Tensor& bias,
+                         const Tensor&, const Tensor&, SymInt, SymInt, double dropout, bool causal,
+                         std::optional<double> scale) {
+  Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
+  Backward result = backward("cudnn_attention_backward", grad, query, key, value, options);
+  return {result.query, result.key, result.value};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  QuietOverrides quiet;
+  library.impl("_scaled_dot_product_flash_attention", TORCH_FN(flash));
+  library.impl("_scaled_dot_product_flash_attention_backward", TORCH_FN(flash_backward));
+  library.impl("_scaled_dot_product_efficient_attention", TORCH_FN(efficient));
+  library.impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(efficient_backward));
+  library.impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
+  library.impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
+}

@@ -1,0 +1,95 @@
+// No-compute mode: torch's own CUDA code runs over kernels that do nothing. Only what goes through cuDNN, which cannot
+// run here, is replaced: by allocations of the same outputs, without cuDNN's workspaces.
+#include <ATen/ATen.h>
+#include <ATen/native/ConvUtils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "../core.h"
+#include "bridge.h"
+
+namespace {
+
+using namespace emu;
+using c10::SymInt;
+
+Tensor convolution(const Tensor& x, const Tensor& weight, at::IntArrayRef padding, at::IntArrayRef stride,
+                   at::IntArrayRef dilation, int64_t, bool, bool, bool) {
+  auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
+  Tensor copies[] = {x.contiguous(format), weight.contiguous(format)};  // held while the result is made
+  auto size = at::native::conv_output_size(x.sizes(), weight.sizes(), padding, stride, dilation);
+  emucuda_count_gemm();
+  return at::empty(size, x.options().memory_format(format));
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_out, const Tensor& x, const Tensor& weight,
+                                                        at::OptionalIntArrayRef, at::IntArrayRef, at::IntArrayRef,
+                                                        at::IntArrayRef, bool, at::IntArrayRef, int64_t,
+                                                        std::array<bool, 3> needed) {
+  auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
+  Tensor grad = grad_out.contiguous(format), grad_x, grad_weight, grad_bias;
+  if (needed[0]) {
+    Tensor held = weight.contiguous(format);
+    grad_x = at::empty(x.sizes(), x.options().memory_format(format));
+    emucuda_count_gemm();
+  }
+  if (needed[1]) {
+    Tensor held = x.contiguous(format);
+    grad_weight = at::empty(weight.sizes(), weight.options().memory_format(format));
+    emucuda_count_gemm();
+  }
+  if (needed[2]) {
+    std::vector<int64_t> dims{0};
+    for (int64_t dim = 2; dim < grad_out.dim(); dim++) dims.push_back(dim);
+    grad_bias = grad_out.sum(dims);
+  }
+  return {grad_x, grad_weight, grad_bias};
+}
+
+// An empty tensor of `sizes` whose dimensions lie in memory in the order of `like`'s.
+Tensor laid_out_like(const Tensor& like, at::IntArrayRef sizes) {
+  std::vector<int64_t> order(like.dim()), strides(like.dim());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return like.stride(a) < like.stride(b); });
+  int64_t stride = 1;
+  for (int64_t dim : order) {
+    strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  return at::empty_strided(sizes, strides, like.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor> attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor&, bool log_sum_exp, double, bool,
+    bool, std::optional<double>) {
+  Tensor out = laid_out_like(query, {query.size(0), query.size(1), query.size(2), value.size(3)}), sums;
+  if (log_sum_exp)
+    sums = at::empty({query.size(0), query.size(1), query.size(2), 1}, query.options().dtype(at::kFloat));
+  emucuda_count_gemm();
+  auto number = query.options().dtype(at::kLong);
+  return {out, sums, Tensor(), Tensor(), query.size(2), key.size(2), at::empty({}, number), at::empty({}, number),
+          Tensor()};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                                      const Tensor& value, const Tensor& out, const Tensor&,
+                                                      const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                      const Tensor&, SymInt, SymInt, double, bool,
+                                                      std::optional<double>) {
+  Tensor grads[] = {at::empty_like(query), at::empty_like(key), at::empty_like(value)};
+  Tensor relaid = grad_out.strides() == out.strides() ? Tensor() : at::empty_like(out);
+  emucuda_count_gemm();
+  return {grads[0], grads[1], grads[2]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  QuietOverrides quiet;
+  library.impl("cudnn_convolution", TORCH_FN(convolution));
+  library.impl("convolution_backward", TORCH_FN(convolution_backward));
+  library.impl("_scaled_dot_product_cudnn_attention", TORCH_FN(attention));
+  library.impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(attention_backward));
+}

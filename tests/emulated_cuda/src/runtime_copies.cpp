@@ -1,0 +1,112 @@
+// Runtime API: copies and fills. A copy between pinned and device memory is asynchronous, as it is on a GPU.
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "core.h"
+#include "counters.h"
+#include "memory.h"
+#include "settings.h"
+#include "streams.h"
+
+using namespace emu;
+
+static std::atomic<const Profiler*> profiler{nullptr};
+EMU_EXPORT void emucuda_attach_profiler(const Profiler* to) { profiler = to; }
+EMU_EXPORT const Profiler* emucuda_profiler(void) { return profiler; }
+
+static void copy_in_stream(void* to, const void* from, size_t bytes, Stream* stream, bool to_device) {
+  const Profiler* recorded = profiler;
+  ActivityKind kind = to_device ? ACTIVITY_COPY_TO_DEVICE : ACTIVITY_COPY_TO_HOST;
+  uint32_t correlation = recorded ? recorded->launched(kind, recorded->now(), recorded->now()) : 0;
+  stream->enqueue([=] {
+    if (settings().copy_delay_us) usleep(settings().copy_delay_us);
+    uint64_t begin = recorded ? recorded->now() : 0;
+    std::memmove(to, from, bytes);
+    if (recorded) {
+      Activity done{kind, "", stream->device, stream->id, bytes, correlation, begin, recorded->now()};
+      recorded->finished(&done);
+    }
+  });
+}
+
+static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStream_t handle) {
+  if (!bytes) return cudaSuccess;
+  Stream* stream = stream_of(handle);
+  Block source, target;
+  bool source_known = memory().find(from, &source), target_known = memory().find(to, &target);
+  bool from_device = source_known && source.on_device(), to_device = target_known && target.on_device();
+  count(from_device && to_device ? Counter::copy_d2d : from_device ? Counter::copy_d2h : Counter::copy_h2d);
+  if (!source_known || !target_known) count(Counter::copy_pageable);
+  bool skip = bytes > settings().skip_above && (from_device || to_device);
+  if (from_device && to_device) {
+    // Kernels run as they are called, so a copy among device memory does too, once the stream is there.
+    if (skip) return cudaSuccess;
+    stream->drain();
+    std::memmove(to, from, bytes);
+  } else if (!source_known || !target_known) {
+    // The driver stages pageable memory before the call returns.
+    stream->drain();
+    if (!skip) std::memmove(to, from, bytes);
+  } else if (!skip) {
+    copy_in_stream(to, from, bytes, stream, to_device);
+  }
+  return cudaSuccess;
+}
+
+static cudaError_t copy_blocking(void* to, const void* from, size_t bytes) {
+  count(Counter::copy_blocking);
+  stream_of(nullptr)->drain();
+  Block block;
+  bool device = (memory().find(to, &block) && block.on_device()) || (memory().find(from, &block) && block.on_device());
+  if (!(device && bytes > settings().skip_above)) std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
+  count(Counter::memset);
+  if (bytes > settings().skip_above) return cudaSuccess;
+  stream->drain();
+  std::memset(at, value, bytes);
+  return cudaSuccess;
+}
+
+static cudaError_t copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                             size_t height, Stream* stream) {
+  stream->drain();
+  if (width * height > settings().skip_above) return cudaSuccess;
+  for (size_t row = 0; row < height; row++)
+    std::memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+  return cudaSuccess;
+}
+
+EMU_EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  return copy_blocking(to, from, bytes);
+}
+EMU_EXPORT cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int, size_t bytes) {
+  return copy_blocking(to, from, bytes);
+}
+EMU_EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy_async(to, from, bytes, stream);
+}
+EMU_EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy_async(to, from, bytes, stream);
+}
+EMU_EXPORT cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                    size_t height, cudaMemcpyKind) {
+  count(Counter::copy_blocking);
+  return copy_rows(to, to_pitch, from, from_pitch, width, height, stream_of(nullptr));
+}
+EMU_EXPORT cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                         size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  count(Counter::copy_d2d);
+  return copy_rows(to, to_pitch, from, from_pitch, width, height, stream_of(stream));
+}
+EMU_EXPORT cudaError_t cudaMemset(void* at, int value, size_t bytes) {
+  return fill(at, value, bytes, stream_of(nullptr));
+}
+EMU_EXPORT cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
+  return fill(at, value, bytes, stream_of(stream));
+}

@@ -1,0 +1,146 @@
+// Runtime API: streams and events. Stream capture (CUDA graphs) is refused.
+#include <cuda_runtime_api.h>
+
+#include "counters.h"
+#include "errors.h"
+#include "settings.h"
+#include "streams.h"
+
+using namespace emu;
+
+EMU_EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* made, unsigned flags, int priority) {
+  *made = reinterpret_cast<cudaStream_t>(make_stream(flags, priority));
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* made, unsigned flags) {
+  return cudaStreamCreateWithPriority(made, flags, 0);
+}
+EMU_EXPORT cudaError_t cudaStreamCreate(cudaStream_t* made) { return cudaStreamCreateWithPriority(made, 0, 0); }
+EMU_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  if (is_default_stream(stream)) return failed(cudaErrorInvalidResourceHandle);
+  stream_of(stream)->destroy();
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  count(Counter::stream_sync);
+  stream_of(stream)->drain();
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  count(Counter::stream_query);
+  return stream_of(stream)->idle() ? cudaSuccess : cudaErrorNotReady;
+}
+EMU_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  count(Counter::stream_wait_event);
+  auto marker = reinterpret_cast<Event*>(event)->recorded();
+  if (marker && !marker->reached()) stream_of(stream)->enqueue([marker] { marker->wait(); });
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream)->priority;
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
+  *flags = stream_of(stream)->flags;
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = stream_of(stream)->id;
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  stream_of(stream)->enqueue([=] { function(argument); });
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* argument,
+                                             unsigned) {
+  stream_of(stream)->enqueue([=] { function(stream, cudaSuccess, argument); });
+  return cudaSuccess;
+}
+
+EMU_EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+static cudaError_t not_capturing(cudaStreamCaptureStatus* status, unsigned long long* id) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  return cudaSuccess;
+}
+#if CUDART_VERSION >= 13000
+EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                                cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                                size_t*) {
+  return not_capturing(status, id);
+}
+#else
+#undef cudaStreamGetCaptureInfo
+#undef cudaStreamGetCaptureInfo_v2
+#undef cudaStreamGetCaptureInfo_v3
+EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* status,
+                                                   unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                                   size_t*) {
+  return not_capturing(status, id);
+}
+EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t, cudaStreamCaptureStatus* status,
+                                                   unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                                   const cudaGraphEdgeData**, size_t*) {
+  return not_capturing(status, id);
+}
+#endif
+EMU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+EMU_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return failed(cudaErrorNotSupported);
+}
+
+EMU_EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned flags) {
+  auto* event = new Event;
+  event->flags = flags;
+  event->device = current_device();
+  *made = reinterpret_cast<cudaEvent_t>(event);
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaEventCreate(cudaEvent_t* made) { return cudaEventCreateWithFlags(made, 0); }
+EMU_EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<Event*>(event);
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+  count(Counter::event_record);
+  auto* event = reinterpret_cast<Event*>(handle);
+  Stream* stream = stream_of(stream_handle);
+  if (stream->device != event->device) return failed(cudaErrorInvalidResourceHandle);
+  auto marker = std::make_shared<Marker>();
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    event->marker = marker;
+  }
+  if (stream->idle())
+    marker->reach();  // no need for a thread
+  else
+    stream->enqueue([marker] { marker->reach(); });
+  return cudaSuccess;
+}
+EMU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+EMU_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  count(Counter::event_query);
+  auto marker = reinterpret_cast<Event*>(event)->recorded();
+  return !marker || marker->reached() ? cudaSuccess : cudaErrorNotReady;
+}
+EMU_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  count(Counter::event_sync);
+  if (auto marker = reinterpret_cast<Event*>(event)->recorded()) marker->wait();
+  return cudaSuccess;
+}
+// CUDA 12.8's headers rename this to cudaEventElapsedTime_v2.
+EMU_EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  auto *first = reinterpret_cast<Event*>(from), *second = reinterpret_cast<Event*>(to);
+  auto begin = first->recorded(), end = second->recorded();
+  if (!begin || !end || ((first->flags | second->flags) & cudaEventDisableTiming))
+    return failed(cudaErrorInvalidResourceHandle);
+  if (!begin->reached() || !end->reached()) return cudaErrorNotReady;
+  *ms = static_cast<float>(end->reached_at_ms() - begin->reached_at_ms());
+  return cudaSuccess;
+}

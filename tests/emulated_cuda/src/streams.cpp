@@ -1,0 +1,163 @@
+#include "streams.h"
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+#include "core.h"
+#include "settings.h"
+
+namespace emu {
+
+int& current_device() {
+  thread_local int device = 0;
+  return device;
+}
+
+static double now_ms() {
+  using namespace std::chrono;
+  return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
+void Marker::reach() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  reached_ = true;
+  at_ms_ = now_ms();
+  changed_.notify_all();
+}
+
+void Marker::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return reached_; });
+}
+
+bool Marker::reached() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return reached_;
+}
+
+double Marker::reached_at_ms() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return at_ms_;
+}
+
+struct Streams {
+  std::mutex mutex;
+  std::unordered_set<Stream*> all;
+  std::map<int, Stream*> of_device;
+};
+static Streams& streams() {
+  static Streams* all = new Streams;
+  return *all;
+}
+
+static unsigned next_id() {
+  static std::atomic<unsigned> next{1};
+  return next++;
+}
+
+Stream::Stream(int on_device, unsigned with_flags, int with_priority)
+    : device(on_device), flags(with_flags), priority(with_priority), id(next_id()) {}
+
+void Stream::enqueue(std::function<void()> task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_) {  // most of the streams that torch makes are never used
+    started_ = true;
+    std::thread(&Stream::work, this).detach();
+  }
+  queue_.push_back(std::move(task));
+  queued_.notify_one();
+}
+
+void Stream::work() {
+  current_device() = device;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    queued_.wait(lock, [this] { return destroyed_ || !queue_.empty(); });
+    if (queue_.empty()) break;
+    auto task = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    task();
+    task = nullptr;  // what it holds goes before the stream is idle
+    lock.lock();
+    busy_ = false;
+    if (queue_.empty()) emptied_.notify_all();
+  }
+  lock.unlock();
+  delete this;
+}
+
+bool Stream::idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.empty() && !busy_;
+}
+
+void Stream::drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  emptied_.wait(lock, [this] { return queue_.empty() && !busy_; });
+}
+
+void Stream::destroy() {
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().all.erase(this);
+  }
+  bool worker_deletes;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    destroyed_ = true;
+    worker_deletes = started_;
+    queued_.notify_one();
+  }
+  if (!worker_deletes) delete this;
+}
+
+bool is_default_stream(const void* handle) { return reinterpret_cast<uintptr_t>(handle) <= 2; }
+
+Stream* make_stream(unsigned flags, int priority) {
+  auto* stream = new Stream(current_device(), flags, priority);
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  streams().all.insert(stream);
+  return stream;
+}
+
+Stream* stream_of(const void* handle) {
+  if (!is_default_stream(handle)) return static_cast<Stream*>(const_cast<void*>(handle));
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  Stream*& stream = streams().of_device[current_device()];
+  if (!stream) {
+    stream = new Stream(current_device(), 0, 0);
+    streams().all.insert(stream);
+  }
+  return stream;
+}
+
+void drain_device(int device) {
+  std::vector<Stream*> wanted;
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    for (auto* stream : streams().all)
+      if (stream->device == device) wanted.push_back(stream);
+  }
+  for (auto* stream : wanted) stream->drain();
+}
+
+void drain_all_devices() {
+  for (int device = 0; device < settings().devices(); device++) drain_device(device);
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+EMU_EXPORT void emucuda_drain(void* stream) { stream_of(stream)->drain(); }
+EMU_EXPORT void emucuda_enqueue(void* stream, void (*task)(void*), void* argument) {
+  stream_of(stream)->enqueue([=] { task(argument); });
+}
+EMU_EXPORT unsigned emucuda_stream_id(void* stream) { return stream_of(stream)->id; }
+EMU_EXPORT int emucuda_current_device(void) { return current_device(); }

@@ -1,0 +1,58 @@
+"""EMUCUDA_COMPUTE=0: torch's own CUDA code allocates and launches; nothing is computed, and memory is not touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.emulated_cuda import call, needs_emulation
+
+pytestmark = [pytest.mark.gpu, needs_emulation]
+
+MIB = 1 << 20
+
+
+def step() -> dict[str, Any]:
+    """A step of a model that would not fit on this machine."""
+    import emucuda
+
+    layers = [nn.Linear(16384, 16384, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    with emucuda.counting() as made:
+        model(torch.zeros(4, 16384, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    return {"made": made, "parameters": parameters, "allocated": torch.cuda.memory_allocated()}
+
+
+def test_a_step_allocates_and_launches_without_computing() -> None:
+    found = call(step, EMUCUDA_COMPUTE="0", EMUCUDA_MEMORY="141G")
+    assert found["parameters"] > 4 << 30
+    # Parameters, gradients and two moments, with cuBLAS's workspaces beside them.
+    assert 4 * found["parameters"] <= found["allocated"] <= 4 * found["parameters"] + 256 * MIB
+    assert found["made"]["gemm"] == 8 + 8 + 7, "forward, weights' gradients, inputs' but the first"
+    assert found["made"]["launch"] > 8
+    assert found["made"]["emulated_operator"] == 0
+
+
+def convolve() -> list[list[int]]:
+    x = torch.zeros(2, 3, 32, 32, device="cuda", requires_grad=True)
+    layer = nn.Conv2d(3, 8, 3, stride=2, padding=1).cuda()
+    out = layer(x)
+    out.sum().backward()
+    assert layer.weight.grad is not None and x.grad is not None
+    heads = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    attended.sum().backward()
+    assert heads.grad is not None
+    return [list(t.shape) for t in (out, layer.weight.grad, x.grad, attended, heads.grad)]
+
+
+def test_what_cudnn_would_do_has_its_shapes() -> None:
+    assert call(convolve, EMUCUDA_COMPUTE="0") == [
+        [2, 8, 16, 16], [8, 3, 3, 3], [2, 3, 32, 32], [1, 2, 64, 64], [1, 2, 64, 64]
+    ]  # fmt: skip

@@ -1,0 +1,240 @@
+"""Operators on the emulated device against the CPU's: values, gradients, and what only CUDA's kernels do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.emulated_cuda import needs_emulation
+
+pytestmark = [pytest.mark.gpu, needs_emulation]
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "linear with bias": lambda x, w: F.linear(x, w, w[0]),
+    "layer norm": lambda x, w: F.layer_norm(x, (16,), w[0], w[1]),
+    "rms norm": lambda x, w: F.rms_norm(x, (16,), w[0], 1e-2),
+    "batch norm": lambda x, w: F.batch_norm(x, None, None, w[0], w[1], training=True),
+    "softmax": lambda x, w: (x * w).softmax(-1),
+    "gelu": lambda x, w: F.gelu(x + w),
+    "sort, gather, cumsum": lambda x, w: x.sort(-1).values.cumsum(-1) * w.gather(1, x.argsort(-1)),
+    "boolean index": lambda x, w: (x * w)[x > 0],
+    "index put": lambda x, w: x.index_put((torch.tensor([1, 3, 1], device=x.device),), w[:3], accumulate=True),
+    "convolution": lambda x, w: F.conv2d(x.view(1, 4, 8, 8), w.view(16, 4, 2, 2), stride=2),
+    "transposed convolution": lambda x, w: F.conv_transpose2d(x.view(1, 4, 8, 8), w.view(4, 16, 2, 2)),
+    "einsum": lambda x, w: torch.einsum("ij,kj->ik", x, w),
+    "max pool": lambda x, w: F.max_pool2d((x * w).view(1, 1, 16, 16), 2),
+    "interpolate": lambda x, w: F.interpolate((x * w).view(1, 1, 16, 16), scale_factor=2, mode="bilinear"),
+    "cross entropy": lambda x, w: F.cross_entropy(x @ w, torch.arange(16, device=x.device), label_smoothing=0.1),
+    "complex": lambda x, w: torch.fft.rfft(x * w).abs(),
+    "cat, stack, pad": lambda x, w: F.pad(torch.cat([torch.stack([x, w])[1], x]), (1, 2)),
+}
+
+
+def both(function: Callable[..., Tensor], *inputs: Tensor, **kwargs: Any) -> list[list[Tensor]]:
+    """Result and gradients of the sum of squares, on the CPU and on the GPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [value.detach().to(device).requires_grad_() for value in inputs]
+        out = function(*leaves, **kwargs)
+        assert out.device.type == device
+        out.float().square().sum().backward()
+        found.append([out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_the_cpus(name: str) -> None:
+    torch.manual_seed(0)
+    cpu, gpu = both(FUNCTIONS[name], torch.randn(16, 16), torch.randn(16, 16))
+    for one, other in zip(cpu, gpu, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_product_of_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    x, w = torch.randn(8, 4096).to(dtype), torch.randn(4096, 8).to(dtype)
+    exact = x.double() @ w.double()
+    product = (x.cuda() @ w.cuda()).cpu().double()
+    torch.testing.assert_close(product, exact, rtol=torch.finfo(dtype).eps, atol=1e-3)  # rounded once, at the end
+    longer = torch.mm(x.cuda(), w.cuda(), out_dtype=torch.float32)
+    assert longer.dtype == torch.float32
+    torch.testing.assert_close(longer.cpu().double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_is_plain_attention(kind: str, causal: bool) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads = [torch.randn(2, 4, 24, 16, dtype=torch.float16) * 2 for _ in range(3)]
+    leaves = [head.cuda().requires_grad_() for head in heads]
+    with sdpa_kernel(getattr(SDPBackend, kind)):
+        out = attend(*leaves, is_causal=causal, scale=0.3)
+    assert kind.split("_")[0].lower() in type(out.grad_fn).__name__.lower()
+    out.float().square().sum().backward()
+    plain = [head.double().requires_grad_() for head in heads]
+    scores = plain[0] @ plain[1].mT * 0.3
+    if causal:
+        scores = scores.masked_fill(torch.ones(24, 24).triu(1).bool(), float("-inf"))
+    wanted = scores.softmax(-1) @ plain[2]
+    wanted.square().sum().backward()
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2e-3, atol=2e-3)
+    for leaf, other in zip(leaves, plain, strict=True):
+        torch.testing.assert_close(leaf.grad.cpu().double(), other.grad, rtol=1e-2, atol=2e-2)
+
+
+def test_attention_with_a_bias_and_fewer_heads_of_keys() -> None:
+    query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    bias = torch.randn(2, 4, 8, 8)
+    cpu, gpu = both(lambda q, k, v, b: attend(q, k, v, attn_mask=b, enable_gqa=True), query, key, value, bias)
+    for one, other in zip(cpu, gpu, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def test_attentions_gradient_drops_what_its_forward_dropped() -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, 1, 32, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+    value = torch.eye(32, 16, device="cuda", dtype=torch.float16).view(1, 1, 32, 16).requires_grad_()
+    out = attend(query, key, value, dropout_p=0.5)
+    assert not torch.equal(out, attend(query, key, value, dropout_p=0.5)), "another call drops others"
+    # The result is linear in the value: its gradient is the matrix of weights that the forward pass used.
+    (grad,) = torch.autograd.grad(out[0, 0, :, 3].sum(), value)
+    weights = grad[0, 0, :, 3]
+    torch.testing.assert_close(weights[3], out[0, 0, :, 3].sum(), rtol=1e-2, atol=1e-2)
+
+
+def test_fused_adamw_steps_as_the_plain_one() -> None:
+    def train(device: str, **kwargs: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **kwargs)
+        data = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    for wanted, fused in zip(train("cpu", foreach=False), train("cuda", fused=True), strict=True):
+        torch.testing.assert_close(fused, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_grad_scaler_skips_a_step_with_an_infinity() -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    weight = nn.Parameter(torch.ones(2, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(float("inf"))
+    assert weight.tolist() == [1.0, 1.0] and scaler.get_scale() == 512.0
+    step(2.0)
+    assert weight.tolist() == [0.5, 0.5] and scaler.get_scale() == 512.0
+
+
+def test_autocast_chooses_types_as_on_a_gpu() -> None:
+    x, layer = torch.randn(4, 8, device="cuda"), nn.Linear(8, 8, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        out = layer(x)
+        assert out.dtype == torch.float16
+        assert out.softmax(-1).dtype == torch.float32
+        loss = F.cross_entropy(out, torch.zeros(4, dtype=torch.long, device="cuda"))
+    loss.backward()
+    assert layer.weight.grad is not None and layer.weight.grad.isfinite().all()
+
+
+def test_sync_batch_norm_of_one_rank_is_batch_norm() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 4, 4, device="cuda")
+    weight = torch.randn(3, device="cuda")
+    mean, invstd = torch.batch_norm_stats(x, 1e-5)
+    running = [torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")]
+    total = torch.full((1,), 96.0, device="cuda")
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        x, mean[None], invstd[None], running[0], running[1], 0.1, 1e-5, total
+    )
+    out = torch.batch_norm_elemt(x, weight, None, mean, invstd, 1e-5)
+    plain = nn.BatchNorm2d(3)
+    plain.weight.data.copy_(weight)
+    leaf = x.cpu().requires_grad_()
+    wanted = plain(leaf)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(running[0].cpu(), plain.running_mean)
+    torch.testing.assert_close(running[1].cpu(), plain.running_var)
+    grad = torch.randn(6, 3, 4, 4)
+    wanted.backward(grad)
+    found = torch.batch_norm_backward_reduce(grad.cuda(), x, mean, invstd, weight, True, True, True)
+    grad_x = torch.batch_norm_backward_elemt(grad.cuda(), x, mean, invstd, weight, found[0], found[1], total.int())
+    torch.testing.assert_close(grad_x.cpu(), leaf.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[2].cpu(), plain.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[3].cpu(), plain.bias.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gpus_generator_repeats_and_moves_on() -> None:
+    torch.cuda.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    cpu_before = torch.get_rng_state()
+    first, second = torch.rand(5, device="cuda"), torch.rand(5, device="cuda")
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), cpu_before), "the CPU's generator is another"
+    torch.cuda.set_rng_state(before)
+    assert torch.equal(torch.rand(5, device="cuda"), first)
+    own = torch.Generator("cuda").manual_seed(3)
+    assert torch.equal(torch.rand(5, device="cuda", generator=own), first)
+
+
+def test_devices_do_not_mix() -> None:
+    gpu = torch.ones(3, device="cuda")
+    for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            gpu + other
+    assert (gpu + torch.tensor(1.0)).tolist() == [2.0] * 3, "a CPU scalar may"
+    with pytest.raises(TypeError, match="numpy"):
+        gpu.numpy()
+
+
+def test_an_out_argument_grows() -> None:
+    out = torch.empty(0, device="cuda")
+    torch.add(torch.ones(3, device="cuda"), 1, out=out)
+    assert out.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_kernel_without_emulation_fails_and_says_its_name() -> None:
+    with pytest.raises(RuntimeError, match=r"a kernel was launched that is not emulated: .*fused_dropout"):
+        torch.ops.aten._fused_dropout(torch.ones(64, device="cuda"), 0.5)
+
+
+def test_cuda_graphs_are_refused() -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="operation not supported"):
+        graph.capture_begin()
+
+
+def test_the_profiler_sees_kernels_with_their_operators() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.randn(8, 8, device="cuda")
+    pinned = torch.ones(1024).pin_memory()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        x @ x
+        pinned.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+    names = {event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    assert "aten::mm" in names
+    assert any("Memcpy HtoD" in name for name in names), names
+    times = {event.key: event.device_time_total for event in found.key_averages()}
+    assert times["aten::matmul"] > 0, "the kernel's time belongs to the operator that launched it"
