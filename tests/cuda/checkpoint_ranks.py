@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from shardkit.strategies.local import SCALE
 
 from shardkit.checkpoint.format import layout
 from shardkit.checkpoint.format.manifest import RunState
 from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.checkpoint.staging import Staging
 from shardkit.run.job import Job, start
-from shardkit.strategies.local import SCALE
 from tests.checkpoint import cases
 from tests.cuda.parity_ranks import join
 
