@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.libraries import Feature, NameGone
+from ..config.libraries import Feature, NameGone, Private
 
 _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
@@ -98,26 +98,29 @@ _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
 _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
 
-_ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_products = [KEPT.use("torch.ops.aten._scaled_mm")]
+_attentions = [
+    KEPT.use(f"torch.ops.aten._scaled_dot_product_{name}")
+    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+]
 
 
 def products() -> set[Any]:
     """The private operators that are matrix products: fp8's."""
-    return {op.default for op in _operators("_scaled_mm")}
+    return {op.default for op in _operators(_products)}
 
 
 def attentions() -> set[Any]:
     """The operators of fused attention that this torch has."""
-    return {op.default for op in _operators(*(f"_scaled_dot_product_{name}" for name in _ATTENTIONS))}
+    return {op.default for op in _operators(_attentions)}
 
 
-def _operators(*names: str) -> Iterator[Any]:
-    for name in names:
-        private = KEPT.use(f"torch.ops.aten.{name}")
+def _operators(names: Sequence[Private]) -> Iterator[Any]:
+    for private in names:
         try:
             yield private.find()
         except NameGone:
-            KEPT.lost(private, f"keeping {name}")
+            KEPT.lost(private, f"keeping {private.path}")
 
 
 def schema(op: Any) -> Any:
