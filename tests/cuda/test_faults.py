@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import time
@@ -156,6 +157,7 @@ def test_a_profile_can_be_read_back(tmp_path: Path) -> None:
     )  # fmt: skip
     done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S)
     assert done.returncode == 0, done.stderr
-    files = [json.loads(path.read_text()) for path in (tmp_path / "run").rglob("*.json") if "profile" in str(path)]
-    (trace,) = [data["traceEvents"] for data in files if "traceEvents" in data]
-    assert any("cuda" in event.get("cat", "") for event in trace)
+    (path,) = (tmp_path / "run").rglob("*_trace.json.gz")
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert any("cuda" in event.get("cat", "") for event in events)
