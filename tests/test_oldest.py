@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import CORE, CPU_FAKES, NAMES, check_versions, python_with, run_tests, versions
+from tests.environments import CORE, NAMES, SHIM, check_versions, python_with, run_tests, versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -18,6 +18,6 @@ def python() -> Path:
     return interpreter
 
 
-@pytest.mark.parametrize("files", [NAMES, CPU_FAKES, CORE], ids=["names", "plans", "core"])
+@pytest.mark.parametrize("files", [NAMES, SHIM, CORE], ids=["names", "shim", "core"])
 def test_passes_on_the_oldest_supported_versions(python: Path, files: list[str]) -> None:
     run_tests(python, files)

@@ -8,9 +8,13 @@ then plans with CPU fakes.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -58,10 +62,16 @@ _split = PLANS.use(f"{_FSDP}._fsdp_param._chunk_with_empty")
 # torch 2.9 calls it by the name that a second module has for it.
 _moves = [PLANS.use(f"{_FSDP}._fsdp_init._move_states_to_device")]
 _moves += [PLANS.use(f"{_FSDP}._fully_shard._move_states_to_device", until="2.13.0")]
+# torch 2.9.0 has no kernels for collectives of fake tensors: see `register_collectives`.
+_c10d = PLANS.use("torch.ops.c10d", until="2.13.0")
+_key = PLANS.use("torch._C.DispatchKey", until="2.13.0")
+_key_set = PLANS.use("torch._C.DispatchKeySet", until="2.13.0")
 _fused_adamw = ZERO_PLANS.take("torch._fused_adamw_")
 
-# torch 2.9.0 has none: plans for GPUs are traced as CPU tensors there.
-_ensure_guard = FAKE_CUDA.take("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.13.0")
+# torch 2.9.0 has none for machines without a GPU, and gets ours: see `_install_guard`.
+_ensure_guard = FAKE_CUDA.use("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.13.0")
+# torch 2.9.0 makes a real tensor on the device with the first fake one.
+_init_context = FAKE_CUDA.use(f"{_FAKES}.init_gpu_context", _FAKE_DEVICE, until="2.13.0")
 _cuda_hooks = FAKE_CUDA.use("torch.lib.libtorch_cpu._ZN2at6detail12getCUDAHooksEv", _FAKE_DEVICE)
 _register_guard = FAKE_CUDA.use(
     "torch.lib.libc10._ZN3c104impl24DeviceGuardImplRegistrarC1ENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE",
@@ -83,12 +93,14 @@ _replaced = [
     )
 ]  # fmt: skip
 
+_COLLECTIVES = (
+    "allreduce_", "reduce_", "broadcast_", "barrier", "allgather_", "_allgather_base_", "reduce_scatter_",
+    "_reduce_scatter_base_", "alltoall_", "alltoall_base_", "gather_", "scatter_",
+)  # fmt: skip
 _CUDA = 1  # c10::DeviceType::CUDA
 _SLOTS = 96  # more virtual functions than CUDAHooksInterface has
-_HAS_CONTEXT, _IS_BUILT = 2, 4  # its virtual functions, counted after the two destructors
-_OF_DEVICES = (
-    10  # of a guard's virtual functions the first tell devices and streams; then events, and the count of GPUs
-)
+_IS_BUILT, _HAS_CONTEXT = 2, 4  # of them, where two destructors come first
+_GUARD_SLOTS = 64  # more virtual functions than DeviceGuardImplInterface has
 _kept: list[Any] = []  # what C++ points to must live as long as the process, and so must a registration
 
 
@@ -117,6 +129,8 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     """
     FAKE_CUDA.require()
     _install_guard()
+    if _init_context.exists():
+        resolve_name(_FAKES).init_gpu_context = lambda device: None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # autocast and GradScaler stay on
     for types in _foreach_types:
         if FakeTensor not in types:
@@ -133,27 +147,54 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
 
 
 def _install_guard() -> None:
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one.
+    has_its_own = _ensure_guard.exists()
+    if not (has_its_own and torch.backends.cuda.is_built()):  # type: ignore[no-untyped-call]
+        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one. Where it has none
+        # ours stays.
         register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
-        zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
-        table = (ctypes.c_void_p * 64)(*([ctypes.cast(zero, ctypes.c_void_p).value] * 64))
+        answer = _function_for_no_devices() if has_its_own else _function_for_one_device()
+        table = (ctypes.c_void_p * _GUARD_SLOTS)(*[answer] * _GUARD_SLOTS)
         guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
         registrar = (ctypes.c_void_p * 2)()
-        _kept.extend([zero, table, guard, registrar])
+        _kept.extend([table, guard, registrar])
         register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
-    _ensure_guard()
+    if has_its_own:
+        _ensure_guard.find()()
     hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())
     first = (table_of_hooks.value or 0) - 16  # what lies before a virtual table belongs to it
     copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
-    for slot in (_HAS_CONTEXT, _IS_BUILT):
+    for slot in (_IS_BUILT, _HAS_CONTEXT):
         copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
     _kept.extend([copied, yes])
     table_of_hooks.value = ctypes.addressof(copied) + 16
+
+
+def _function_for_no_devices() -> int | None:
+    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
+    _kept.append(zero)
+    return ctypes.cast(zero, ctypes.c_void_p).value
+
+
+def _function_for_one_device() -> int:
+    """Address of a function that answers all that torch 2.9.0 asks a guard about devices and streams.
+
+    1 in the first register of a result, 0 in the second: 1 is the device type, the count of devices, yes, and as the
+    bytes of a `Device` GPU 0; both together are GPU 0's default `Stream`. It is machine code, since a function of
+    ctypes cannot give back a struct, and it needs no lock of Python's in autograd's threads.
+
+    Raises:
+        NameGone: torch has no guard of its own, and this is not an x86-64 machine.
+    """
+    if platform.machine() != "x86_64":
+        raise _ensure_guard.gone()
+    code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(bytes.fromhex("b801000000 31d2 c3"))  # mov eax, 1; xor edx, edx; ret
+    _kept.append(code)
+    return ctypes.addressof(ctypes.c_char.from_buffer(code))
 
 
 class _Changed:
@@ -180,6 +221,28 @@ def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
     # While a graph is captured it leaves out looking for ranks without samples, which needs values.
     capturing = _Changed(torch.cuda, is_current_stream_capturing=lambda: True)
     _of_sync_batch_norm.torch = _Changed(torch, cuda=capturing)
+
+
+def register_collectives() -> None:
+    """Let fake tensors go through collectives where torch (2.9.0) has kernels for real ones only; once in a process.
+
+    They take the kernels of CPUs, which hand them to the process group; a fake one answers at once.
+    """
+    operators = [getattr(_c10d.find(), name).default for name in _COLLECTIVES]
+    if operators[0].has_kernel_for_dispatch_key(_key.find().Meta):
+        return
+    library = torch.library.Library("c10d", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    on_cpus = _key_set.find()(_key.find().CPU)
+    for operator in operators:
+        kernel = partial(operator.redispatch, on_cpus)
+        gathers = operator.name() == "c10d::_allgather_base_"
+        library.impl(operator, partial(_gather_flat, kernel) if gathers else kernel)  # type: ignore[no-untyped-call]
+    _kept.append(library)
+
+
+def _gather_flat(gather: Callable[..., Any], whole: torch.Tensor, piece: torch.Tensor, *rest: Any) -> Any:
+    """The fake group of torch 2.9.0 cuts the whole along its first dimension, which may be 1."""
+    return whole, gather(whole.view(-1), piece.view(-1), *rest)[1]
 
 
 @contextmanager

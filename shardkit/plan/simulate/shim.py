@@ -1,7 +1,7 @@
 """Fake tensors of device cuda where there is no GPU, on CUDA and CPU builds of torch alike.
 
-`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.13 and
-2.15 on Linux x86-64; torch 2.9.0's own wheel lacks a name.
+`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.9.0,
+2.13 and 2.15 on Linux x86-64.
 """
 
 from __future__ import annotations

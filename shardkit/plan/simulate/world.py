@@ -24,6 +24,7 @@ from .compat import (
     deepspeed_alone,
     fused_adamw,
     own_apply,
+    register_collectives,
     torch_on_fakes,
     transformers_in_training,
     unset_fake_temporarily,
@@ -49,6 +50,7 @@ def fake_world(
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
         raise RuntimeError("a process can pretend to be one rank of one world only")
+    register_collectives()
     group = dist.group.WORLD
     assert group is not None
     with ExitStack() as stack:
