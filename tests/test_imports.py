@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -165,6 +166,25 @@ def test_command_line_imports_no_torch() -> None:
 def test_import_shardkit_takes_less_than_50_ms() -> None:
     median, low, _ = import_ms(rounds=9)
     assert low < 50, f"import shardkit takes {median:.0f} ms"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("shardkit", "start"),
+        ("shardkit", "load_config"),
+        ("shardkit.config_io", "load_config"),
+        ("shardkit.plan.client", "plan"),
+        ("shardkit.plan.target", "choose_target"),
+        ("shardkit.memory", "MemoryLedger"),
+        ("shardkit.memory", "TensorTracker"),
+        ("shardkit.memory", "read_jsonl"),
+        ("shardkit.activation", "checkpoint_activations"),
+        ("shardkit.launch.batch", "main"),  # batch scripts that users copied call it
+    ],
+)
+def test_names_that_the_docs_promise_stay_where_they_are(module: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_launch_works_only_as_part_of_shardkit() -> None:
