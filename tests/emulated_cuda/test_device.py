@@ -72,11 +72,12 @@ def lose(file: str) -> None:
     with torch.cuda.device(1):
         x, host = torch.ones(4, device="cuda"), torch.ones(4).pin_memory()
         event, stream = torch.cuda.Event(), torch.cuda.Stream()
+        kept: list[torch.Tensor] = []  # the next allocation is a new one
         calls: dict[str, Callable[[], Any]] = {
             "operator": lambda: x + 1,
             "copy": lambda: x.copy_(host, non_blocking=True),
             "item": lambda: x[0].item(),
-            "allocation": lambda: torch.empty(100 << 20, device="cuda:1"),
+            "allocation": lambda: kept.append(torch.empty(100 << 20, device="cuda:1")),
             "synchronize": torch.cuda.synchronize,
             "stream": stream.synchronize,
             "event": event.record,
