@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,19 @@ _TORCHRUN_ENTRY = re.compile(
     r"\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)",
     re.MULTILINE,
 )
+_FORCED = re.compile(r"Unable to shutdown process (\d+) via")
+# What NCCL's watchdog and CUDA's libraries write before they abort the process, which leaves no word of its own then.
+_LAST_WORDS = re.compile(r"Watchdog caught collective operation timeout.*|(?:CUDA|NCCL) error: .*|CUDA failure.*")
+_GPU_FAILED = re.compile(
+    r"CUDA error: (unknown error|unspecified launch failure|no CUDA-capable device|uncorrectable|hardware)"
+    r"|NCCL error: unhandled cuda error|GPU is lost|fallen off the bus",
+    re.IGNORECASE,
+)
+_GPU_CAUSE = (
+    "  likely cause: its GPU failed, or an earlier kernel did and left the device unusable",
+    "  fix: look for Xid in dmesg and at nvidia-smi on that rank's machine; if both are clean, find the kernel with "
+    "CUDA_LAUNCH_BLOCKING=1",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Failure:
         trace: the whole traceback; empty for user errors and signals.
         fix: for user errors.
         node: as Slurm calls it; empty elsewhere.
+        local_rank: its place on its machine, where torchrun told.
+        forced: torchrun killed it because it did not end after another's failure.
     """
 
     rank: int
@@ -60,6 +75,8 @@ class Failure:
     fix: str = ""
     is_error: bool = False
     node: str = ""
+    local_rank: int | None = None
+    forced: bool = False
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -70,6 +87,8 @@ class Failure:
             self.is_error and not self.lost_peer and not misses_peer
         ):  # before a rank that torchrun killed because it did not end
             kind = -1
+        elif self.forced:
+            kind = 3
         elif misses_peer or (found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
             kind = 0
         elif self.lost_peer:
@@ -145,10 +164,30 @@ def read(paths: Iterable[Path]) -> list[Failure]:
 
 def in_torchrun_log(text: str) -> list[Failure]:
     """Ranks that torchrun reports: the only trace of one that a signal ended."""
+    forced = set(_FORCED.findall(text))
     return [
-        Failure(rank=int(m[2]), exit_code=int(m[4]), when=_local(m[1]), message=exit_codes.describe(int(m[4])))
+        Failure(
+            rank=int(m[2]), exit_code=int(m[4]), when=_local(m[1]), message=exit_codes.describe(int(m[4])),
+            local_rank=int(m[3]), forced=m[5] in forced,
+        )
         for m in _TORCHRUN_ENTRY.finditer(text)
-    ]
+    ]  # fmt: skip
+
+
+def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:
+    """The same, with what libraries wrote to the log of ranks that they aborted."""
+    return [_with_last_words(failure, attempt) for failure in failures]
+
+
+def _with_last_words(failure: Failure, attempt: Path) -> Failure:
+    signum = exit_codes.signal_of(failure.exit_code)
+    if failure.trace or failure.local_rank is None or signum is None or signum.name != "SIGABRT":
+        return failure
+    try:
+        found = _LAST_WORDS.search((attempt / str(failure.local_rank) / "stderr.log").read_text(errors="replace"))
+    except OSError:  # its log is on another machine
+        return failure
+    return failure if found is None else replace(failure, message=f"{failure.message}: {found[0].strip()}")
 
 
 def _local(text: str) -> float:
@@ -203,6 +242,9 @@ def explain(
         cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
         lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
         lines = ([first.trace.rstrip()] if first.trace else []) + lines
+        if _GPU_FAILED.search(first.message):
+            lines += _GPU_CAUSE
+            cause = fix = ""
         lines += [f"  likely cause: {cause}"] if cause else []
         lines += said or ([f"  fix: {fix}"] if fix else [])
         if first.lost_peer:

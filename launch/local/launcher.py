@@ -181,7 +181,10 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
         print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
         return 128 + ended.asked
     text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
-    failures = failure.merged(recorded, failure.in_torchrun_log(text))
+    reported = failure.in_torchrun_log(text)
+    for folder in last_attempt:
+        reported = failure.with_last_words(reported, folder)
+    failures = failure.merged(recorded, reported)
     if failures:
         began = max((folder.stat().st_mtime for folder in last_attempt), default=0.0)  # when its ranks' folders came
         memory = oom.words(failures, oom.read(run_dir, began))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .probe import DeviceCounters, DeviceProbe, HostCounters, HostProbe
 from .rows import PhaseMemory, PhaseName
@@ -52,13 +53,26 @@ class _Peaks:
         self.stale = False
 
 
-def note_phase(error: BaseException, name: PhaseName) -> None:
+Doing = PhaseName | Literal["save"]
+
+
+@contextmanager
+def doing(name: Doing) -> Iterator[None]:
+    """What goes wrong inside happened while doing this; nothing is measured."""
+    try:
+        yield
+    except Exception as error:
+        note_phase(error, name)
+        raise
+
+
+def note_phase(error: BaseException, name: Doing) -> None:
     """Remember on an exception which phase it came from: the innermost, which notes it first."""
     if phase_of(error) is None:
         error.shardkit_phase = name  # type: ignore[attr-defined]
 
 
-def phase_of(error: BaseException) -> PhaseName | None:
+def phase_of(error: BaseException) -> Doing | None:
     """The phase that an exception left; `None` outside of all."""
     return getattr(error, "shardkit_phase", None)
 

@@ -36,7 +36,7 @@ TENSORS = 20
 """How many of the largest tensors are listed."""
 
 _LOG = logging.getLogger(__name__)
-_DOING = {"init": "while loading the task", "wrap": "while wrapping the model"}
+_DOING = {"init": "while loading the task", "wrap": "while wrapping the model", "save": "while saving step {step}"}
 _T = TypeVar("_T")
 
 
@@ -230,8 +230,9 @@ def _replace(path: Path, content: bytes) -> str | None:
 
 def _cause(record: dict[str, Any], cap: str | None) -> str:
     memory, request, phase = record["memory"], record["request"], record["phase"]
-    doing = f"in {phase} of step {record['step']}" if record["step"] else "before the first step"
-    doing = _DOING.get(phase, doing)
+    where = f"in {phase} of" if phase else "between the phases of"
+    doing = f"{where} step {record['step']}" if record["step"] else "before the first step"
+    doing = _DOING.get(phase, doing).format(step=record["step"])
     inside = f" ({record['module']})" if record["module"] else ""
     whole = {"host": "the host's memory", "cap": f"memory.cap={cap}"}.get(
         record["kind"], f"{record['device']}'s memory"

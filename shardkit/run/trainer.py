@@ -21,7 +21,7 @@ from ..data.loader import StepBatch, StepLoader
 from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl, write_whole
-from ..memory.phases import Phases
+from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
 from ..strategies.step import StepOutput, train_step
@@ -330,7 +330,8 @@ class Trainer:
             self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
             self.schedule.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
         )  # fmt: skip
-        self.checkpoints.save(run)
+        with doing("save"):
+            self.checkpoints.save(run)
         return time.perf_counter() - began
 
     def _note_save(self, report: SaveReport) -> None:

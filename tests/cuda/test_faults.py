@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.format.reader import CheckpointReader
 from tests.emulated_cuda import needs_emulation
 from tests.faults.test_memory import MIB, post_mortem, settings
 from tests.launch import jobs
@@ -120,6 +122,57 @@ def check_flight_recorder(path: Path) -> None:
     found = pickle.loads(path.read_bytes())
     assert found["entries"], found.keys()
     assert any("all_reduce" in entry["profiling_name"] for entry in found["entries"])
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["under its peer", "in its own forward"])
+def test_a_device_that_is_lost_is_named(rank: int, tmp_path: Path) -> None:
+    """The second rank's GPU falls off the bus: while the first rank computes, and while it does itself."""
+    argv = jobs.settings(
+        tmp_path / "run", "lose", run__device="cuda", run__step_timeout_s=60, memory__plan="false",
+        train__max_steps=1000, task__args__rank=rank,
+    )  # fmt: skip
+    gone = {"EMUCUDA_LOST": f"1:{tmp_path / 'gone'}", "FAULTS": str(tmp_path)}
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, **gone)
+    assert done.returncode in (1, 134), done.stderr
+    assert "error: rank 1 failed: " in done.stderr, done.stderr
+    assert "CUDA error: unknown error" in done.stderr.partition("error: rank 1 failed: ")[2], done.stderr
+    assert "no progress for" not in done.stderr, "it ends by itself"
+    assert jobs.with_marker(f"FAULTS={tmp_path}") == [], "processes are left"
+
+
+def test_nccls_own_watchdog_ends_the_peers_of_a_rank_that_hangs(tmp_path: Path) -> None:
+    argv = jobs.settings(
+        tmp_path / "run", "hang", run__device="cuda", run__step_timeout_s=6, memory__plan="false",
+        task__factory="tests.launch.tasks:Unwatched",
+    )  # fmt: skip
+    quick = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "FAULTS": str(tmp_path)}
+    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S, **quick)
+    assert done.returncode == 134, done.stderr
+    assert "error: rank 0 failed: " in done.stderr, done.stderr
+    (log,) = (tmp_path / "run" / "logs").glob("*/*/attempt_0/0/stderr.log")
+    assert "Watchdog caught collective operation timeout" in log.read_text()
+    assert "Watchdog caught collective operation timeout" in done.stderr
+    assert not (tmp_path / "run" / "logs" / "hang").exists(), "shardkit's own watchdog was not asked"
+    check_flight_recorder(tmp_path / "run" / "logs" / "nccl_rank_0")
+    assert jobs.with_marker(f"FAULTS={tmp_path}") == [], "processes are left"
+
+
+def test_page_locked_memory_refused_to_a_save_is_explained_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    more = ["checkpoint.async_save=true", "checkpoint.every_steps=2", "task.args.width=512", "train.max_steps=2"]
+    done = hungry(tmp_path / "run", "nothing", 0, *more)
+    assert done.returncode == 0, done.stderr
+    go_on = [*more, "run.resume=true", "train.max_steps=4"]
+    done = hungry(tmp_path / "run", "nothing", 0, *go_on, EMUCUDA_HOST_MEMORY="4M")
+    assert done.returncode == 3, done.stderr
+    assert "error: rank 0 ran out of memory while saving" in done.stderr, done.stderr
+    assert "of the host's memory" in done.stderr, done.stderr
+    assert post_mortem(tmp_path / "run", 0)["kind"] == "host"
+    (kept,) = layout.checkpoints(tmp_path / "run" / "checkpoints")
+    with CheckpointReader(kept) as checkpoint:
+        assert checkpoint.manifest.run.step == 2
+    done = hungry(tmp_path / "run", "nothing", 0, *go_on)
+    assert done.returncode == 0, done.stderr
+    assert "step 2" in done.stderr, "it went on from there"
 
 
 @pytest.mark.parametrize(

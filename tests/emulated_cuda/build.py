@@ -22,7 +22,7 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 WORK = Path(sys.prefix) / "emucuda-build"
 """Object files, kept between builds."""
 CORE = [
-    "counters", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
+    "counters", "lost", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
     "runtime_streams", "runtime_kernels", "driver", "driver_memory",
 ]  # fmt: skip
 OPERATORS = ["ops/bridge", "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]
@@ -72,9 +72,10 @@ class Build:
         print(f"emulated CUDA {self.major} for torch {importlib.metadata.version('torch')}: EMUCUDA=1 turns it on")
 
     def compile(self, source: str, name: str = "", *flags: str) -> None:
-        """One object file, unless it is newer than every source."""
+        """One object file, unless it is newer than what it is made of."""
         target = self.object(name or source)
-        newest = max(path.stat().st_mtime for path in [*SOURCES.rglob("*.*"), Path(__file__), self.runtime])
+        parts = made_of(SOURCES / f"{source}.cpp") | {Path(__file__), self.runtime}
+        newest = max(path.stat().st_mtime for path in parts)
         if target.exists() and target.stat().st_mtime > newest:
             return
         wheels = [argument for path in self.includes for argument in ("-isystem", str(path))]
@@ -149,6 +150,18 @@ class Build:
         ]
         inputs = [str(path) for path in [*objects, stub_object]]
         run(self.compiler, "-shared", "-o", str(self.lib / name), *inputs, *flags)
+
+
+def made_of(source: Path) -> set[Path]:
+    """A source and the files of this folder that it includes, themselves or in others."""
+    found, look_at = set(), [source]
+    while look_at:
+        path = look_at.pop()
+        if path not in found:
+            found.add(path)
+            names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+            look_at += [(path.parent / name).resolve() for name in names]
+    return found
 
 
 def run(*command: str) -> str:

@@ -78,6 +78,27 @@ def test_pinned_memory_is_the_pinned_allocators() -> None:
     assert after["allocated_bytes.current"] - before["allocated_bytes.current"] >= 4 * MIB
 
 
+def lock_pages() -> list[str]:
+    """64 MiB fit twice into what may be page-locked; what is registered counts as what is allocated."""
+    kept = [torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    out = []
+    try:
+        kept.append(torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True))
+    except RuntimeError as error:
+        out.append(str(error).splitlines()[0])
+    host, runtime = torch.empty(64 * MIB, dtype=torch.uint8), torch.cuda.cudart()
+    out.append(str(int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))))
+    kept.clear()
+    torch._C._host_emptyCache()
+    out.append(str(int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))))
+    runtime.cudaHostUnregister(host.data_ptr())
+    return out
+
+
+def test_page_locked_memory_is_limited() -> None:
+    assert call(lock_pages, EMUCUDA_HOST_MEMORY="160M") == ["CUDA error: out of memory", "2", "0"]
+
+
 def uninitialised() -> list[bool]:
     """Whether new memory reads as NaN: of a segment that is new, and on another device."""
     return [torch.empty(4 * MIB, device=f"cuda:{i}").isnan().all().item() for i in (0, 1)]

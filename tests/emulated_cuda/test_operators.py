@@ -207,6 +207,16 @@ def test_devices_do_not_mix() -> None:
         gpu.numpy()
 
 
+def test_lists_on_several_devices_are_taken_item_by_item() -> None:
+    weights = [torch.zeros(3), torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda:1")]
+    others = [torch.ones_like(weight, dtype=torch.float32) for weight in weights]
+    torch._foreach_lerp_(weights, others, 0.25)
+    torch._foreach_add_(weights, others)
+    assert [weight.tolist() for weight in weights] == [[1.25] * 3] * 3
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch._foreach_add_(weights, [other.cpu() for other in others])
+
+
 def test_an_out_argument_grows() -> None:
     out = torch.empty(0, device="cuda")
     torch.add(torch.ones(3, device="cuda"), 1, out=out)

@@ -31,7 +31,9 @@ EMU_EXPORT CUresult cuGetErrorName(CUresult error, const char** name) {
   return CUDA_SUCCESS;
 }
 EMU_EXPORT CUresult cuGetErrorString(CUresult error, const char** text) {
-  *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : error_name(error);
+  *text = error == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory"
+          : error == CUDA_ERROR_UNKNOWN     ? "unknown error"
+                                            : error_name(error);
   return CUDA_SUCCESS;
 }
 

@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "counters.h"
+#include "lost.h"
 #include "memory.h"
 #include "settings.h"
 #include "streams.h"
@@ -74,6 +75,7 @@ EMU_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t siz
                                 unsigned long long) {
   count(Counter::mem_create);
   int device = wanted->location.id;
+  EMU_DRIVER_NEEDS(device);
   if (!memory().reserve(device, size)) return CUDA_ERROR_OUT_OF_MEMORY;
   int file = memfd_create("emucuda", MFD_CLOEXEC);
   if (file < 0 || ftruncate(file, static_cast<off_t>(size))) {
@@ -103,6 +105,7 @@ EMU_EXPORT CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CU
                              unsigned long long) {
   count(Counter::mem_map);
   Physical* physical = physical_of(handle);
+  EMU_DRIVER_NEEDS(physical->device);
   void* at = mmap(address_of(pointer), size, PROT_NONE, MAP_SHARED | MAP_FIXED, physical->file,
                   static_cast<off_t>(offset));
   if (at == MAP_FAILED) return CUDA_ERROR_INVALID_VALUE;
@@ -168,12 +171,14 @@ EMU_EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* 
 }
 
 EMU_EXPORT CUresult cuMemsetD32Async(CUdeviceptr pointer, unsigned value, size_t number, CUstream stream) {
+  EMU_DRIVER_NEEDS(stream_of(stream)->device);
   count(Counter::memset);
   stream_of(stream)->drain();
   std::fill_n(static_cast<unsigned*>(address_of(pointer)), number, value);
   return CUDA_SUCCESS;
 }
 EMU_EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr pointer, cuuint32_t value, unsigned) {
+  EMU_DRIVER_NEEDS(stream_of(stream)->device);
   stream_of(stream)->enqueue([=] { *static_cast<volatile cuuint32_t*>(address_of(pointer)) = value; });
   return CUDA_SUCCESS;
 }

@@ -44,6 +44,19 @@ size_t Memory::available(int device) {
   return settings().memory - std::min(settings().memory, taken);
 }
 
+bool Memory::reserve_host(size_t bytes) {
+  static const size_t limit = size_from_env("EMUCUDA_HOST_MEMORY", static_cast<size_t>(-1));
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (bytes > limit || host_used_ > limit - bytes) return false;
+  host_used_ += bytes;
+  return true;
+}
+
+void Memory::release_host(size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  host_used_ -= bytes;
+}
+
 static void* map_host(size_t bytes) {
   // NORESERVE: untouched pages cost nothing, so an 80 GB card fits on a small host.
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -68,8 +81,12 @@ void* Memory::allocate_device(int device, size_t bytes, MemoryKind kind) {
 
 void* Memory::allocate_pinned(int device, size_t bytes, unsigned flags) {
   size_t size = round_up(bytes, 4096);
+  if (size < bytes || !reserve_host(size)) return nullptr;
   void* address = map_host(size);
-  if (!address) return nullptr;
+  if (!address) {
+    release_host(size);
+    return nullptr;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   auto begin = reinterpret_cast<uintptr_t>(address);
   blocks_[begin] = {begin, size, MemoryKind::pinned, device, flags};
@@ -83,7 +100,7 @@ bool Memory::free(const void* address, bool pinned) {
   const Block& block = entry->second;
   if (pinned ? block.kind != MemoryKind::pinned : !block.on_device()) return false;
   munmap(reinterpret_cast<void*>(block.begin), block.size);
-  if (!pinned) used_[block.device] -= block.size;
+  (pinned ? host_used_ : used_[block.device]) -= block.size;
   blocks_.erase(entry);
   return true;
 }
@@ -104,6 +121,7 @@ bool Memory::forget(const void* address, MemoryKind kind) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto entry = blocks_.find(reinterpret_cast<uintptr_t>(address));
   if (entry == blocks_.end() || entry->second.kind != kind) return false;
+  if (kind == MemoryKind::registered) host_used_ -= entry->second.size;
   blocks_.erase(entry);
   return true;
 }

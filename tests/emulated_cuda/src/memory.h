@@ -28,6 +28,10 @@ class Memory {
   size_t peak(int device);
   size_t available(int device);
 
+  // The same of page-locked host memory, of which EMUCUDA_HOST_MEMORY bytes may be had.
+  bool reserve_host(size_t bytes);
+  void release_host(size_t bytes);
+
   // Anonymous memory; null when the device (or the host) has no more.
   void* allocate_device(int device, size_t bytes, MemoryKind kind = MemoryKind::device);
   void* allocate_pinned(int device, size_t bytes, unsigned flags);
@@ -45,7 +49,7 @@ class Memory {
   std::mutex mutex_;
   std::map<uintptr_t, Block> blocks_;
   static const int MAX_DEVICES = 64;
-  size_t used_[MAX_DEVICES] = {}, peak_[MAX_DEVICES] = {};
+  size_t used_[MAX_DEVICES] = {}, peak_[MAX_DEVICES] = {}, host_used_ = 0;
 };
 
 Memory& memory();

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "core.h"
+#include "lost.h"
 #include "nccl_communicator.h"
 #include "nccl_reduce.h"
 #include "settings.h"
@@ -86,7 +87,7 @@ void take(const Operation& op, size_t begin, size_t number, size_t stride) {
   }
 }
 
-// False: aborted.
+// False: aborted, or the device was lost.
 bool run_collective(Operation& op) {
   ncclComm& comm = *op.comm;
   comm.shared->calls[comm.rank] = {op.kind, op.type, op.peer, op.number};
@@ -137,7 +138,7 @@ bool move_message(Operation& op) {
 
 // All messages of a group at once; those of one peer and direction in order.
 void run_messages(ncclComm& comm, std::vector<Operation*>& messages) {
-  while (!comm.aborted) {
+  while (!comm.aborted && !lost(comm.device)) {
     uint32_t movements = comm.shared->mail;
     bool moved = false, left = false;
     std::map<std::pair<int, int>, bool> waits;  // (kind, peer): an earlier message is not whole
@@ -166,7 +167,7 @@ void run(void* argument) {
   ncclComm& comm = *task->comm;
   {
     std::unique_lock<std::mutex> lock(comm.mutex);
-    comm.next_turn.wait(lock, [&] { return comm.turn == task->ticket || comm.aborted; });
+    wait_unless_lost(comm.next_turn, lock, comm.device, [&] { return comm.turn == task->ticket || comm.aborted; });
   }
   const Profiler* profiler = emucuda_profiler();
   uint64_t begin = profiler ? profiler->now() : 0;
@@ -174,7 +175,7 @@ void run(void* argument) {
   for (auto& op : task->operations) {
     if (op.kind == SEND || op.kind == RECEIVE)
       messages.push_back(&op);
-    else if (comm.aborted || !run_collective(op))
+    else if (comm.aborted || lost(comm.device) || !run_collective(op))
       break;
   }
   run_messages(comm, messages);
@@ -216,6 +217,7 @@ void submit_group() {
 ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclDataType_t type, int reduction, int peer,
                   ncclComm* comm, cudaStream_t stream) {
   if (!comm || peer < 0 || peer >= comm->ranks) return ncclInvalidArgument;
+  if (lost(comm->device)) return ncclUnhandledCudaError;
   if (settings().trace)
     std::fprintf(stderr, "[emucuda] NCCL rank %d of %d: %s of %zu (type %d)\n", comm->rank, comm->ranks, NAMES[kind],
                  number, type);
@@ -242,7 +244,9 @@ EMU_EXPORT const char* ncclGetErrorString(ncclResult_t result) {
                                       "remote process exited or there was a network error", "NCCL operation in progress"};
   return result < ncclNumResults ? texts[result] : "unknown result code";
 }
-EMU_EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
+EMU_EXPORT const char* ncclGetLastError(ncclComm_t comm) {
+  return comm && lost(comm->device) ? "Cuda failure 'unknown error'" : "";
+}
 
 EMU_EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::memset(id, 0, sizeof *id);
@@ -287,7 +291,7 @@ EMU_EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 EMU_EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
-  *error = comm->error;
+  *error = lost(comm->device) ? ncclUnhandledCudaError : comm->error.load();
   return ncclSuccess;
 }
 EMU_EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* ranks) {

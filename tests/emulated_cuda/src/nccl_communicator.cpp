@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "core.h"
+#include "lost.h"
 
 namespace emu {
 
@@ -59,9 +60,9 @@ ncclResult_t ncclComm::make(ncclComm** made, const std::string& id, int ranks, i
 void ncclComm::close() {
   {
     std::unique_lock<std::mutex> lock(mutex);
-    next_turn.wait(lock, [this] { return turn == tickets || aborted; });
+    wait_unless_lost(next_turn, lock, device, [this] { return turn == tickets || aborted; });
   }
-  if (aborted) return;  // a thread may still be inside
+  if (aborted || lost(device)) return;  // a thread may still be inside
   munmap(shared, sizeof(Shared));
   munmap(slots[0], SLOT_BYTES * ranks);
   munmap(mailboxes, mailboxes_size(ranks));
@@ -82,7 +83,7 @@ bool ncclComm::meet(Barrier& barrier) {
     return true;
   }
   while (barrier.generation == generation) {
-    if (aborted) return false;
+    if (aborted || lost(device)) return false;
     wait_while(barrier.generation, generation);
   }
   return true;

@@ -58,6 +58,6 @@ struct ncclComm {
   static ncclResult_t make(ncclComm** made, const std::string& id, int ranks, int rank);
   void close();
   void abort();
-  bool meet(emu::Barrier& barrier);  // false: aborted
+  bool meet(emu::Barrier& barrier);  // false: aborted, or the device was lost
   emu::Mailbox& mailbox(int from, int to);
 };

@@ -5,11 +5,12 @@
 #include <cstdio>
 
 #include "core.h"
+#include "lost.h"
 #include "settings.h"
 
 using emu::settings;
 
-enum Result { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
+enum Result { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, GPU_IS_LOST = 15 };
 using Device = void*;  // physical number + 1
 
 static int number_of(Device device) { return static_cast<int>(reinterpret_cast<intptr_t>(device)) - 1; }
@@ -21,6 +22,7 @@ static size_t used_memory(Device device) {
 }
 static Result device_at(int number, Device* device) {
   if (number < 0 || number >= settings().physical) return INVALID_ARGUMENT;
+  if (emucuda_physical_lost(number)) return GPU_IS_LOST;
   *device = reinterpret_cast<Device>(static_cast<intptr_t>(number) + 1);
   return SUCCESS;
 }
@@ -29,7 +31,9 @@ EMU_EXPORT Result nvmlInit(void) { return SUCCESS; }
 EMU_EXPORT Result nvmlInit_v2(void) { return SUCCESS; }
 EMU_EXPORT Result nvmlInitWithFlags(unsigned) { return SUCCESS; }
 EMU_EXPORT Result nvmlShutdown(void) { return SUCCESS; }
-EMU_EXPORT const char* nvmlErrorString(Result result) { return result ? "Not Supported" : "Success"; }
+EMU_EXPORT const char* nvmlErrorString(Result result) {
+  return result == SUCCESS ? "Success" : result == GPU_IS_LOST ? "GPU is lost" : "Not Supported";
+}
 EMU_EXPORT Result nvmlSystemGetDriverVersion(char* text, unsigned length) {
   std::snprintf(text, length, "580.00");
   return SUCCESS;
@@ -83,6 +87,7 @@ struct MemoryInfo {
   unsigned long long total, free, used;
 };
 EMU_EXPORT Result nvmlDeviceGetMemoryInfo(Device device, MemoryInfo* info) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   info->total = settings().memory;
   info->used = used_memory(device);
   info->free = info->total - info->used;
@@ -94,7 +99,7 @@ struct MemoryInfo2 {
 };
 EMU_EXPORT Result nvmlDeviceGetMemoryInfo_v2(Device device, MemoryInfo2* info) {
   MemoryInfo plain;
-  nvmlDeviceGetMemoryInfo(device, &plain);
+  if (Result result = nvmlDeviceGetMemoryInfo(device, &plain)) return result;
   info->total = plain.total;
   info->reserved = 0;
   info->free = plain.free;
@@ -107,6 +112,7 @@ struct Process {
   unsigned gpu_instance, compute_instance;
 };
 EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* number, Process* processes) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   if (*number < 1) {
     *number = 1;
     return INSUFFICIENT_SIZE;
@@ -125,19 +131,23 @@ EMU_EXPORT Result nvmlDeviceGetComputeRunningProcesses(Device device, unsigned* 
 struct Utilization {
   unsigned gpu, memory;
 };
-EMU_EXPORT Result nvmlDeviceGetUtilizationRates(Device, Utilization* rates) {
+EMU_EXPORT Result nvmlDeviceGetUtilizationRates(Device device, Utilization* rates) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   *rates = {42, 7};
   return SUCCESS;
 }
-EMU_EXPORT Result nvmlDeviceGetTemperature(Device, int, unsigned* celsius) {
+EMU_EXPORT Result nvmlDeviceGetTemperature(Device device, int, unsigned* celsius) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   *celsius = 40;
   return SUCCESS;
 }
-EMU_EXPORT Result nvmlDeviceGetPowerUsage(Device, unsigned* milliwatts) {
+EMU_EXPORT Result nvmlDeviceGetPowerUsage(Device device, unsigned* milliwatts) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   *milliwatts = 300000;
   return SUCCESS;
 }
-EMU_EXPORT Result nvmlDeviceGetClockInfo(Device, int, unsigned* megahertz) {
+EMU_EXPORT Result nvmlDeviceGetClockInfo(Device device, int, unsigned* megahertz) {
+  if (emucuda_physical_lost(number_of(device))) return GPU_IS_LOST;
   *megahertz = 1980;
   return SUCCESS;
 }

@@ -7,6 +7,8 @@
 
 #include "core.h"
 #include "counters.h"
+#include "errors.h"
+#include "lost.h"
 #include "memory.h"
 #include "settings.h"
 #include "streams.h"
@@ -35,6 +37,7 @@ static void copy_in_stream(void* to, const void* from, size_t bytes, Stream* str
 static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStream_t handle) {
   if (!bytes) return cudaSuccess;
   Stream* stream = stream_of(handle);
+  EMU_NEEDS(stream->device);
   Block source, target;
   bool source_known = memory().find(from, &source), target_known = memory().find(to, &target);
   bool from_device = source_known && source.on_device(), to_device = target_known && target.on_device();
@@ -44,11 +47,11 @@ static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStre
   if (from_device && to_device) {
     // Kernels run as they are called, so a copy among device memory does too, once the stream is there.
     if (skip) return cudaSuccess;
-    stream->drain();
+    if (!stream->drain()) return failed(LOST);
     std::memmove(to, from, bytes);
   } else if (!source_known || !target_known) {
     // The driver stages pageable memory before the call returns.
-    stream->drain();
+    if (!stream->drain()) return failed(LOST);
     if (!skip) std::memmove(to, from, bytes);
   } else if (!skip) {
     copy_in_stream(to, from, bytes, stream, to_device);
@@ -58,7 +61,8 @@ static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStre
 
 static cudaError_t copy_blocking(void* to, const void* from, size_t bytes) {
   count(Counter::copy_blocking);
-  stream_of(nullptr)->drain();
+  EMU_NEEDS(current_device());
+  if (!stream_of(nullptr)->drain()) return failed(LOST);
   Block block;
   bool device = (memory().find(to, &block) && block.on_device()) || (memory().find(from, &block) && block.on_device());
   if (!(device && bytes > settings().skip_above)) std::memmove(to, from, bytes);
@@ -67,15 +71,17 @@ static cudaError_t copy_blocking(void* to, const void* from, size_t bytes) {
 
 static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
   count(Counter::memset);
+  EMU_NEEDS(stream->device);
   if (bytes > settings().skip_above) return cudaSuccess;
-  stream->drain();
+  if (!stream->drain()) return failed(LOST);
   std::memset(at, value, bytes);
   return cudaSuccess;
 }
 
 static cudaError_t copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                              size_t height, Stream* stream) {
-  stream->drain();
+  EMU_NEEDS(stream->device);
+  if (!stream->drain()) return failed(LOST);
   if (width * height > settings().skip_above) return cudaSuccess;
   for (size_t row = 0; row < height; row++)
     std::memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);

@@ -5,6 +5,7 @@
 
 #include "counters.h"
 #include "errors.h"
+#include "lost.h"
 #include "settings.h"
 #include "streams.h"
 
@@ -19,7 +20,7 @@ EMU_EXPORT cudaError_t cudaGetDeviceCount(int* number) {
 }
 EMU_EXPORT cudaError_t cudaSetDevice(int device) {
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
-  current_device() = device;
+  current_device() = device;  // also one that is lost: the thread's choice needs nothing of it
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaGetDevice(int* device) {
@@ -27,6 +28,7 @@ EMU_EXPORT cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
+  EMU_NEEDS(device);
   return exists(device) ? cudaSuccess : failed(cudaErrorInvalidDevice);
 }
 EMU_EXPORT cudaError_t cudaDriverGetVersion(int* version) {
@@ -38,9 +40,9 @@ EMU_EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaDeviceSynchronize(void) {
+  EMU_NEEDS(current_device());
   count(Counter::device_sync);
-  drain_device(current_device());
-  return cudaSuccess;
+  return drain_device(current_device()) ? cudaSuccess : failed(LOST);
 }
 EMU_EXPORT cudaError_t cudaDeviceReset(void) { return cudaSuccess; }
 EMU_EXPORT cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
@@ -82,6 +84,7 @@ EMU_EXPORT cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* text) {
 
 // The headers of CUDA 12 rename this to cudaGetDeviceProperties_v2, as they do for torch.
 EMU_EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
+  EMU_NEEDS(device);
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
   cudaDeviceProp p;
   std::memset(&p, 0, sizeof p);

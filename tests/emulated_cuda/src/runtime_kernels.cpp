@@ -11,7 +11,9 @@
 
 #include "counters.h"
 #include "errors.h"
+#include "lost.h"
 #include "settings.h"
+#include "streams.h"
 
 using namespace emu;
 
@@ -34,6 +36,7 @@ static std::string name_of(const void* kernel) {
 
 static cudaError_t launch(const void* kernel) {
   count(Counter::launch);
+  EMU_NEEDS(current_device());
   if (!settings().compute) return cudaSuccess;
   std::string text = "a kernel was launched that is not emulated: " + name_of(kernel);
   std::fprintf(stderr, "[emucuda] %s\n", text.c_str());  // for callers that do not look at errors

@@ -5,6 +5,7 @@
 
 #include "counters.h"
 #include "errors.h"
+#include "lost.h"
 #include "memory.h"
 #include "settings.h"
 #include "streams.h"
@@ -12,6 +13,7 @@
 using namespace emu;
 
 static cudaError_t allocate(void** address, size_t bytes, MemoryKind kind) {
+  EMU_NEEDS(current_device());
   count(Counter::malloc);
   *address = nullptr;
   if (bytes && !(*address = memory().allocate_device(current_device(), bytes, kind)))
@@ -31,17 +33,20 @@ EMU_EXPORT cudaError_t cudaFree(void* address) {
   count(Counter::free);
   Block block;
   if (!memory().find(address, &block)) return failed(cudaErrorInvalidValue);
-  drain_device(block.device);  // cudaFree waits for the device
+  EMU_NEEDS(block.device);
+  if (!drain_device(block.device)) return failed(LOST);  // cudaFree waits for the device
   if (settings().trace) std::fprintf(stderr, "[emucuda] cudaFree(%p)\n", address);
   return memory().free(address, false) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 EMU_EXPORT cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
+  EMU_NEEDS(current_device());
   *available = memory().available(current_device());
   *total = settings().memory;
   return cudaSuccess;
 }
 
 EMU_EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned flags) {
+  EMU_NEEDS(current_device());
   count(Counter::host_alloc);
   *address = nullptr;
   if (bytes && !(*address = memory().allocate_pinned(current_device(), bytes, flags)))
@@ -56,10 +61,13 @@ EMU_EXPORT cudaError_t cudaFreeHost(void* address) {
   return memory().free(address, true) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 EMU_EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
+  EMU_NEEDS(current_device());
   count(Counter::host_register);
   auto begin = reinterpret_cast<uintptr_t>(address);
-  bool added = memory().adopt({begin, bytes, MemoryKind::registered, current_device(), flags});
-  return added ? cudaSuccess : failed(cudaErrorHostMemoryAlreadyRegistered);
+  if (!memory().reserve_host(bytes)) return failed(cudaErrorMemoryAllocation);
+  if (memory().adopt({begin, bytes, MemoryKind::registered, current_device(), flags})) return cudaSuccess;
+  memory().release_host(bytes);
+  return failed(cudaErrorHostMemoryAlreadyRegistered);
 }
 EMU_EXPORT cudaError_t cudaHostUnregister(void* address) {
   drain_all_devices();

@@ -3,12 +3,14 @@
 
 #include "counters.h"
 #include "errors.h"
+#include "lost.h"
 #include "settings.h"
 #include "streams.h"
 
 using namespace emu;
 
 EMU_EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* made, unsigned flags, int priority) {
+  EMU_NEEDS(current_device());
   *made = reinterpret_cast<cudaStream_t>(make_stream(flags, priority));
   return cudaSuccess;
 }
@@ -22,18 +24,21 @@ EMU_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_sync);
-  stream_of(stream)->drain();
-  return cudaSuccess;
+  return stream_of(stream)->drain() ? cudaSuccess : failed(LOST);
 }
 EMU_EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_query);
   return stream_of(stream)->idle() ? cudaSuccess : cudaErrorNotReady;
 }
 EMU_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_wait_event);
+  int device = reinterpret_cast<Event*>(event)->device;
   auto marker = reinterpret_cast<Event*>(event)->recorded();
-  if (marker && !marker->reached()) stream_of(stream)->enqueue([marker] { marker->wait(); });
+  if (marker && !marker->reached()) stream_of(stream)->enqueue([marker, device] { marker->wait(device); });
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -49,11 +54,13 @@ EMU_EXPORT cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* 
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  EMU_NEEDS(stream_of(stream)->device);
   stream_of(stream)->enqueue([=] { function(argument); });
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* argument,
                                              unsigned) {
+  EMU_NEEDS(stream_of(stream)->device);
   stream_of(stream)->enqueue([=] { function(stream, cudaSuccess, argument); });
   return cudaSuccess;
 }
@@ -94,6 +101,7 @@ EMU_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMod
 }
 
 EMU_EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned flags) {
+  EMU_NEEDS(current_device());
   auto* event = new Event;
   event->flags = flags;
   event->device = current_device();
@@ -106,6 +114,7 @@ EMU_EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+  EMU_NEEDS(stream_of(stream_handle)->device);
   count(Counter::event_record);
   auto* event = reinterpret_cast<Event*>(handle);
   Stream* stream = stream_of(stream_handle);
@@ -125,17 +134,21 @@ EMU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t 
   return cudaEventRecord(event, stream);
 }
 EMU_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  EMU_NEEDS(reinterpret_cast<Event*>(event)->device);
   count(Counter::event_query);
   auto marker = reinterpret_cast<Event*>(event)->recorded();
   return !marker || marker->reached() ? cudaSuccess : cudaErrorNotReady;
 }
 EMU_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  EMU_NEEDS(reinterpret_cast<Event*>(event)->device);
   count(Counter::event_sync);
-  if (auto marker = reinterpret_cast<Event*>(event)->recorded()) marker->wait();
-  return cudaSuccess;
+  int device = reinterpret_cast<Event*>(event)->device;
+  auto marker = reinterpret_cast<Event*>(event)->recorded();
+  return !marker || marker->wait(device) ? cudaSuccess : failed(LOST);
 }
 // CUDA 12.8's headers rename this to cudaEventElapsedTime_v2.
 EMU_EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  EMU_NEEDS(reinterpret_cast<Event*>(from)->device);
   auto *first = reinterpret_cast<Event*>(from), *second = reinterpret_cast<Event*>(to);
   auto begin = first->recorded(), end = second->recorded();
   if (!begin || !end || ((first->flags | second->flags) & cudaEventDisableTiming))

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core.h"
+#include "lost.h"
 #include "settings.h"
 
 namespace emu {
@@ -29,9 +30,9 @@ void Marker::reach() {
   changed_.notify_all();
 }
 
-void Marker::wait() {
+bool Marker::wait(int device) {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return reached_; });
+  return wait_unless_lost(changed_, lock, device, [this] { return reached_; });
 }
 
 bool Marker::reached() {
@@ -97,9 +98,9 @@ bool Stream::idle() {
   return queue_.empty() && !busy_;
 }
 
-void Stream::drain() {
+bool Stream::drain() {
   std::unique_lock<std::mutex> lock(mutex_);
-  emptied_.wait(lock, [this] { return queue_.empty() && !busy_; });
+  return wait_unless_lost(emptied_, lock, device, [this] { return queue_.empty() && !busy_; });
 }
 
 void Stream::destroy() {
@@ -137,14 +138,16 @@ Stream* stream_of(const void* handle) {
   return stream;
 }
 
-void drain_device(int device) {
+bool drain_device(int device) {
   std::vector<Stream*> wanted;
   {
     std::lock_guard<std::mutex> lock(streams().mutex);
     for (auto* stream : streams().all)
       if (stream->device == device) wanted.push_back(stream);
   }
-  for (auto* stream : wanted) stream->drain();
+  for (auto* stream : wanted)
+    if (!stream->drain()) return false;
+  return true;
 }
 
 void drain_all_devices() {

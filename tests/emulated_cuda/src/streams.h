@@ -15,7 +15,7 @@ int& current_device();
 class Marker {
  public:
   void reach();
-  void wait();
+  bool wait(int device);  // false: the device was lost before
   bool reached();
   double reached_at_ms();
 
@@ -36,7 +36,7 @@ class Stream {
 
   void enqueue(std::function<void()> task);
   bool idle();
-  void drain();
+  bool drain();  // false: its device was lost
   void destroy();  // once its queue is empty
 
  private:
@@ -51,7 +51,7 @@ class Stream {
 Stream* stream_of(const void* handle);
 bool is_default_stream(const void* handle);
 Stream* make_stream(unsigned flags, int priority);
-void drain_device(int device);
+bool drain_device(int device);  // false: it was lost
 void drain_all_devices();
 
 struct Event {

@@ -1,8 +1,10 @@
 #include "bridge.h"
 
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "../core.h"
+#include "../lost.h"
 
 namespace emu {
 
@@ -46,6 +48,7 @@ static c10::DispatchKeySet above_kernels() {
 Kernel::Kernel(const char* name, c10::Device device, bool synchronises)
     : below_(above_kernels()), name_(name), device_(device) {
   drain_current_stream(device);
+  if (lost(device.index())) C10_CUDA_CHECK(LOST);
   emucuda_count_operator(synchronises);
   if (const Profiler* profiler = emucuda_profiler()) {
     begin_ = profiler->now();

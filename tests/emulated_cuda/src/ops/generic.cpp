@@ -223,6 +223,10 @@ void emulated(const OperatorHandle& op, Stack* stack) {
   if (tracing) std::fprintf(stderr, "[emucuda] operator %s\n", name.c_str());
 
   Devices found = look_at(*stack, first);
+  if (name.rfind("aten::_foreach_", 0) == 0 && (found.cpu_tensor || found.other)) {
+    // As CUDA's kernels do with lists that are not all on one device: one operator for each item.
+    return run_on_cpu(op, stack);
+  }
   refuse_mixed_devices(found, name);
   if (found.other) drain_current_stream(*found.other);
   Kernel kernel(name.c_str(), *found.device, SYNCHRONISES.count(name));
