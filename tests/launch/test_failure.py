@@ -7,7 +7,16 @@ import pytest
 
 from shardkit.errors import ConfigError, TrainingError
 from shardkit.launch.failures import exit_codes
-from shardkit.launch.failures.failure import Failure, exit_code_of, explain, in_torchrun_log, merged, read, record
+from shardkit.launch.failures.failure import (
+    Failure,
+    exit_code_of,
+    explain,
+    in_torchrun_log,
+    merged,
+    read,
+    record,
+    with_last_words,
+)
 
 # As torchrun 2.9 to 2.13 writes it.
 TORCHRUN = """
@@ -92,6 +101,41 @@ def test_a_rank_that_was_killed_before_the_others_missed_it_is_the_cause(tmp_pat
     later = TORCHRUN.replace("2026-01-01", "2099-01-01")  # a rank that was stopped, and killed because it did not end
     found = merged(read([recorded(tmp_path, 0, silence)]), in_torchrun_log(later))
     assert explain(found, "L").startswith("error: no progress for 5 s")
+
+
+def test_a_rank_that_torchrun_had_to_kill_does_not_hide_another_ranks_exception(tmp_path: Path) -> None:
+    own = recorded(tmp_path, 3, RuntimeError("CUDA error: unknown error"))
+    forced = "Unable to shutdown process 10 via SIGTERM, forcefully exiting via SIGKILL\n" + TORCHRUN
+    found = merged(read([own]), in_torchrun_log(forced))
+    assert [failure.rank for failure in found] == [3, 2]
+    shown = explain(found, "L")
+    assert "error: rank 3 failed: RuntimeError: CUDA error: unknown error" in shown
+    assert "likely cause: its GPU failed" in shown and "Xid" in shown
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            "[rank2]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 6000 milliseconds\n",
+            ["Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "NCCL's watchdog after a collective"],
+        ),
+        (
+            "what(): [Rank 2] terminated with exception: CUDA error: unspecified launch failure\nmore\n",
+            ["(exit code -6): CUDA error: unspecified launch failure\n", "likely cause: its GPU failed"],
+        ),
+        ("nothing of use\n", ["killed by SIGABRT (exit code -6)\n", "native code gave up"]),
+    ],
+)
+def test_what_a_library_wrote_before_it_aborted_is_shown(log: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "stderr.log").write_text(log)
+    aborted = TORCHRUN.replace("-9 (pid: 10) (SIGKILL)", "-6 (pid: 10) (SIGABRT)")
+    lost = read([recorded(tmp_path, 3, RuntimeError("Connection reset by peer"))])
+    shown = explain(merged(lost, with_last_words(in_torchrun_log(aborted), tmp_path)), "L")
+    assert shown.startswith("error: rank 2 failed: killed by SIGABRT")
+    for word in words:
+        assert word in shown
 
 
 def test_only_lost_peers_point_elsewhere(tmp_path: Path) -> None:
