@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -163,3 +164,12 @@ def mpi_task(environ: Mapping[str, str]) -> Placement | None:
         node_rank, n_nodes = node_of(rank, size, local_rank, local_size, names)
         return Placement("mpi", rank_var, size_var, rank, size, local_rank, local_size, node_rank, n_nodes)
     return None
+
+
+def job_name(environ: Mapping[str, str] | None = None) -> str:
+    """What the ranks of this start have in common and another start has not, as far as their launcher tells."""
+    environ = os.environ if environ is None else environ
+    slurm = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
+    mpi = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    parts = [environ.get(name, "0") for name in slurm] + ([environ[mpi]] if mpi else [])
+    return re.sub(r"[^0-9A-Za-z.-]", "_", ".".join(parts))

@@ -25,7 +25,7 @@ KEPT = Feature("keeping this operator's results under activation.policy=selectiv
 BUDGET = Feature("activation.policy=budget")
 SEGMENTS = Feature("activation.policy=sqrt")
 OFFLOAD = Feature("activation.offload")
-TIMEOUT = Feature("run.step_timeout_s for collectives")
+TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
 ABORT = Feature("leaving a failed job without waiting for its ranks")
 GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
 EMA = Feature("train.ema_decay in one kernel")
@@ -77,6 +77,7 @@ OFFLOAD.take("torch.Tensor._base")
 
 _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
 _set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
+_groups = TIMEOUT.use("torch.distributed.distributed_c10d._world.pg_map")
 _abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _fsdp = [
@@ -154,7 +155,16 @@ def set_memory_budget(share: float) -> bool:
     return True
 
 
-def shorten_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+def groups() -> Sequence[dist.ProcessGroup]:
+    """Every group that this process is in, libraries' own included."""
+    try:
+        return list(_groups.find())
+    except NameGone:
+        TIMEOUT.lost(_groups)
+        return ()
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let the collectives of a group that begin from now on fail after this time."""
     if TIMEOUT.works():
         _set_pg_timeout(timeout, group)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import secrets
+import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +23,13 @@ from ..errors import ConfigError, LaunchError
 from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
+from ..launch.ranks.placement import job_name
 from . import compat
 from .compat import HashStore, PrefixStore, Store, TCPStore
+
+
+_PATIENCE_S = 10.0
+"""For an answer from where a file says that rank 0 listens."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +41,14 @@ class World:
         device: where the model is trained.
         control_group: gloo group for bookkeeping (token counts, flags, loss), beside the engine's own group.
         ledger: gloo group for the memory ledger, so that a gather never interleaves with the step's reduction.
+        others: groups that the caller had made before.
     """
 
     env: RankEnv
     device: torch.device
     control_group: dist.ProcessGroup
     ledger: dist.ProcessGroup
+    others: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -62,10 +74,11 @@ class World:
         dist.all_gather_object(out, value, group=self.control_group)
         return out
 
-    def shorten_timeout(self, seconds: float) -> None:
-        """After the first step a collective that takes longer than `seconds` is an error."""
-        for group in (dist.group.WORLD, self.control_group, self.ledger):
-            compat.shorten_timeout(group, timedelta(seconds=seconds))
+    def set_timeout(self, seconds: float) -> None:
+        """Collectives that begin from now on fail after that time, in every group of this job, an engine's own included."""
+        for group in compat.groups():
+            if group not in self.others:
+                compat.set_timeout(group, timedelta(seconds=seconds))
 
 
 def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
@@ -136,13 +149,15 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         torch.cuda.set_device(device)
         os.environ.update(flight_recorder(config.run.dir, os.environ))
     joined_here = not dist.is_initialized()
+    others = () if joined_here else tuple(compat.groups())
+    timeout = timedelta(seconds=config.run.init_timeout_s)
     if joined_here:
-        _join(config, env, device)
+        _join(config, env, device, timeout)
     failed = True
     try:
         # Before anything can hang: bookkeeping must work while an engine's own group is stuck.
-        control_group, ledger = (dist.new_group(backend="gloo") for _ in range(2))
-        yield World(env, device, control_group, ledger)
+        control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        yield World(env, device, control_group, ledger, others)
         failed = False
     finally:
         if joined_here:
@@ -152,8 +167,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
             dist.destroy_process_group(ledger)
 
 
-def _join(config: RunConfig, env: RankEnv, device: torch.device) -> None:
-    timeout = timedelta(seconds=config.run.init_timeout_s)
+def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:
     backend, device_id = _backend(config, env, device)
     try:
         dist.init_process_group(
@@ -196,42 +210,99 @@ def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str
     return "nccl", device if env.world_size > 1 else None
 
 
+_stores: dict[str, Store] = {}
+"""Where this process met the other ranks: the server lives as long as rank 0, whoever is still leaving a group."""
+_joined = itertools.count()
+
+
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
+    """Where ranks meet, with keys of its own for each time they do: those of the time before lead to ranks that left."""
     if env.world_size == 1:
         return HashStore()
     if env.master_addr is not None and env.master_port is not None:
-        # Under torchrun the agent mostly holds the store and every rank, 0 included, is its client.
-        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serve = env.rank == 0 and not kept
-        store = TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
-        # Restarted workers must not read the previous round's keys. Nodes that joined later count restarts anew, but
-        # then the store is new as well.
-        return PrefixStore(f"shardkit/{env.restart_count}", store) if kept else store
-    return _published_store(config, env, timeout)
+        key, meet = f"{env.master_addr}:{env.master_port}", _addressed_store
+    else:
+        key, meet = str(_meeting_place(config)), _published_store
+    if key not in _stores:
+        _stores[key] = meet(config, env, timeout)
+    # An agent's store outlives its workers. Nodes that joined later count restarts anew, but then no agent's is used.
+    restart = env.restart_count if _agent_serves() else 0
+    return PrefixStore(f"shardkit/{restart}/{next(_joined)}", _stores[key])
+
+
+def _addressed_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
+    assert env.master_addr is not None and env.master_port is not None
+    serve = env.rank == 0 and not _agent_serves()
+    return TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun's agent holds the store: mostly so, and every rank, 0 included, is its client."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _meeting_place(config: RunConfig) -> Path:
+    return Path(config.run.dir) / ".rendezvous" / job_name()
 
 
 def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """Ranks without an address (plain srun): rank 0 binds a free port and publishes it through the run directory."""
-    import time
+    """Ranks without an address (plain srun, MPI): rank 0 binds a free port and publishes it in the run directory.
 
-    job = os.environ.get("SLURM_JOB_ID", "0") + "." + os.environ.get("SLURM_STEP_ID", "0")
-    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    path = Path(config.run.dir) / ".rendezvous" / f"{job}.{restart}"
+    Beside it stands a word that its store knows: an address that an earlier run left leads nowhere, or elsewhere.
+    """
+    path = _meeting_place(config)
     if env.rank == 0:
-        host = rendezvous.reachable_name()
-        tcp = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-        rendezvous.publish(path, f"{host} {tcp.port}")
-        return tcp
+        host, word = rendezvous.reachable_name(), secrets.token_hex(8)
+        store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        store.set(word, "")
+        rendezvous.publish(path, f"{host} {store.port} {word}")
+        return store
     deadline = time.monotonic() + timeout.total_seconds()
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank {env.rank} found no address of rank 0 in {path} within {timeout.total_seconds():g} s",
-                "check that run.dir lies on a file system all nodes share",
-            )
+    elsewhere: set[str] = set()
+    while time.monotonic() < deadline:
+        address = path.read_text() if path.exists() else ""
+        if len(address.split()) == 3 and address not in elsewhere:
+            try:
+                found = _reached(*address.split(), timeout)
+            except TimeoutError:
+                elsewhere.add(address)
+                continue
+            if found is not None:
+                return found
         time.sleep(0.1)
-    host, port = path.read_text().split()
-    return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    raise LaunchError(
+        f"rank {env.rank} found no address of rank 0 in {path} within {timeout.total_seconds():g} s",
+        "look at rank 0's log for an earlier error, and check that run.dir lies on a file system all nodes share",
+    )
+
+
+def _reached(host: str, port: str, word: str, timeout: timedelta) -> Store | None:
+    """The store at an address, if it knows the word.
+
+    In a thread: a client of a TCPStore asks whoever listens there, and would wait for an answer for good.
+
+    Raises:
+        TimeoutError: somebody listens there who does not answer.
+    """
+    found: list[Store] = []
+
+    def ask() -> None:
+        with suppress(dist.DistError):
+            store = TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+            if store.check([word]):
+                found.append(store)
+
+    try:
+        with socket.create_connection((host, int(port)), _PATIENCE_S):
+            pass  # a TCPStore would go on trying
+    except (OSError, ValueError):
+        return None
+    asking = threading.Thread(target=ask, name="rendezvous", daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    if asking.is_alive():
+        raise TimeoutError
+    return found[0] if found else None
 
 
 def _leave(failed: bool) -> None:

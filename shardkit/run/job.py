@@ -109,6 +109,7 @@ class Job:
             parallelize(
                 self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
             )
+            self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # a model may have been built before the cap was there

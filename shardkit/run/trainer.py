@@ -221,7 +221,7 @@ class Trainer:
         while self.step < self.config.train.max_steps:
             self.step += 1
             first = self.step == self.first_step
-            before = self._fingerprint() if not self._moved else []
+            unmoved = None if self._moved else self._fingerprint()
             lr = self._set_lr()
             self.job.ledger.begin_step(self.step, due=self._gather_due())
             self.watchdog.beat(self.step, "forward")
@@ -242,8 +242,8 @@ class Trainer:
             if saving:
                 record["save_s"], saving = saving, 0.0
             skipped = self._note_scaling(record)
-            if before and not skipped:
-                self._check_moved(before, lr)
+            if unmoved is not None and not skipped:
+                self._check_moved(unmoved, lr)
             if first:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
                 self.world.shorten_timeout(self.config.run.step_timeout_s)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +18,8 @@ from shardkit.config.schema import ParallelConfig, RunConfig, RunSection
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.ranks.env import SINGLE, RankEnv
 from shardkit.parallel.world import choose_device, process_groups
+from tests.launch.jobs import REPO, environment
+from tests.ranks import run_ranks
 
 
 def config(device: str) -> RunConfig:
@@ -100,3 +108,82 @@ def test_groups_on_gpus_have_the_backends_that_the_strategy_needs(
     with pytest.raises(LaunchError), process_groups(chosen, RankEnv(0, world_size, 0, world_size, 0, 1, "group")):
         pass
     assert joined == [(backend, bound)]
+
+
+@contextmanager
+def started(argv: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        argv, cwd=REPO, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()  # torchrun ends its ranks
+        process.communicate()
+
+
+@pytest.mark.dist
+def test_a_process_may_start_again_and_again(tmp_path: Path) -> None:
+    meet = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    ranks = ["-m", "tests.parallel.starts", "4", str(tmp_path / "run")]
+    with started([sys.executable, "-m", "torch.distributed.run", *meet, *ranks]) as job:
+        out, err = job.communicate(timeout=120)
+    assert (job.returncode, out) == (0, 2 * "[0.0, 2.0, 4.0, 6.0]\n"), err
+
+
+@pytest.mark.dist
+def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> None:
+    """Under MPI without MASTER_ADDR; somebody else listens there by now, when rank 1 looks."""
+    argv = [sys.executable, "-m", "tests.parallel.starts", "2", str(tmp_path / "run")]
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    first, second = (
+        {**sizes, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other, started(argv, **second) as job:
+        (tmp_path / "run/.rendezvous").mkdir(parents=True)
+        (tmp_path / "run/.rendezvous/0.0.0").write_text(f"127.0.0.1 {other.getsockname()[1]} word")
+        other.settimeout(60)
+        other.accept()[0].close()
+        with started(argv, **first) as rank_0:
+            for process in (job, rank_0):
+                out, err = process.communicate(timeout=120)
+                assert (process.returncode, out) == (0, "[0.0, 2.0]\n"), err
+
+
+def waits_of(run_dir: str, **parallel: Any) -> dict[str, float]:
+    """Seconds that each group of a started job waits, by when: once joined, once wrapped."""
+    import shardkit
+    from shardkit.parallel.compat import groups
+
+    found: dict[str, float] = {}
+
+    def note(when: str) -> None:
+        for index, group in enumerate(groups()):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            found[f"{when} {index} of {group.size()}"] = backend.options._timeout.total_seconds()
+
+    values = {f"parallel.{key}": value for key, value in parallel.items()}
+    timeouts = {"run.device": "cpu", "run.dir": run_dir, "run.init_timeout_s": 77, "train.micro_batch_size": 1}
+    with shardkit.start(overrides={**timeouts, **values}) as job:
+        note("joined")
+        job.wrap(torch.nn.Linear(4, 4))
+        note("wrapped")
+        job.world.set_timeout(55)
+        note("set")
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(4, {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2}), (2, {"strategy": "zero3"})]
+)
+def test_every_group_waits_as_long_as_the_config_says(ranks: int, parallel: dict[str, Any], tmp_path: Path) -> None:
+    """Gloo's own default is 30 min, NCCL's 10; the caller's group is the caller's."""
+    for found in run_ranks(ranks, "tests.parallel.test_world:waits_of", run_dir=str(tmp_path), **parallel):
+        mine = {name: wait for name, wait in found.items() if " 0 of " not in name}
+        assert len([name for name in mine if name.startswith("joined")]) == 2
+        assert len(mine) > (9 if parallel["strategy"] == "hsdp" else 6), "the engine makes some as well"
+        assert {wait for name, wait in mine.items() if not name.startswith("set")} == {77.0}, found
+        assert {wait for name, wait in mine.items() if name.startswith("set")} == {55.0}, found
+        assert {wait for name, wait in found.items() if " 0 of " in name} == {180.0}, found
