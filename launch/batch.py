@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from .failures import exit_codes, failure, job_starts, oom
 from .local.processes import Follower
 from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
-from .slurm import requeue, script
+from .slurm import preemption_warning, requeue, script
 from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 0.1
+_SRUN_LOG = "srun.log"
 _BEGAN = time.time()  # this process is one start of the job
 # Slurm's warning goes to every process of a step: until a process listens, it has to be ignored, or it kills.
 _SHIELD = ["bash", "-c", "trap '' USR2; exec \"$@\"", "shield"]
@@ -47,6 +49,7 @@ class Batch:
         restart: how often Slurm queued this job again before.
         n_ranks_per_node: ranks on each node.
         overwrites: whether the run begins anew in a directory that another may have used.
+        is_periodic: whether it makes checkpoints on the way.
     """
 
     style: str
@@ -59,6 +62,7 @@ class Batch:
     n_nodes: int
     n_ranks_per_node: int
     overwrites: bool = False
+    is_periodic: bool = False
 
     @property
     def error_dir(self) -> Path:
@@ -110,6 +114,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         n_nodes=n_nodes,
         n_ranks_per_node=n_ranks,
         overwrites=loaded.config.run.overwrite,
+        is_periodic=loaded.config.checkpoint.is_periodic,
     )
 
 
@@ -193,19 +198,47 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         raise LaunchError(
             f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
         ) from error
+    _note_earlier_ends(batch)
     _refuse(batch, environ)
     job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
+    _say_doubts(batch, environ)
     say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
-    process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ))
+    with (batch.log_dir / _SRUN_LOG).open("wb") as log:
+        process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ), stderr=log)
+    srun = Follower(batch.log_dir / _SRUN_LOG, sys.stderr.buffer)
+    noted = False
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
     while process.poll() is None:
         warning.watch(batch.job_id, batch.run_dir)
+        if signal.SIGTERM in warning.came and not noted:  # Slurm may leave this script no time to do so at its end
+            noted, why = True, requeue.taken_back(batch.job_id, batch.restart)
+            if why is not None:
+                job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
+        srun.pump()
         if rank_0 is not None:
             rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
         time.sleep(_POLL_S)
+    srun.pump()
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
     return _after(batch, process.returncode, warning, environ)
+
+
+def _note_earlier_ends(batch: Batch) -> None:
+    """Of starts that could not say themselves why they ended, as Slurm does."""
+    for start in job_starts.starts(batch.run_dir):
+        if start.job == batch.job_id and start.restart < batch.restart and start.reason is None:
+            why = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
+            if why is not None:
+                job_starts.note_end(batch.run_dir, batch.job_id, start.restart, why)
+
+
+def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:
+    ends_at = requeue.outlook(batch.job_id).ends_at
+    if ends_at is not None:
+        lead_s = int(environ.get("SHARDKIT_SIGNAL_S", preemption_warning.DEFAULT_S))
+        for doubt in preemption_warning.doubts(ends_at - time.time(), lead_s, batch.run_dir, batch.is_periodic):
+            say(f"warning: {doubt}")
 
 
 def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
@@ -218,19 +251,19 @@ def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
 
 def _after(batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str]) -> int:
     """Note why the step ended; the job goes back to the queue, or ends with the returned code."""
-    failures = failure.read(batch.error_dir.glob("*.json")) if batch.style == "srun" else _from_launchers(batch)
+    failures = _failures(batch)
     stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
     if code == 0 and not stopped:
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
         return exit_codes.OK
-    why = requeue.reason(batch.job_id, warning.came, failures, stopped)
+    why = requeue.reason(batch.job_id, warning.came, failures, stopped, batch.restart)
     if why is None:
         return _failed(batch, code, failures, stopped)
     job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
-    if not stopped:
+    if not stopped and why not in requeue.NOT_ITS_DOING:
         _explain(batch, failures)
     _refuse(batch, environ)
-    say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures))}")
+    say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures), batch.restart)}")
     warning.wait_for_term()
     return exit_codes.PREEMPTED
 
@@ -241,7 +274,7 @@ def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: b
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
         return exit_codes.PREEMPTED
     job_starts.note_end(
-        batch.run_dir, batch.job_id, batch.restart, f"failed: {failures[0].message if failures else code}"
+        batch.run_dir, batch.job_id, batch.restart, f"failed: {_cause(failures[0]) if failures else code}"
     )
     if not failures:
         say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
@@ -254,13 +287,27 @@ def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
     """Say what ranks died of; under torchrun each node's launcher has done it."""
     if failures and batch.style == "srun":
         memory = oom.words(failures, oom.read(batch.run_dir, _BEGAN))
-        print(failure.explain(failures, str(batch.log_dir), memory=memory), file=sys.stderr, flush=True)
+        kills = failure.oom_kills_in_srun_log(_srun_log(batch))
+        print(failure.explain(failures, str(batch.log_dir), kills, memory), file=sys.stderr, flush=True)
 
 
-def _from_launchers(batch: Batch) -> list[failure.Failure]:
-    """What ranks recorded below the nodes' torchrun log directories."""
-    last = [attempts[-1] for folder in batch.log_dir.iterdir() if (attempts := failure.attempts(folder))]
-    return failure.read(file for attempt in last for file in attempt.glob("*/error.json"))
+def _cause(first: failure.Failure) -> str:
+    return first.message if first.trace or first.is_error else f"rank {first.rank}: {first.message}"
+
+
+def _failures(batch: Batch) -> list[failure.Failure]:
+    """Why ranks ended, likely origin first: their own words, what their launchers saw, and what srun did."""
+    if batch.style == "torchrun":
+        found = [one for folder in batch.log_dir.glob("*") for one in failure.of_launcher(folder)]
+        return sorted(found, key=lambda one: one.order)
+    return failure.merged(failure.read(batch.error_dir.glob("*.json")), failure.in_srun_log(_srun_log(batch)))
+
+
+def _srun_log(batch: Batch) -> str:
+    try:
+        return (batch.log_dir / _SRUN_LOG).read_text(errors="replace")
+    except OSError:  # somebody deleted the run
+        return ""
 
 
 if __name__ == "__main__":

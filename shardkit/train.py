@@ -11,7 +11,7 @@ from .config.load import LoadedConfig, load_config
 from .errors import OutOfMemoryError, ShardkitError, report
 from .files import outlive_full_disks
 from .launch.failures import failure
-from .launch.local import restart
+from .launch.local import processes, restart
 from .launch.ranks import affinity
 from .launch.ranks.env import detect
 from .launch.ranks.gpus import grow_segments
@@ -34,6 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; returns the process's exit code (see docs/reference.md)."""
     note_early()
+    processes.end_with_torchrun(os.environ)
     args = parse(argv)
     try:
         loaded = load_config(args.config, args.overrides)

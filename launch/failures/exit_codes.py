@@ -68,9 +68,29 @@ def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """Processes that this kernel has killed for want of memory since it started; 0 where it does not say."""
+    """Processes that the kernel killed for want of memory: in this cgroup, else on this machine; 0: unknown."""
+    for path in (*_cgroup_records(root), root / "proc/vmstat"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        found = [int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")]
+        if found:
+            return found[0]
+    return 0
+
+
+def _cgroup_records(root: Path) -> list[Path]:
+    """Where the kernel may count them for the cgroup, version 2 and 1; a container sees its own as the topmost."""
     try:
-        text = (root / "proc/vmstat").read_text()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        return []
+    top, found = root / "sys/fs/cgroup", list[Path]()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += [top / path.lstrip("/") / "memory.events", top / "memory.events"]
+        elif "memory" in controllers.split(","):
+            found += [top / "memory" / path.lstrip("/") / "memory.oom_control", top / "memory/memory.oom_control"]
+    return found

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ class Failure:
         return bool(_LOST_PEER.search(self.message))
 
 
+_FIELDS = [field.name for field in fields(Failure)]
+
+
 def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Path | None:
     """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
     environ = os.environ if environ is None else environ
@@ -155,8 +159,9 @@ def read(paths: Iterable[Path]) -> list[Failure]:
         except (OSError, ValueError):  # still being written, or not ours
             continue
         own = data.get("shardkit") if isinstance(data, dict) else None
-        if own is not None:
-            found.append(Failure(**own))
+        if isinstance(own, dict) and {"rank", "exit_code"} <= own.keys():
+            # Ranks in a newer image may say more.
+            found.append(Failure(**{name: own[name] for name in _FIELDS if name in own}))
         elif isinstance(data, dict) and isinstance(data.get("message"), dict):
             found.append(_foreign(data["message"], path))
     return sorted(found, key=lambda failure: failure.order)
@@ -172,6 +177,52 @@ def in_torchrun_log(text: str) -> list[Failure]:
         )
         for m in _TORCHRUN_ENTRY.finditer(text)
     ]  # fmt: skip
+
+
+_SRUN_ENTRY = re.compile(
+    r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(Out Of Memory)|(.+?)(?: \(core dumped\))?)$",
+    re.MULTILINE,
+)
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
+
+
+def in_srun_log(text: str) -> list[Failure]:
+    """Tasks that srun reports, in order: the only trace of one that a signal ended. The later ones it ended itself."""
+    found: list[Failure] = []
+    for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
+        number = signal.SIGKILL if out_of_memory else _SIGNALS.get(ended)
+        if not code and number is None:
+            continue
+        exit_code = int(code) if code else 128 + int(number or 0)
+        first = int(re.split("[,-]", tasks)[0])
+        found.append(Failure(first, exit_code, message=exit_codes.describe(exit_code), forced=bool(found)))
+    return found
+
+
+def oom_kills_in_srun_log(text: str) -> int:
+    """Processes that the kernel killed for want of memory in the step's cgroups, as far as slurmstepd and srun say."""
+    counted = sum(int(count) for count in re.findall(r"Detected (\d+) oom_kill event", text))
+    return max(counted, text.count(": Out Of Memory"))
+
+
+def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Failure]:
+    """What ended a launcher's last attempt, likely origin first: its ranks' own words, and what torchrun saw."""
+    last = attempts(log_dir)[-1:]
+    if recorded is None:
+        recorded = [found for folder in last for found in in_attempt(folder)]
+    try:
+        reported = in_torchrun_log((log_dir / TORCHRUN_LOG).read_text(errors="replace"))
+    except OSError:  # somebody deleted the run
+        reported = []
+    for folder in last:
+        reported = with_last_words(reported, folder)
+    return merged(recorded, reported)
+
+
+def silent_in(attempt: Path) -> list[int]:
+    """Local ranks of an attempt that left no word."""
+    folders = [path.parent for path in attempt.glob("*/stderr.log") if not (path.parent / "error.json").exists()]
+    return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
 
 
 def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:

@@ -24,12 +24,14 @@ class Start:
         restart: how often Slurm queued the job again before.
         step: the optimizer step that the run stood at.
         reason: why it ended; None while it runs, or if it could not say.
+        began: when, in local time as Slurm writes it.
     """
 
     job: str
     restart: int
     step: int
     reason: str | None
+    began: str = ""
 
     @property
     def ended(self) -> str:
@@ -78,7 +80,7 @@ def starts(run_dir: Path) -> list[Start]:
     events = read_objects(path(run_dir))
     ends = {(e.get("job"), e.get("restart")): e.get("reason") for e in events if e.get("event") == "end"}
     return [
-        Start(e["job"], e["restart"], e["step"], ends.get((e["job"], e["restart"])))
+        Start(e["job"], e["restart"], e["step"], ends.get((e["job"], e["restart"])), e.get("time", "")[:19])
         for e in events
         if e.get("event") == "start"
     ]

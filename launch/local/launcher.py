@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from .torchrun import build_argv, command_line
 _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
 _TERM_S = 25.0  # SIGTERM: ranks may be saving; schedulers kill after 30 s
+_NO_MEETING = re.compile(r"Rendezvous\w*Error|DistNetworkError|DistStoreError", re.IGNORECASE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,11 +42,13 @@ class Ended:
         code: its exit code.
         asked: the signal that this process was sent, if any.
         user_error: whether it was stopped early because a rank reported an error that no restart can mend.
+        unmet: whether it was stopped early because the nodes did not meet.
     """
 
     code: int
     asked: int | None
     user_error: bool
+    unmet: bool = False
 
 
 def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_timeout_s: float = 600) -> int:
@@ -64,7 +68,15 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         if cpus:
             print(affinity.describe(cpus), flush=True)
         oom_before = exit_codes.oom_kill_count()
-        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec))
+        endpoint = spec.rendezvous.endpoint if spec.nodes[1] > 1 else None
+        patience = math.inf if endpoint is None else rendezvous_timeout_s
+        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec), patience)
+        if endpoint is not None and _never_met(ended, Path(spec.log_dir)):
+            raise LaunchError(
+                f"no rank started: the nodes did not meet at {endpoint}: {rendezvous.trouble(endpoint)}",
+                "name a host that every node reaches and a free port on it (`ss -ltnp` there lists what is used); start "
+                f"all within run.init_timeout_s={rendezvous_timeout_s:g} s; torchrun's log: {spec.log_dir}",
+            )
         return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
     finally:
         if reserved is not None:
@@ -129,7 +141,18 @@ def _with_slurm_meeting(
     return replace(spec, rendezvous=Rendezvous(endpoint, node_rank, node_rank == 0, run_id)), reserved
 
 
-def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Path, shows_rank_0: bool) -> Ended:
+def _never_met(ended: Ended, log_dir: Path) -> bool:
+    """Whether torchrun ended before any rank began, for want of other nodes."""
+    if ended.asked is not None or failure.attempts(log_dir):
+        return False
+    return ended.unmet or (
+        ended.code != 0 and _NO_MEETING.search(_last_lines(log_dir / failure.TORCHRUN_LOG)) is not None
+    )
+
+
+def _run(
+    argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Path, shows_rank_0: bool, patience_s: float
+) -> Ended:
     processes.adopt_orphans()
     out, err = sys.stdout.buffer, sys.stderr.buffer
     rank_0 = RankOutput(log_dir, out, err) if shows_rank_0 else None
@@ -139,16 +162,29 @@ def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Pa
         except OSError as error:
             raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
         try:
-            user_error = _watch(process, rank_0, Restarts(log_dir, run_dir), asked)
+            restarts = Restarts(log_dir, run_dir)
+            unmet = not _wait_for_ranks(process, log_dir, asked, patience_s)
+            user_error = not unmet and _watch(process, rank_0, restarts, asked)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
-                processes.stop(process, signum, _TERM_S if signum == signal.SIGTERM and not user_error else _STOP_S)
+                in_a_hurry = signum != signal.SIGTERM or user_error or unmet
+                processes.stop(process, signum, _STOP_S if in_a_hurry else _TERM_S)
         finally:
             processes.sweep()
             process.wait()
     if rank_0 is not None:
         rank_0.pump()
-    return Ended(process.returncode, asked[0] if asked else None, user_error)
+    return Ended(process.returncode, asked[0] if asked else None, user_error, unmet)
+
+
+def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float) -> bool:
+    """Until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
+    deadline = time.monotonic() + patience_s
+    while process.poll() is None and not asked and not failure.attempts(log_dir):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts: Restarts, asked: list[int]) -> bool:
@@ -180,23 +216,27 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
     if ended.asked is not None:
         print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
         return 128 + ended.asked
-    text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
-    reported = failure.in_torchrun_log(text)
-    for folder in last_attempt:
-        reported = failure.with_last_words(reported, folder)
-    failures = failure.merged(recorded, reported)
+    failures = failure.of_launcher(log_dir, recorded)
     if failures:
-        began = max((folder.stat().st_mtime for folder in last_attempt), default=0.0)  # when its ranks' folders came
+        began = max((_mtime(folder) for folder in last_attempt), default=0.0)  # when its ranks' folders came
         memory = oom.words(failures, oom.read(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
-    last = "\n".join(text.splitlines()[-20:])
-    print(
-        f"{last}\nerror: torchrun ended with {exit_codes.describe(ended.code)}, no rank reported an error",
-        file=sys.stderr,
-    )
+    print(f"{_last_lines(log_dir / failure.TORCHRUN_LOG)}\nerror: torchrun ended with ", end="", file=sys.stderr)
+    print(f"{exit_codes.describe(ended.code)}, no rank reported an error", file=sys.stderr)
     print(f"  logs: {log_dir}", file=sys.stderr, flush=True)
     return exit_codes.shell_code(ended.code)
+
+
+def _mtime(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _last_lines(path: Path, count: int = 20) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
 
 
 @contextmanager

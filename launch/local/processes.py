@@ -22,6 +22,12 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def end_with_torchrun(environ: Mapping[str, str]) -> None:
+    """From now on this rank gets SIGTERM if its torchrun dies: nobody else would end it while it waits for others."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
     """Start `argv` out of reach of the terminal's Ctrl-C; it gets SIGTERM if this process dies.
 

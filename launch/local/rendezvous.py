@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...errors import LaunchError
 from ...files import write_whole
+from ..spec import split_endpoint
 
 
 class ReservedPort:
@@ -55,6 +56,20 @@ def publish(path: Path, endpoint: str) -> None:
         raise LaunchError(
             f"cannot write {path}: {error.strerror}", "set run.dir to a directory that every node can write"
         ) from error
+
+
+def trouble(endpoint: str) -> str:
+    """Why nodes do not meet at HOST:PORT, as seen from here."""
+    host, port = split_endpoint(endpoint)
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        return f"{host} does not resolve on this machine ({error.strerror})"
+    try:
+        socket.create_connection((host, port), 5).close()
+    except OSError as error:
+        return f"nobody answers there ({error.strerror or error})"
+    return "somebody listens there: the first node, and others did not come, or another program that took the port"
 
 
 def wait_for(path: Path, timeout_s: float) -> str:

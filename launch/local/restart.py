@@ -85,8 +85,12 @@ class Restarts:
             text = ""
         ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")
         first = next(iter(failure.in_attempt(attempt)), None)
+        silent = failure.silent_in(attempt)
         if first is None or (first.lost_peer and "killed by" in ended):  # who is killed cannot leave word
             job_starts.note_restart(self._run_dir, ended)
+        elif first.lost_peer and silent:  # torchrun saw the peer first
+            ranks = ", ".join(map(str, silent))
+            job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
         else:
             job_starts.note_restart(
                 self._run_dir, f"rank {first.rank}: {first.message.partition(chr(10))[0]}", first.lost_peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -43,6 +44,46 @@ def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
         return asked
     earlier = [run_dir, *([Path(resume), *Path(resume).parents[:2]] if isinstance(resume, str) else [])]
     return max([DEFAULT_S, *(needed for path in earlier if (needed := needed_s(path)) is not None)])
+
+
+_START_S = 60  # Slurm may signal that much early; and processes have to start, ranks to join
+_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
+_CLOCK = re.compile(r"(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?")
+
+
+def limit_s(text: str) -> int | None:
+    """Seconds of a time limit as Slurm writes it: `90`, `90:30`, `4:00:00`, `2-0`, …; None for any other word."""
+    if days := _DAYS.fullmatch(text):
+        count, hours, minutes, seconds = (int(part or 0) for part in days.groups())
+        return ((24 * count + hours) * 60 + minutes) * 60 + seconds
+    if clock := _CLOCK.fullmatch(text):
+        hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return (hours * 60 + minutes) * 60 + seconds
+    return None
+
+
+def doubts(left_s: float, lead_s: int, run_dir: Path, periodic: bool) -> list[str]:
+    """Why a job may lose what it does before its time limit.
+
+    Args:
+        left_s: until the limit.
+        lead_s: the ranks are told to save so long before it, or earlier if saves were seen to take longer.
+        periodic: whether checkpoints are made on the way.
+    """
+    needed = needed_s(run_dir)
+    lead_s = max(lead_s, needed or 0)
+    found = []
+    if left_s - lead_s < _START_S:
+        found.append(
+            f"the time limit leaves {left_s:.0f} s, and the job is told to save {lead_s} s before it: "
+            f"{max(0.0, left_s - lead_s):.0f} s to start and to train; ask for more time, or set --signal-s"
+        )
+    if needed is None and not periodic:
+        found.append(
+            f"no save was timed yet, and no checkpoint is made on the way: if the first save takes longer than the "
+            f"{min(left_s, lead_s):.0f} s before the time limit, everything is lost; set checkpoint.every_minutes"
+        )
+    return found
 
 
 _LOOK_S = 30.0  # between two questions to Slurm's controller

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +18,22 @@ from . import commands
 MAX_IDLE_STARTS = 3
 """Starts in a row that ended by themselves without one optimizer step, after which a job is not started again."""
 PREEMPTED_BY_SLURM = "preempted"
+TAKEN_BACK = "taken back by Slurm"
+NOT_ITS_DOING = (PREEMPTED_BY_SLURM, TAKEN_BACK)
+"""Ends that say nothing about the job."""
+_ENDS = {
+    "PREEMPTED": PREEMPTED_BY_SLURM,
+    "PREEMPTION": PREEMPTED_BY_SLURM,
+    "REQUEUED": TAKEN_BACK,
+    "JOB REQUEUE": TAKEN_BACK,
+    "NODE_FAIL": "its node was lost",
+    "NODE FAILURE": "its node was lost",
+    "TIMEOUT": "its time limit",
+    "TIME LIMIT": "its time limit",
+    "OUT_OF_MEMORY": "out of memory by its cgroup's record",
+}
+"""Words of sacct and slurmstepd → how a start ended."""
+_CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO (.+?) \*\*\*")
 
 # What CUDA, NCCL and the kernel say when it is the machine that failed: another start there would fail as well.
 _NODE_FAULT = re.compile(
@@ -27,6 +44,9 @@ _NODE_FAULT = re.compile(
 )
 
 
+_BEGAN = time.strftime("%Y-%m-%dT%H:%M:%S")  # this process is one start of the job
+
+
 @dataclass(frozen=True)
 class Outlook:
     """What Slurm plans for a job.
@@ -35,11 +55,13 @@ class Outlook:
         ends_at: when its time limit ends it, seconds since the epoch; None without a limit.
         preempted: whether Slurm is taking it off its nodes.
         excluded: nodes that it will not run on, as Slurm writes lists.
+        restarts: how often it was queued again; more than the job knows of once Slurm has taken it back.
     """
 
     ends_at: float | None = None
     preempted: bool = False
     excluded: str = ""
+    restarts: int = 0
 
 
 def outlook(job_id: str) -> Outlook:
@@ -47,24 +69,61 @@ def outlook(job_id: str) -> Outlook:
     shown = commands.ask("scontrol", "show", "job", job_id, "-o").stdout
     end = re.search(r" EndTime=(\d{4}-\S+)", shown)
     excluded = re.search(r" ExcNodeList=(\S+)", shown)
+    restarts = re.search(r" Restarts=(\d+)", shown)
     return Outlook(
         ends_at=datetime.fromisoformat(end[1]).timestamp() if end else None,
         preempted=re.search(r" PreemptTime=\d", shown) is not None,
         excluded=excluded[1] if excluded and excluded[1] != "(null)" else "",
+        restarts=int(restarts[1]) if restarts else 0,
     )
 
 
-def reason(job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool) -> str | None:
+def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
+    """How Slurm says that a start ended: its accounting, else what it wrote to the job's output; None: it does not.
+
+    Args:
+        since: when it started, as Slurm writes times.
+    """
+    asked = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
+    done = commands.ask("sacct", *asked)
+    starts = sorted(line.split("|") for line in done.stdout.splitlines() if line.count("|") == 1)
+    if done.returncode == 0 and len(starts) > restart:
+        found = _ENDS.get(starts[restart][1].partition(" ")[0])
+        if found is not None:
+            return found
+    output = re.search(r"^\s*StdOut=(.*)$", commands.ask("scontrol", "show", "job", job_id).stdout, re.MULTILINE)
+    try:
+        text = Path(output[1]).read_text(errors="replace") if output else ""
+    except OSError:
+        return None
+    said = [why for when, why in _CANCELLED.findall(text) if when >= since]
+    return _ENDS.get(said[-1]) if said else None
+
+
+def taken_back(job_id: str, restart: int) -> str | None:
+    """Why Slurm takes a running job off its nodes, or has done so; None: it does not."""
+    now = outlook(job_id)
+    if now.preempted:
+        return PREEMPTED_BY_SLURM
+    return (end_by_slurm(job_id, restart, _BEGAN) or TAKEN_BACK) if now.restarts > restart else None
+
+
+def reason(
+    job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool, restart: int = 0
+) -> str | None:
     """Why the job should be queued again; None if it should not.
 
     USR2 comes from Slurm alone: before the time limit, or at a preemption. TERM may be a user's scancel, so that only
-    Slurm's own note of a preemption counts. A step that died without having saved is queued again at a preemption, and
-    resumes from its last checkpoint.
+    Slurm's own note of a preemption counts, or that it has queued the job again by itself: without a GraceTime it notes
+    nothing else. A step that died without having saved is queued again at a preemption, and resumes from its last
+    checkpoint.
     """
     if stopped and signal.SIGUSR2 in came:
         return "saved after USR2"
-    if outlook(job_id).preempted and not any(found.is_error and not found.lost_peer for found in failures):
-        return PREEMPTED_BY_SLURM
+    if not any(found.is_error and not found.lost_peer for found in failures):
+        why = taken_back(job_id, restart)
+        if why is not None:
+            return why
     bad = bad_nodes(failures)
     return f"node at fault: {', '.join(bad)}" if bad else None
 
@@ -82,7 +141,7 @@ def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None
         return LaunchError(
             f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit it anew"
         )
-    idle = [start for start in starts if start.reason != PREEMPTED_BY_SLURM][-MAX_IDLE_STARTS:]
+    idle = [start for start in starts if start.reason not in NOT_ITS_DOING][-MAX_IDLE_STARTS:]
     if len(idle) == MAX_IDLE_STARTS and idle[0].step == job_starts.last_step(run_dir):
         ends = "; ".join(dict.fromkeys(start.ended for start in idle))
         return LaunchError(
@@ -92,8 +151,8 @@ def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None
     return None
 
 
-def queue_again(job_id: str, without: Iterable[str] = ()) -> str:
-    """Hand the job back to Slurm, which ends this script with SIGTERM; what to tell the user.
+def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> str:
+    """Hand the job back to Slurm, unless Slurm took it; it ends this script with SIGTERM. What to tell the user.
 
     The nodes can be excluded only while the job waits, which it does for a while after it was requeued.
 
@@ -101,7 +160,10 @@ def queue_again(job_id: str, without: Iterable[str] = ()) -> str:
         LaunchError: Slurm refuses.
     """
     nodes = list(without)
-    before = outlook(job_id).excluded if nodes else ""
+    now = outlook(job_id)
+    before = now.excluded
+    if now.restarts > restart:
+        return "Slurm has queued it again"
     done = commands.ask("scontrol", "requeue", job_id, timeout_s=60)
     if done.returncode:
         raise LaunchError(

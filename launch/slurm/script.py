@@ -28,6 +28,8 @@ def render_sbatch(spec: JobSpec) -> str:
         _one_line(name, value)
     settings = {"SHARDKIT_PYTHON": spec.python, "NPROC_PER_NODE": str(spec.nproc_per_node)}
     settings["SHARDKIT_MAX_REQUEUES"] = str(spec.slurm.max_requeues)
+    if spec.slurm.signal_s is not None:
+        settings["SHARDKIT_SIGNAL_S"] = str(spec.slurm.signal_s)
     if spec.max_restarts:
         settings["SHARDKIT_MAX_RESTARTS"] = str(spec.max_restarts)
     if spec.slurm.container:

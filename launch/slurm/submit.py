@@ -20,7 +20,7 @@ from ... import __version__
 from ...errors import ConfigError, LaunchError
 from ..spec import JobSpec, SlurmOptions, check_fits
 from . import commands
-from .preemption_warning import signal_s
+from .preemption_warning import doubts, limit_s, signal_s
 from .script import render_sbatch
 
 if TYPE_CHECKING:
@@ -106,11 +106,13 @@ class Submission:
         spec: with the snapshot's config in place of the user's.
         config: the resolved config as YAML.
         script: for sbatch.
+        doubts: why it may lose what it does, to be shown.
     """
 
     spec: JobSpec
     config: str
     script: str
+    doubts: tuple[str, ...] = ()
 
 
 def prepare(
@@ -149,7 +151,9 @@ def prepare(
         name=name or f"shardkit-{run_dir.name}",
         slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
-    return Submission(spec, loaded.render(), render_sbatch(spec))
+    limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
+    found = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
+    return Submission(spec, loaded.render(), render_sbatch(spec), tuple(found))
 
 
 def submit(job: Submission) -> str:

@@ -101,6 +101,14 @@ class Checkpointer:
         """Whether this rank's background save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    def written_bytes(self) -> int:
+        """Of saves that are not finished, by all ranks."""
+        drafts = self.root.glob(f"*{layout.TMP}/*")
+        try:
+            return sum(file.stat().st_size for file in drafts)
+        except OSError:  # it has just got its name
+            return 0
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The gloo group of saves and loads."""
@@ -159,7 +167,7 @@ class Checkpointer:
         return None
 
     def _meet(self, step: int) -> None:
-        """PreemptionWarning a rank that does not come before anything is written."""
+        """Name a rank that does not come before anything is written."""
         try:
             dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
         except RuntimeError as error:

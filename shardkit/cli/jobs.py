@@ -131,6 +131,8 @@ def submit(
     planned = None
     if (gpu or gpu_memory) and not force:
         planned = _planned(config, overrides or [], job.spec, gpu, gpu_memory, mem)
+    for doubt in job.doubts:
+        typer.echo(f"warning: {doubt}", err=True)
     if dry_run:
         typer.echo(job.script, nl=False)
         return

@@ -321,6 +321,11 @@ class CheckpointConfig(Section):
     on_corrupt: Literal["previous", "error"] = "previous"
     """A damaged checkpoint on resume: use the newest intact one, or stop."""
 
+    @property
+    def is_periodic(self) -> bool:
+        """Whether checkpoints are made on the way."""
+        return self.every_steps is not None or self.every_minutes is not None
+
 
 class MemoryConfig(Section):
     interval: int = Field(10, ge=1)
@@ -405,9 +410,9 @@ class RunSection(Section):
     overwrite: bool = False
     """Delete what an earlier run left in `dir`."""
     init_timeout_s: float = Field(1800, gt=0)
-    """Longest wait for ranks to join and for the first step (compilation, op builds)."""
+    """Longest wait for ranks to join and for the first step (compilation, op builds); a save has to grow within it."""
     step_timeout_s: float = Field(600, gt=0)
-    """Longest wait of a collective after the first step."""
+    """Longest time without progress after the first step, not counting time in which the job is suspended."""
 
     @model_validator(mode="after")
     def _resume_or_overwrite(self) -> RunSection:

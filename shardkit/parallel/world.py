@@ -27,7 +27,6 @@ from ..launch.ranks.placement import job_name
 from . import compat
 from .compat import HashStore, PrefixStore, Store, TCPStore
 
-
 _PATIENCE_S = 10.0
 """For an answer from where a file says that rank 0 listens."""
 
@@ -75,7 +74,7 @@ class World:
         return out
 
     def set_timeout(self, seconds: float) -> None:
-        """Collectives that begin from now on fail after that time, in every group of this job, an engine's own included."""
+        """Collectives that begin from now on fail after that time, in every group of this job and its engine."""
         for group in compat.groups():
             if group not in self.others:
                 compat.set_timeout(group, timedelta(seconds=seconds))
@@ -216,7 +215,7 @@ _joined = itertools.count()
 
 
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """Where ranks meet, with keys of its own for each time they do: those of the time before lead to ranks that left."""
+    """Where ranks meet, with keys of its own for each time they do: earlier ones lead to groups that are gone."""
     if env.world_size == 1:
         return HashStore()
     if env.master_addr is not None and env.master_port is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..config.capability import CAPABILITIES
 from ..config.schema import PrecisionConfig, StrategyName
-from ..errors import ConfigError, gib
+from ..errors import ConfigError, DataError, gib
 from ..memory.rows import KINDS
 from ..memory.state import local_tensors
 from ..parallel.precision import master_dtype
@@ -65,6 +66,22 @@ _LOG = logging.getLogger(__name__)
 
 Bytes = dict[str, dict[str, int]]
 """category → dtype → bytes on one rank."""
+
+
+def check_same_data(world: World, train: Sized | None, val: Sized | None) -> None:
+    """Ranks that see other data take other numbers of steps, or evaluate alone: the others would wait; collective.
+
+    Raises:
+        DataError: names the ranks' numbers of samples.
+    """
+    for split, data in (("training", train), ("validation", val)):
+        sizes = world.gather(None if data is None else len(data))
+        if len(set(sizes)) > 1:
+            told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
+            raise DataError(
+                f"ranks see different {split} data: {told} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
+                "give every rank the whole data, which the sampler shares out; check that its files are on all nodes",
+            )
 
 
 def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:

@@ -33,7 +33,7 @@ from .job import Job, not_finite
 from .preemption import StopRequest
 from .profiler import Profiler
 from .recorder import open_recorder
-from .watchdog import Watchdog
+from .watchdog import WATCHED_S, Watchdog
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ class Trainer:
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
             data = self.task.dataset("train")
+            self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
+            checks.check_same_data(job.world, data, self.val_data)
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
-            self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
             self.schedule = self._make_schedule(data)
         self.run_dir: Path = directory.prepare(job.loaded, job.world)
         job.wrap(
@@ -193,6 +194,7 @@ class Trainer:
         failed = True
         self.stop.listen()
         self.watchdog.start()
+        self.world.set_timeout(WATCHED_S)
         try:
             for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
                 if recorder is not None:
@@ -200,13 +202,16 @@ class Trainer:
                 yield record
             failed = False
         finally:
-            self.watchdog.stop()
+            if failed:
+                self.watchdog.stop()
             self.loader.close()
             if recorder is not None:
                 recorder.close()
             try:
-                self.checkpoints.close(failed)
+                with self._unhurried():
+                    self.checkpoints.close(failed)
             finally:
+                self.watchdog.stop()
                 self.stop.close()
                 if self.profiler is not None:
                     self.profiler.close(failed)
@@ -246,7 +251,6 @@ class Trainer:
                 self._check_moved(unmoved, lr)
             if first:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
-                self.world.shorten_timeout(self.config.run.step_timeout_s)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due():
                 self._gather_memory()
@@ -259,7 +263,7 @@ class Trainer:
             began = time.perf_counter()
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
-                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                with self._unhurried():
                     saving = self._save(position, record.get("val_loss"))
                 began += saving
             if self.stop.agreed:
@@ -314,8 +318,14 @@ class Trainer:
             raise not_finite(self.world, self.step, local)
         return total / max(targets, 1.0), next_targets
 
+    def _unhurried(self) -> AbstractContextManager[None]:
+        """A save may take as long as its files grow, on whichever rank."""
+        self.watchdog.beat(self.step, "save")
+        return self.watchdog.allowing(self.config.run.init_timeout_s, self.checkpoints.written_bytes)
+
     def _stop_asked(self) -> bool:
-        """Whether some rank was asked to stop, outside a step; collective."""
+        """Whether some rank was asked to stop, before each micro-batch of an evaluation; collective."""
+        self.watchdog.beat(self.step, "evaluation")
         self.stop.agree(self.world.sum(self.stop.flags()))
         return self.stop.agreed is not None
 

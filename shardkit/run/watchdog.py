@@ -26,7 +26,12 @@ from ..parallel.compat import nccl_trace
 Loss = TypeVar("Loss")
 
 _LOG = logging.getLogger(__name__)
-_SHARE = 0.9  # of the collectives' timeout: their own error names no rank and has no stacks
+WATCHED_S = 7 * 24 * 3600.0
+"""For the collectives of a watched job: their own timeout names nobody, and counts time in which a job is suspended."""
+
+
+def _none() -> object:
+    return None
 
 
 class Watchdog:
@@ -34,15 +39,15 @@ class Watchdog:
 
     Args:
         folder: where the ranks leave their stacks; on a file system that they share.
-        limit_s: longest time without `beat`; 0.9 of it is used, so that this comes before a collective's own timeout.
+        limit_s: longest time without `beat`, as far as this process ran: a job may be suspended for longer.
         settle_s: how long rank 0 waits for the other ranks' word before it names those that are missing.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, limit_s: float, settle_s: float = 5.0) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._limit_s = _SHARE * limit_s
+        self._limit_s, self._signs = limit_s, _none
         self._settle_s = settle_s
-        self._beat, self._step, self._doing, self._beats = time.monotonic(), 0, "start", 0
+        self._step, self._doing, self._beats = 0, "start", 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -63,7 +68,7 @@ class Watchdog:
 
     def beat(self, step: int, doing: str) -> None:
         """This rank is alive, and begins with `doing` of optimizer step `step`; a few attribute writes."""
-        self._step, self._doing, self._beats, self._beat = step, doing, self._beats + 1, time.monotonic()
+        self._step, self._doing, self._beats = step, doing, self._beats + 1
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
         """`loss`, with a beat before and after: who is stuck in a forward is behind who waits in a backward."""
@@ -78,21 +83,36 @@ class Watchdog:
 
     def set_limit(self, seconds: float) -> None:
         """Another limit from now on: after the first step, which may compile."""
-        self._limit_s = _SHARE * seconds
+        self._limit_s = seconds
 
     @contextmanager
-    def allowing(self, seconds: float) -> Iterator[None]:
-        """A part that may take longer than a step, such as a save."""
-        before, self._limit_s = self._limit_s, max(self._limit_s, _SHARE * seconds)
+    def allowing(self, seconds: float, signs: Callable[[], object] = _none) -> Iterator[None]:
+        """A part that may take longer than a step, such as a save.
+
+        Args:
+            signs: asked once it took so long; it goes on if the answer is not what it was.
+        """
+        before = self._limit_s
+        self._limit_s, self._signs = max(before, seconds), signs
         try:
             yield
         finally:
-            self._beat = time.monotonic()
-            self._limit_s = before
+            self.beat(self._step, self._doing)
+            self._limit_s, self._signs = before, _none
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self._limit_s / 10)):
-            if time.monotonic() - self._beat > self._limit_s:
+        """Count this thread's own ticks: while the process is suspended there are none, and no other rank gets on."""
+        idle, beats, seen, now = 0.0, self._beats, None, time.monotonic()
+        while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
+            passed, now = time.monotonic() - now, time.monotonic()
+            idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
+            beats = self._beats
+            if idle <= self._limit_s:
+                continue
+            sign = self._signs()
+            if sign != seen:
+                idle, seen = 0.0, sign
+            else:
                 self._bite()
 
     def _bite(self) -> None:

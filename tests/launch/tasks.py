@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import DataError
+from shardkit.parallel.world import World
 from shardkit.run.watchdog import Watchdog
 
 
@@ -70,3 +71,22 @@ class Unwatched(Troubled):
     def __init__(self, config: Any, how: str, rank: int = 1, calls: int = 3) -> None:
         super().__init__(config, how, rank, calls)
         Watchdog.start = lambda self: None  # type: ignore[method-assign]
+        wait = World.set_timeout
+        World.set_timeout = lambda self, _: wait(self, config.run.step_timeout_s)  # type: ignore[method-assign]
+
+
+class OneWeight(Troubled):
+    """So small that one of two ranks holds all of it."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        return [torch.ones(1)] * 64 if split == "train" else None
+
+
+class Uneven(Troubled):
+    """Rank 1 finds no validation data."""
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        return super().dataset("val" if split == "val" and self.here else "train")

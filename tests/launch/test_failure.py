@@ -11,8 +11,10 @@ from shardkit.launch.failures.failure import (
     Failure,
     exit_code_of,
     explain,
+    in_srun_log,
     in_torchrun_log,
     merged,
+    oom_kills_in_srun_log,
     read,
     record,
     with_last_words,
@@ -153,6 +155,66 @@ def test_files_of_other_programs_and_half_written_ones(tmp_path: Path) -> None:
     (tmp_path / "half").write_text('{"message": ')
     (failure,) = read([foreign, tmp_path / "half", tmp_path / "missing"])
     assert failure == Failure(4, 1, 7.0, "E: x", "T")
+
+
+def test_a_newer_images_file_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    path = recorded(tmp_path, 2, ConfigError("x=1", "set x=2"))
+    data = json.loads(path.read_text())
+    data["shardkit"]["thread"] = "loader"
+    path.write_text(json.dumps(data))
+    (tmp_path / "less.json").write_text(json.dumps({"shardkit": {"message": "?"}}))
+    (tmp_path / "other.json").write_text(json.dumps({"shardkit": ["?"]}))
+    (found,) = read(sorted(tmp_path.glob("*.json")))
+    assert (found.rank, found.message, found.fix) == (2, "x=1", "set x=2")
+
+
+SRUN = """srun: error: n2: task 1: {first}
+srun: Terminating StepId=7.0
+slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-22T04:09:52 ***
+srun: error: n1: tasks 0,2-3: {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "code", "said"),
+    [
+        ("Killed", "Terminated", 137, "rank 1 failed: killed by SIGKILL (exit code 137)"),
+        ("Killed", "Exited with exit code 1", 137, "rank 1 failed: killed by SIGKILL"),
+        ("Out Of Memory", "Killed", 137, "out of host memory: the kernel killed 1 process"),
+        ("Segmentation fault (core dumped)", "Killed", 139, "rank 1 failed: killed by SIGSEGV"),
+        ("Exited with exit code 7", "Killed", 7, "rank 1 failed: exit code 7"),
+    ],
+)
+def test_the_first_task_that_srun_reports_gives_the_code(
+    first: str, then: str, code: int, said: str, tmp_path: Path
+) -> None:
+    """Its peers only lost it, whatever they say."""
+    lost = recorded(tmp_path, 0, RuntimeError("Connection reset by peer"))
+    text = SRUN.format(first=first, then=then)
+    found = merged(read([lost]), in_srun_log(text))
+    assert exit_code_of(found) == code
+    assert said in explain(found, "L", oom_kills_in_srun_log(text))
+
+
+def test_what_a_rank_says_itself_counts_more_than_what_srun_reports(tmp_path: Path) -> None:
+    own = recorded(tmp_path, 1, ValueError("bad sample"))
+    found = merged(read([own]), in_srun_log(SRUN.format(first="Exited with exit code 1", then="Killed")))
+    assert "error: rank 1 failed: ValueError: bad sample" in explain(found, "L") and exit_code_of(found) == 1
+
+
+def test_processes_killed_for_want_of_memory_are_counted_in_the_cgroup(tmp_path: Path) -> None:
+    """The machine's own count holds other jobs' as well."""
+    for folder in ("proc/self", "sys/fs/cgroup/job_7", "sys/fs/cgroup/memory/job_7"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert exit_codes.oom_kill_count(tmp_path) == 0
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 5\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/job_7\n")
+    assert exit_codes.oom_kill_count(tmp_path) == 5
+    (tmp_path / "sys/fs/cgroup/job_7/memory.events").write_text("oom 3\noom_kill 2\n")
+    assert exit_codes.oom_kill_count(tmp_path) == 2
+    (tmp_path / "proc/self/cgroup").write_text("8:cpu:/job_7\n7:memory:/job_7\n")
+    (tmp_path / "sys/fs/cgroup/memory/job_7/memory.oom_control").write_text("under_oom 0\noom_kill 1\n")
+    assert exit_codes.oom_kill_count(tmp_path) == 1
 
 
 def test_torch_can_read_our_file(tmp_path: Path) -> None:

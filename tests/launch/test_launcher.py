@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,12 +14,15 @@ import pytest
 
 from shardkit.cli.__main__ import main
 from shardkit.launch.failures import job_starts
+from shardkit.launch.local import launcher
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
+from tests.slurm.cluster import until
 
 pytestmark = pytest.mark.dist
 TWO = ["--nproc-per-node", "2"]
 
 
+_SILENT = "local rank 1: ended without a word, most likely killed"  # torchrun saw its peer end first
 FIXED = dict(train__deterministic="true", checkpoint__every_steps=1, train__max_steps=8)
 
 
@@ -93,6 +98,20 @@ def test_wrong_options_are_two_lines_and_start_nothing(
     assert ended.value.code == 2 and cause.startswith("error: ") and said in cause and fix.startswith("  fix: ")
 
 
+@pytest.mark.parametrize(
+    ("host", "said"), [("nowhere.invalid", "does not resolve on this machine"), ("127.0.0.1", "somebody listens there")]
+)
+def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_path: Path) -> None:
+    """torchrun would wait for a minute, or for good where another program holds the port."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        meet = ["--nnodes", "2", "--rdzv-endpoint", f"{host}:{other.getsockname()[1]}"]
+        done = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=4)), timeout=60)
+    assert done.returncode == 2, done
+    cause, fix = done.stderr.splitlines()
+    assert cause.startswith(f"error: no rank started: the nodes did not meet at {host}:") and said in cause
+    assert fix.startswith("  fix: ") and "run.init_timeout_s=4 s" in fix
+
+
 def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
     done = run(command(*TWO, *settings(tmp_path / "run", "kill")))
     assert done.returncode == 137, done.stderr
@@ -108,10 +127,37 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr and ", step 2" in done.stderr, done.stderr
     assert losses(tmp_path / "run") == losses(plain[0])
-    assert [reason for _, reason in job_starts.restarts(tmp_path / "run")] == [
-        "local rank 1: killed by SIGKILL (exit code -9)"
-    ]
-    assert "started 2 times; ended before: 1 x local rank 1: killed by SIGKILL" in done.stdout
+    reasons = [reason for _, reason in job_starts.restarts(tmp_path / "run")]
+    assert reasons == [*set(reasons) & {"local rank 1: killed by SIGKILL (exit code -9)", _SILENT}]
+    assert f"started 2 times; ended before: 1 x {reasons[0]}" in done.stdout
+
+
+def test_a_run_that_somebody_deleted_ends_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "run/logs/x"
+    assert launcher._verdict(launcher.Ended(1, None, False), gone, tmp_path / "run", 0) == 1
+    said = capsys.readouterr().err
+    assert f"cannot read {gone}/torchrun.log: No such file or directory" in said
+    assert "error: torchrun ended with exit code 1, no rank reported an error" in said
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed_while_they_wait_for_others(tmp_path: Path) -> None:
+    """Plain torchrun, whose ranks hold the store themselves: rank 1 never comes."""
+    meet = ["--nproc-per-node", "1", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    argv = [sys.executable, "-m", "torch.distributed.run", *meet, "-m", "tests.launch.waiting", *settings(tmp_path)]
+    marker = f"TEST_MARKER={tmp_path}"
+    env = environment(TEST_MARKER=str(tmp_path), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    torchrun = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert torchrun.stdout is not None
+    try:
+        assert torchrun.stdout.readline() == "joining\n"
+        torchrun.kill()
+        torchrun.wait()
+        until(lambda: with_marker(marker) == [], 20, lambda: f"left: {with_marker(marker)}")
+    finally:
+        for pid in with_marker(marker):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardkit.launch.local import restart
 from shardkit.launch.slurm import preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
 
-JOB = "JobId=7 Restarts=0 EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
+JOB = "JobId=7 Restarts={restarts} EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
 ECC = Failure(rank=3, exit_code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered", node="n4")
 CRASH = Failure(rank=3, exit_code=1, message="ValueError: x", node="n4")
 USER = Failure(rank=0, exit_code=2, message="sample 7 is empty", is_error=True)
@@ -31,11 +31,14 @@ SAVED = Failure(rank=0, exit_code=75, message="saved and stopped for SIGUSR2")
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Puts a scontrol on the path that shows `JOB` with these values; its calls go to the returned file."""
 
-    def make(end: str = "Unknown", preempt: str = "None", excluded: str = "(null)", fails: str = "never") -> Path:
+    def make(
+        end: str = "Unknown", preempt: str = "None", excluded: str = "(null)", fails: str = "never", restarts: int = 0
+    ) -> Path:
         calls, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
         program.parent.mkdir()
+        shown = JOB.format(end=end, preempt=preempt, excluded=excluded, restarts=restarts)
         program.write_text(
-            f'#!/bin/bash\nif [ "$1" = show ]; then echo "{JOB.format(end=end, preempt=preempt, excluded=excluded)}"\n'
+            f'#!/bin/bash\nif [ "$1" = show ]; then echo "{shown}"; [ "$4" ] || echo "   StdOut={tmp_path}/out"\n'
             f'else echo "$*" >> {calls}; fi\n[ "$1" != {fails} ] || {{ echo "not so: $1" >&2; exit 1; }}\n'
         )
         program.chmod(0o755)
@@ -64,6 +67,7 @@ def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> Non
         ([(0, "failed: x"), (0, "failed: x"), (3, "failed: x")], None),
         ([(0, "preempted"), (0, "preempted"), (0, "preempted"), (0, "preempted")], None),
         ([(0, None), (0, "preempted"), (0, None), (0, "preempted"), (0, None)], "made no step"),
+        ([(0, "taken back by Slurm"), (0, "preempted"), (0, "taken back by Slurm")], None),
         ([(step, "saved after USR2") for step in range(9)], "was queued again 8 times"),
     ],
 )
@@ -99,6 +103,42 @@ def test_what_goes_back_to_the_queue(
 ) -> None:
     scontrol(preempt=preempt)
     assert requeue.reason("7", came, failures, stopped=SAVED in failures) == why
+
+
+def test_what_slurm_has_queued_again_by_itself_is_its_doing(scontrol: Callable[..., Path]) -> None:
+    """Without a GraceTime there is no PreemptTime: the job is back in the queue when the signals come."""
+    calls = scontrol(restarts=3)
+    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, restart=2) == "taken back by Slurm"
+    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, restart=3) is None
+    assert requeue.reason("7", [], [USER], stopped=False, restart=2) is None
+    assert requeue.queue_again("7", restart=2) == "Slurm has queued it again"
+    assert not calls.exists(), "a second requeue would be refused"
+
+
+@pytest.mark.parametrize(
+    ("state", "output", "why"),
+    [
+        ("PREEMPTED", "", "preempted"),
+        ("NODE_FAIL", "", "its node was lost"),
+        ("CANCELLED by 0", "", None),
+        ("", "DUE TO PREEMPTION", "preempted"),
+        ("", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", None),
+        ("", "DUE TO JOB REQUEUE", "taken back by Slurm"),
+        ("", "", None),
+    ],
+)
+def test_how_a_start_ended_by_slurms_own_record(
+    state: str, output: str, why: str | None, scontrol: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Accounting, with a line per start; without it what slurmstepd wrote to the job's output since that start."""
+    scontrol()
+    sacct = tmp_path / "bin/sacct"
+    rows = f"2026-11-22T04:00:00|{state}\n2026-11-22T03:00:00|TIMEOUT" if state else ""
+    sacct.write_text(f"#!/bin/bash\necho '{rows}'\n")
+    sacct.chmod(0o755)
+    said = f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-22T04:09:52 {output} ***\n" if output else ""
+    (tmp_path / "out").write_text("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T03:59:00 DUE TO PREEMPTION ***\n" + said)
+    assert requeue.end_by_slurm("7", 1, "2026-11-22T04:00:00") == why
 
 
 @pytest.mark.parametrize(
@@ -153,6 +193,30 @@ def test_the_lead_follows_the_measured_saves_and_steps(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoints/step_00000005")
     assert preemption_warning.signal_s(None, tmp_path / "new", checkpoint) == 270
     assert preemption_warning.signal_s(None, tmp_path / "new", True) == 120
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120), ("90:30", 5430), ("4:00:00", 14400), ("2-0", 172800), ("1-2:30", 95400), ("1-02:03:04", 93784),
+        ("UNLIMITED", None), ("", None), ("soon", None),
+    ],
+)  # fmt: skip
+def test_time_limits_as_slurm_writes_them(text: str, seconds: int | None) -> None:
+    assert preemption_warning.limit_s(text) == seconds
+
+
+def test_a_time_limit_that_leaves_no_time_is_doubted_with_its_numbers(tmp_path: Path) -> None:
+    doubts = preemption_warning.doubts
+    first, second = doubts(120, 120, tmp_path, periodic=False)
+    assert "leaves 120 s, and the job is told to save 120 s before it: 0 s to start and to train" in first
+    assert "longer than the 120 s before the time limit" in second and "set checkpoint.every_minutes" in second
+    assert doubts(3600, 120, tmp_path, periodic=True) == []
+    measured(tmp_path, [1750.0], [])
+    assert doubts(3600, 120, tmp_path, periodic=False) == []
+    measured(tmp_path, [1770.0], [])
+    (only,) = doubts(3600, 120, tmp_path, periodic=False)
+    assert "leaves 3600 s, and the job is told to save 3570 s before it: 30 s to start and to train" in only
 
 
 class Clock:

@@ -47,6 +47,18 @@ def test_each_restart_is_noted_once_with_its_first_cause(logs: Path, tmp_path: P
     ]
 
 
+def test_a_rank_without_a_word_is_named_where_torchrun_saw_its_peer_end_first(logs: Path, tmp_path: Path) -> None:
+    (logs / failure.TORCHRUN_LOG).write_text(LOG.splitlines()[1])
+    attempt(logs, 0, rank_0=RuntimeError("[pair.cc:553] Connection reset by peer"))
+    for rank in ("0", "1"):
+        (logs / f"job_x/attempt_0/{rank}").mkdir(exist_ok=True)
+        (logs / f"job_x/attempt_0/{rank}/stderr.log").touch()
+    attempt(logs, 1)
+    Restarts(logs, tmp_path / "run").look()
+    ((_, reason),) = job_starts.restarts(tmp_path / "run")
+    assert reason == "local rank 1: ended without a word, most likely killed"
+
+
 def test_what_only_the_user_can_mend_ends_the_job_and_a_lost_peer_does_not(logs: Path, tmp_path: Path) -> None:
     attempt(logs, 0, rank_0=LaunchError("not all 2 ranks joined within run.init_timeout_s=9 s", "look at their logs"))
     assert not Restarts(logs, tmp_path).look()

@@ -136,9 +136,7 @@ def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> N
     """Under MPI without MASTER_ADDR; somebody else listens there by now, when rank 1 looks."""
     argv = [sys.executable, "-m", "tests.parallel.starts", "2", str(tmp_path / "run")]
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    first, second = (
-        {**sizes, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")
-    )
+    first, second = ({**sizes, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1"))
     with socket.create_server(("127.0.0.1", 0)) as other, started(argv, **second) as job:
         (tmp_path / "run/.rendezvous").mkdir(parents=True)
         (tmp_path / "run/.rendezvous/0.0.0").write_text(f"127.0.0.1 {other.getsockname()[1]} word")

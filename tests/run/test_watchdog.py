@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
+from torch import nn
 
 from shardkit.launch.failures import job_starts
 from shardkit.run.watchdog import Watchdog, behind, dump_collectives
-from tests.launch.jobs import REPO, command, environment, losses, run, settings
+from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
+from tests.launch.tasks import Troubled
 
 
 def state(rank: int, beats: int, waits: bool) -> dict[str, Any]:
@@ -77,6 +81,73 @@ def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rank_0.txt").read_text().splitlines()[0])["step"] == 3
 
 
+SUSPENDED = """
+import pathlib, subprocess, sys, time
+from shardkit.run.watchdog import Watchdog
+dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 1.4, settle_s=0.0)
+dog.start()
+subprocess.run(["sh", "-c", "kill -STOP $PPID; sleep 4; kill -CONT $PPID"])
+with dog.allowing(1.5, time.monotonic):  # a save that grows
+    time.sleep(4)
+print("alive")
+dog.beat(4, "forward")
+time.sleep(60)
+"""
+
+
+def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that_grows(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
+    done = subprocess.run(argv, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "alive\n"), done
+    assert "no progress for 1 s at step 4 (forward)" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_path: Path) -> None:
+    argv = settings(tmp_path / "run", "wait", train__max_steps=60, run__step_timeout_s=3)
+    marker = f"TEST_MARKER={tmp_path}"
+    process = subprocess.Popen(
+        command("--nproc-per-node", "2", *argv), cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 2/"):
+            break
+    everyone = with_marker(marker)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in everyone:
+            os.kill(pid, number)
+        time.sleep(8 if number == signal.SIGSTOP else 0)  # what is tested
+    error = process.stderr.read()
+    assert process.wait(60) == 0, error
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 61))
+
+
+@pytest.mark.dist
+def test_an_evaluation_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
+    """2 s to join, train and evaluate ten batches of half a second: each is a sign of life."""
+    argv = settings(
+        tmp_path / "run", task__factory="tests.run.test_watchdog:Slow", run__init_timeout_s=2, run__step_timeout_s=2,
+        train__eval_batches=10, train__max_steps=1,
+    )  # fmt: skip
+    done = run([sys.executable, "-m", "shardkit.train", "--config", str(REPO / "configs/ddp.yaml"), *argv])
+    assert done.returncode == 0, done.stderr
+    assert "val_loss" in (tmp_path / "run/metrics.jsonl").read_text()
+
+
+class Slow(Troubled):
+    """Evaluations take half a second a batch."""
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        return super().dataset("train")
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0 if model.training else 0.5)
+        return super().loss(model, batch)
+
+
 @pytest.mark.dist
 def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "hang", run__step_timeout_s=4, checkpoint__every_steps=1)
@@ -98,3 +169,23 @@ def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "rank(s) 1 did not even answer" in done.stderr, done.stderr
     assert (tmp_path / "run/logs/hang/rank_0.txt").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> None:
+    argv = settings(
+        tmp_path / "run", task__factory="tests.launch.tasks:OneWeight", parallel__strategy="zero1",
+        precision__mode="fp32", run__step_timeout_s=9,
+    )  # fmt: skip
+    done = run(command("--nproc-per-node", "2", *argv), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.dist
+def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
+    argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_batches=1)
+    done = run(command("--nproc-per-node", "2", *argv), timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr

@@ -4,7 +4,7 @@
 #   cluster.sh start DIR [NODES]  prints nothing, writes DIR/slurm.conf; `export SLURM_CONF=DIR/slurm.conf` to use it
 #   cluster.sh stop DIR           cancels its jobs, ends its daemons and nothing else
 #   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
-# Partition `batch` is preempted (requeued) by partition `high`; `lab` is for an account that nobody has. Each node has 4 CPUs and 2 GPUs that are not there.
+# Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs and 2 GPUs that are not there.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
 PROGRAMS=(slurmctld slurmd sbatch srun scontrol munged)
@@ -115,6 +115,7 @@ SlurmctldParameters=preempt_send_user_signal
 GresTypes=gpu
 NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
+PartitionName=brusque Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
 PartitionName=lab Nodes=ALL AllowAccounts=physics MaxTime=60 State=UP
 PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF State=UP
 CONF

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import losses
+from tests.launch.jobs import losses, settings
 from tests.slurm.cluster import SCRIPT, Cluster, last_step, read, until
 from tests.slurm.runs import reasons, record, steady, with_task
 from tests.slurm.tasks import PHASES
@@ -33,6 +33,33 @@ def test_preempted_at_a_random_step_it_loses_nothing(
     assert events == [("start", 0), ("end", 0), ("start", 1), ("end", 1)]
     assert reasons(tmp_path / "run") == ["saved after USR2", "done"]
     assert "started 2 times; ended before: 1 x saved after USR2" in read(output)
+
+
+@pytest.mark.timeout(400)
+def test_preempted_without_grace_in_each_start_up_it_trains_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm gives no time, keeps no accounts here, and forgets that it preempted: such starts are nobody's fault."""
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    args = steady(run_dir, steps=3)
+    job = cluster.sbatch("srun", output, args, "--partition=brusque", "--time=3", ranks=1)
+    for restart in range(4):
+        assert cluster.wait_for_start(job, restart, output), read(output)
+        until(lambda: f", start {restart + 1}," in read(output), 60, lambda: read(output))  # noqa: B023
+        cluster.preempt()
+    assert cluster.wait(job, output) == "COMPLETED", read(output)
+    assert reasons(run_dir) == ["preempted"] * 4 + ["done"], record(run_dir)
+    assert sorted(losses(run_dir)) == [1, 2, 3]
+    assert "warning: the time limit leaves 1" in read(output) and "set checkpoint.every_minutes" in read(output)
+
+
+@pytest.mark.parametrize("style", [pytest.param("torchrun", marks=pytest.mark.slow), "srun"])
+def test_a_killed_rank_gives_the_jobs_exit_code_and_reason(style: str, cluster: Cluster, tmp_path: Path) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch(style, output, settings(run_dir, "kill"), ranks=1)
+    assert cluster.wait(job, output) == "FAILED", read(output)
+    assert cluster.field(job, "ExitCode") == "137:0", read(output)
+    (reason,) = reasons(run_dir)
+    assert reason.startswith("failed: rank 1: killed by SIGKILL (exit code "), reason
+    assert "error: rank 1 failed: killed by SIGKILL" in read(output)
 
 
 @pytest.mark.slow
