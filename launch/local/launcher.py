@@ -74,8 +74,8 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         if endpoint is not None and _never_met(ended, Path(spec.log_dir)):
             raise LaunchError(
                 f"no rank started: the nodes did not meet at {endpoint}: {rendezvous.trouble(endpoint)}",
-                "name a host that every node reaches and a free port on it (`ss -ltnp` there lists what is used); start "
-                f"all within run.init_timeout_s={rendezvous_timeout_s:g} s; torchrun's log: {spec.log_dir}",
+                "name a host that every node reaches and a free port on it (`ss -ltnp` lists those in use); start all "
+                f"within run.init_timeout_s={rendezvous_timeout_s:g} s; torchrun's log: {spec.log_dir}",
             )
         return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
     finally:

@@ -33,7 +33,7 @@ _ENDS = {
     "OUT_OF_MEMORY": "out of memory by its cgroup's record",
 }
 """Words of sacct and slurmstepd → how a start ended."""
-_CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO (.+?) \*\*\*")
+_CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]*[A-Z])")
 
 # What CUDA, NCCL and the kernel say when it is the machine that failed: another start there would fail as well.
 _NODE_FAULT = re.compile(

@@ -259,10 +259,10 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
     deadline = time.monotonic() + timeout.total_seconds()
     elsewhere: set[str] = set()
     while time.monotonic() < deadline:
-        address = path.read_text() if path.exists() else ""
-        if len(address.split()) == 3 and address not in elsewhere:
+        with suppress(FileNotFoundError):
+            address = path.read_text()
             try:
-                found = _reached(*address.split(), timeout)
+                found = None if address in elsewhere else _reached(address, timeout)
             except TimeoutError:
                 elsewhere.add(address)
                 continue
@@ -275,8 +275,8 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
     )
 
 
-def _reached(host: str, port: str, word: str, timeout: timedelta) -> Store | None:
-    """The store at an address, if it knows the word.
+def _reached(address: str, timeout: timedelta) -> Store | None:
+    """The store at `HOST PORT WORD`, if it knows the word.
 
     In a thread: a client of a TCPStore asks whoever listens there, and would wait for an answer for good.
 
@@ -292,6 +292,7 @@ def _reached(host: str, port: str, word: str, timeout: timedelta) -> Store | Non
                 found.append(store)
 
     try:
+        host, port, word = address.split()
         with socket.create_connection((host, int(port)), _PATIENCE_S):
             pass  # a TCPStore would go on trying
     except (OSError, ValueError):

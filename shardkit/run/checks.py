@@ -74,8 +74,8 @@ def check_same_data(world: World, train: Sized | None, val: Sized | None) -> Non
     Raises:
         DataError: names the ranks' numbers of samples.
     """
-    for split, data in (("training", train), ("validation", val)):
-        sizes = world.gather(None if data is None else len(data))
+    everyone: list[Any] = world.gather([None if data is None else len(data) for data in (train, val)])
+    for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
         if len(set(sizes)) > 1:
             told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
             raise DataError(

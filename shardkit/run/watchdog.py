@@ -102,7 +102,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Count this thread's own ticks: while the process is suspended there are none, and no other rank gets on."""
-        idle, beats, seen, now = 0.0, self._beats, None, time.monotonic()
+        idle, beats, now = 0.0, self._beats, time.monotonic()
+        seen: object = None
         while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
             passed, now = time.monotonic() - now, time.monotonic()
             idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0

@@ -122,7 +122,7 @@ def test_what_slurm_has_queued_again_by_itself_is_its_doing(scontrol: Callable[.
         ("NODE_FAIL", "", "its node was lost"),
         ("CANCELLED by 0", "", None),
         ("", "DUE TO PREEMPTION", "preempted"),
-        ("", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", None),
+        ("", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "its node was lost"),
         ("", "DUE TO JOB REQUEUE", "taken back by Slurm"),
         ("", "", None),
     ],
