@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.show import show
 from shardkit.plan.simulate.step import sample_batch
 from shardkit.plan.target import choose_target
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -88,9 +88,7 @@ def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
 
 
 def run(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardkit.cli", "plan", *args], capture_output=True, text=True, cwd=cwd
-    )
+    return python_m("shardkit.cli", "plan", *args, cwd=cwd)
 
 
 def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.plan import history
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
 
 
 def submit(run_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardkit.cli", "submit", "-", f"run.dir={run_dir}", "--dry-run", *SMALL, *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    return python_m("shardkit.cli", "submit", "-", f"run.dir={run_dir}", "--dry-run", *SMALL, *args)
 
 
 @pytest.mark.slow
