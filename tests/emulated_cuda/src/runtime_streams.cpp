@@ -1,8 +1,6 @@
 // Runtime API: streams and events. Stream capture (CUDA graphs) is refused.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 #include "counters.h"
 #include "errors.h"
 #include "lost.h"
@@ -134,9 +132,7 @@ EMU_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_h
     std::lock_guard<std::mutex> lock(event->mutex);
     event->marker = marker;
   }
-  stream->when_there([=, called = now_ms()] {
-    marker->reach(settings().virtual_time() ? std::max(called, stream->clock_ms()) : now_ms());
-  });
+  stream->mark(marker);
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {

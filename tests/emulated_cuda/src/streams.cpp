@@ -78,12 +78,29 @@ Stream::Stream(int on_device, unsigned with_flags, int with_priority)
 
 void Stream::enqueue(std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);
+  push({std::move(task), nullptr, 0});
+}
+
+void Stream::mark(std::shared_ptr<Marker> marker) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Entry entry{nullptr, std::move(marker), now_ms()};
+  if (queue_.empty() && !busy_)
+    reach(entry);
+  else
+    push(std::move(entry));
+}
+
+void Stream::push(Entry entry) {
   if (!started_) {  // most of the streams that torch makes are never used
     started_ = true;
     std::thread(&Stream::work, this).detach();
   }
-  queue_.push_back(std::move(task));
+  queue_.push_back(std::move(entry));
   queued_.notify_one();
+}
+
+void Stream::reach(const Entry& mark) {
+  mark.marker->reach(settings().virtual_time() ? std::max(mark.called_ms, clock_ms_) : now_ms());
 }
 
 void Stream::work() {
@@ -92,14 +109,18 @@ void Stream::work() {
   for (;;) {
     queued_.wait(lock, [this] { return destroyed_ || !queue_.empty(); });
     if (queue_.empty()) break;
-    auto task = std::move(queue_.front());
+    Entry entry = std::move(queue_.front());
     queue_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    task();
-    task = nullptr;  // what it holds goes before the stream is idle
-    lock.lock();
-    busy_ = false;
+    if (entry.marker) {
+      reach(entry);  // whoever sees it reached sees the stream idle
+    } else {
+      busy_ = true;
+      lock.unlock();
+      entry.task();
+      entry.task = nullptr;  // what it holds goes before the stream is idle
+      lock.lock();
+      busy_ = false;
+    }
     if (queue_.empty()) emptied_.notify_all();
   }
   lock.unlock();

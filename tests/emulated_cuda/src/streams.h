@@ -40,6 +40,7 @@ class Stream {
   const unsigned id;
 
   void enqueue(std::function<void()> task);
+  void mark(std::shared_ptr<Marker> marker);  // it is reached in its turn
   bool idle();
   void when_there(std::function<void()> task);  // at once if the stream is idle: saves its thread
   bool drain();  // until all that is queued has run; false: its device was lost
@@ -50,10 +51,17 @@ class Stream {
   void destroy();  // once its queue is empty
 
  private:
+  struct Entry {
+    std::function<void()> task;
+    std::shared_ptr<Marker> marker;  // instead of a task
+    double called_ms;
+  };
+  void push(Entry entry);
+  void reach(const Entry& mark);
   void work();
   std::mutex mutex_;
   std::condition_variable queued_, emptied_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Entry> queue_;
   double clock_ms_ = 0;
   bool busy_ = false, started_ = false, destroyed_ = false;
 };
