@@ -157,6 +157,24 @@ def test_nccls_own_watchdog_ends_the_peers_of_a_rank_that_hangs(tmp_path: Path) 
     assert jobs.with_marker(f"FAULTS={tmp_path}") == [], "processes are left"
 
 
+@pytest.mark.parametrize("background", ["false", "true"], ids=["at once", "in the background"])
+def test_a_device_that_is_full_while_saving_is_explained_and_the_last_checkpoint_stays(
+    background: str, tmp_path: Path
+) -> None:
+    more = [f"checkpoint.async_save={background}", "checkpoint.every_steps=1", "checkpoint.at_end=false"]
+    done = hungry(tmp_path / "run", "save", 300 * MIB, *more, ranks=2)
+    assert done.returncode == 3, done.stderr
+    assert "error: rank 1 ran out of memory while saving step 2" in done.stderr, done.stderr
+    assert "it asked for 0.29 GiB of Emulated GPU's memory" in done.stderr and "  fix: " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    found = post_mortem(tmp_path / "run", 1)
+    assert (found["kind"], found["phase"], found["step"], found["request"]) == ("device", "save", 2, 300 * MIB)
+    assert found["advice"], "as for any other phase"
+    (kept,) = layout.checkpoints(tmp_path / "run" / "checkpoints")
+    with CheckpointReader(kept) as checkpoint:
+        assert checkpoint.manifest.run.step == 1
+
+
 def test_page_locked_memory_refused_to_a_save_is_explained_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
     more = ["checkpoint.async_save=true", "checkpoint.every_steps=2", "task.args.width=512", "train.max_steps=2"]
     done = hungry(tmp_path / "run", "nothing", 0, *more)

@@ -5,6 +5,7 @@ What the suite would say if a wait, a `record_stream` or a device were wrong: ea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict
     assert [f"{case}: {p}" for case in PATHS for p in problems(case, found[case], wanted)] == []
 
 
+@pytest.mark.timeout(900)
+def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
+    half = [replace(case, mode="bf16") for case in PATHS]
+    late = pools.run(half, root, root / "half_late.jsonl", **LATE)
+    assert [f"{case}: {p}" for case in half for p in problems(case, late[case], wanted)] == []
+    plain = pools.run(half, root, root / "half.jsonl")
+    for case in half:  # the limits of half precision would hide much
+        assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
+
+
 @pytest.fixture(scope="module")
 def outcomes(root: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """What the checks see of the product as it is, and of each broken one."""
@@ -45,11 +56,13 @@ def test_the_product_as_it_is(outcomes: dict[str, Any]) -> None:
     found = outcomes["nothing"]
     assert found["loss"] <= EXACT and found["weights"] <= EXACT_WEIGHTS
     assert found["elsewhere"] == 0 and found["grown"] == 0
+    assert found["in half"] == outcomes["a leak"]["in half"] != [], "which changes no number"
 
 
 @pytest.mark.parametrize("wait", ["no wait for what comes back", "no wait before memory is let go"])
 def test_a_missing_wait_is_caught(wait: str, outcomes: dict[str, Any]) -> None:
     assert not outcomes[wait]["weights"] <= EXACT_WEIGHTS
+    assert outcomes[wait]["in half"] != outcomes["nothing"]["in half"]
 
 
 def test_a_copy_that_nobody_waits_for_writes_to_nobody_elses_memory() -> None:

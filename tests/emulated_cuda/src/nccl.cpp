@@ -227,6 +227,7 @@ ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclData
                   ncclComm* comm, cudaStream_t stream) {
   if (!comm || peer < 0 || peer >= comm->ranks) return ncclInvalidArgument;
   if (lost(comm->device)) return ncclUnhandledCudaError;
+  if (comm->error != ncclSuccess) return comm->error;  // an earlier operation's
   if (settings().trace)
     std::fprintf(stderr, "[emucuda] NCCL rank %d of %d: %s of %zu (type %d)\n", comm->rank, comm->ranks, NAMES[kind],
                  number, type);
