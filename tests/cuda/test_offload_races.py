@@ -5,14 +5,13 @@ What the suite would say if a wait, a `record_stream` or a device were wrong: ea
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cuda import broken, gpu_ranks, pools
-from tests.cuda.parity import LATE, PATHS
+from tests.cuda.parity import HALF, LATE, PATHS
 from tests.cuda.verdict import EXACT, EXACT_WEIGHTS, problems
 from tests.emulated_cuda import needs_emulation
 
@@ -37,11 +36,10 @@ def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict
 
 @pytest.mark.timeout(900)
 def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
-    half = [replace(case, mode="bf16") for case in PATHS]
-    late = pools.run(half, root, root / "half_late.jsonl", **LATE)
-    assert [f"{case}: {p}" for case in half for p in problems(case, late[case], wanted)] == []
-    plain = pools.run(half, root, root / "half.jsonl")
-    for case in half:  # the limits of half precision would hide much
+    late = pools.run(HALF, root, root / "half_late.jsonl", **LATE)
+    assert [f"{case}: {p}" for case in HALF for p in problems(case, late[case], wanted)] == []
+    plain = pools.run(HALF, root, root / "half.jsonl")
+    for case in HALF:  # the limits of half precision would hide much
         assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
 
 
