@@ -15,7 +15,7 @@ from tests.cuda.parity import HALF, LATE, PATHS
 from tests.cuda.verdict import EXACT, EXACT_WEIGHTS, problems
 from tests.emulated_cuda import needs_emulation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(900), needs_emulation]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,11 @@ def wanted(root: Path) -> dict[str, Any]:
     return pools.reference(root)
 
 
-@pytest.mark.timeout(900)
 def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict[str, Any]) -> None:
     found = pools.run(PATHS, root, root / "late.jsonl", **LATE)
     assert [f"{case}: {p}" for case in PATHS for p in problems(case, found[case], wanted)] == []
 
 
-@pytest.mark.timeout(900)
 def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
     late = pools.run(HALF, root, root / "half_late.jsonl", **LATE)
     assert [f"{case}: {p}" for case in HALF for p in problems(case, late[case], wanted)] == []

@@ -17,7 +17,7 @@ from tests.cuda.verdict import problems
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(900), needs_emulation]
 
 
 def test_the_cases_cover_every_pair() -> None:
@@ -67,7 +67,6 @@ QUICK = [
 ]
 
 
-@pytest.mark.timeout(600)
 def test_every_engine_agrees_with_the_cpu(root: Path, wanted: dict[str, Any]) -> None:
     assert {case.strategy for case in QUICK} == set(STRATEGIES)
     agree(QUICK, root, wanted)

@@ -14,9 +14,9 @@ from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
-SLOW = {"EMUCUDA_KERNEL_US": "50000", "EMUCUDA_GEMM_US": "200000"}
+SLOW = {"EMUCUDA_KERNEL_US": "200000", "EMUCUDA_GEMM_US": "800000"}
 """Long beside what the host needs for a call, on a busy machine too."""
-KERNEL, PRODUCT = 50.0, 200.0
+KERNEL, PRODUCT = 200.0, 800.0
 
 
 class Clock:
@@ -69,8 +69,8 @@ def test_the_host_runs_ahead_and_whoever_waits_waits_for_the_durations(compute: 
     assert found["calls"] < busy, "the calls did not wait"
     assert not found["done at once"] and found["done"]
     assert found["calls"] + found["synchronise"] >= busy - 1
-    # The device is never idle between these calls: an event says the sum, to the clock's resolution.
-    assert found["elapsed"] == pytest.approx(busy, abs=KERNEL / 2)
+    # The device is idle for no longer than the calls take.
+    assert busy - 1 <= found["elapsed"] <= busy + found["calls"]
     assert found["item"] >= 2 * KERNEL and found["device"] >= 2 * KERNEL and found["pageable"] >= KERNEL
     if compute == "1":
         assert found["value"] == 8 * 5.0**2, "the numbers are right"
