@@ -39,7 +39,10 @@ _TORCHRUN_ENTRY = re.compile(
 )
 _FORCED = re.compile(r"Unable to shutdown process (\d+) via")
 # What NCCL's watchdog and CUDA's libraries write before they abort the process, which leaves no word of its own then.
-_LAST_WORDS = re.compile(r"Watchdog caught collective operation timeout.*|(?:CUDA|NCCL) error: .*|CUDA failure.*")
+_LAST_WORDS = re.compile(
+    r"Watchdog caught collective operation timeout.*|Operation timed out after \d+ ms"
+    r"|(?:CUDA|NCCL) error: .*|CUDA failure.*"
+)
 _GPU_FAILED = re.compile(
     r"CUDA error: (unknown error|unspecified launch failure|no CUDA-capable device|uncorrectable|hardware)"
     r"|NCCL error: unhandled cuda error|GPU is lost|fallen off the bus",
