@@ -119,8 +119,7 @@ class FSDP(TorchStates):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()
