@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import pvariance
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..strategies import Strategy
 from ..strategies.step import HostValue, MicroBatch, accumulate, one_number
 
 SHOWN = 4
-_SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 6, 64, 1.5
+_SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
 _LOG = logging.getLogger(__name__)
 
 
@@ -151,25 +152,20 @@ class SumCheck:
         """After a step whose loss has been waited for."""
         if self._done:
             return
-        seen = [(n, loss) for n, loss in zip(self._counts, self._losses, strict=False) if n]
+        seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
         counts = [n for n, _ in seen]
-        differ = len(seen) >= _SUMS_MIN and max(counts) >= _SUMS_SPREAD * min(counts)
-        self._done = differ or len(self._losses) >= _SUMS_MAX
-        losses = [loss.item() for _, loss in seen] if differ else [0.0]
-        if min(losses) > 0 and slope([math.log(n) for n in counts], [math.log(y) for y in losses]) < 0.5:
+        self._done = len(self._losses) >= _SUMS_MAX
+        if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
+            return
+        # A sum's share for each target stays about the same, a mean itself does.
+        of_mean = pvariance([math.log(loss) for _, loss in seen])
+        of_sum = pvariance([math.log(loss / n) for n, loss in seen])
+        if of_mean < of_sum / 4:
+            self._done = True
             _LOG.warning(
                 "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is taken for "
                 "their sum, so that gradients are too small\n  fix: %s", what, min(counts), max(counts), fix,
             )  # fmt: skip
-        if self._done:
-            self._counts, self._losses = [], []
-
-
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line through points whose x are not all equal."""
-    middle, level = sum(x) / len(x), sum(y) / len(y)
-    above = sum((a - middle) * (b - level) for a, b in zip(x, y, strict=True))
-    return above / sum((a - middle) ** 2 for a in x)
 
 
 def not_finite_gradient(

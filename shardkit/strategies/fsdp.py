@@ -134,10 +134,14 @@ class FSDP(TorchStates):
             if isinstance(module, FSDPModule):
                 yield from gathered_params(module)
 
-    def shards(self) -> Iterator[Shard]:
+    def weights_changed(self) -> None:
+        """Let go of gathered parameters: an evaluation leaves those that only a backward would release."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves gathered what only a backward would release
+                module.reshard()
+
+    def shards(self) -> Iterator[Shard]:
+        self.weights_changed()
         for fqn, param in self.model.named_parameters():
             assert isinstance(param, DTensor)
             replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0

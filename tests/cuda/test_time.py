@@ -41,7 +41,7 @@ def test_ranks_agree_on_it(tmp_path: Any) -> None:
 
 def back_to_back(folder: str) -> Any:
     """Times of steps after which nothing is saved or judged."""
-    plain = {"checkpoint.every_steps": None, "train.eval_batches": 0, "memory.interval": 1000}
+    plain = {"checkpoint.every_steps": None, "train.eval_every": None, "memory.interval": 1000}
     return timed(folder, own_s=0.0, **{"run.device": "cuda", **plain})
 
 

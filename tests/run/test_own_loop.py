@@ -52,12 +52,15 @@ def loss_fn(reduction: str) -> Any:
 
 
 class Said(logging.Handler):
-    """What is warned of."""
+    """What is warned of inside."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> list[str]:
         self.lines: list[str] = []
         logging.getLogger("shardkit").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("shardkit").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -68,23 +71,21 @@ def curves(strategies: list[str]) -> dict[str, Any]:
     out = {}
     for strategy in strategies:
         for case, of, said_to_be in (("sum", "sum", "sum"), ("mean", "mean", "mean"), ("wrong", "mean", "sum")):
-            said = Said()
-            with start(None, settings(strategy)) as job:
+            with Said() as said, start(None, settings(strategy)) as job:
                 wrap(job)
                 steps = [job.step(batches(i), loss_fn(of), count, reduction=said_to_be) for i in range(STEPS)]
-            out[strategy, case] = [(step.loss, step.grad_norm) for step in steps], said.lines
+            out[strategy, case] = [(step.loss, step.grad_norm) for step in steps], said
             gc.collect()
     return out
 
 
 def even() -> list[str]:
     """Warnings of a mean whose micro-batches are equally large: nothing can be told."""
-    said = Said()
-    with start(None, settings("single")) as job:
+    with Said() as said, start(None, settings("single")) as job:
         wrap(job)
         for step in range(40):
             job.step(batches(step, ragged=False), loss_fn("mean"), count)
-    return said.lines
+    return said
 
 
 def refusals() -> list[str]:
