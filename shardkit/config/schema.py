@@ -184,9 +184,9 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up, over the remaining steps."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear rise from lr/warmup_steps to lr."""
+    """Steps of linear rise from lr/warmup_steps to lr, which the last of them has."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """The schedule ends at this share of lr."""
+    """The last step, train.max_steps, has this share of lr."""
 
     @model_validator(mode="after")
     def _own_keys_only(self) -> OptimConfig:

@@ -145,13 +145,19 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def lr_at(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up, then the schedule down to lr·min_lr_ratio."""
-    if step <= config.warmup_steps:
+    """Learning rate of optimizer step `step` (1-based).
+
+    Linear warm-up to the peak, which step `warmup_steps` has (step 1 without warm-up); then the schedule, down to
+    lr · min_lr_ratio at `max_steps` exactly.
+    """
+    if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
+    peak_at = max(1, config.warmup_steps)
+    if config.schedule == "constant" or step <= peak_at:
         return config.lr
-    span = max(1, max_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps - 1) / span)
-    floor = config.min_lr_ratio
+    floor = config.lr * config.min_lr_ratio
+    progress = (step - peak_at) / (max_steps - peak_at)
+    if progress >= 1:
+        return floor
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.lr * (floor + (1 - floor) * shape)
+    return floor + (config.lr - floor) * shape

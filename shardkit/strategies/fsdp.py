@@ -119,8 +119,7 @@ class FSDP(TorchStates):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()
@@ -135,10 +134,14 @@ class FSDP(TorchStates):
             if isinstance(module, FSDPModule):
                 yield from gathered_params(module)
 
-    def shards(self) -> Iterator[Shard]:
+    def weights_changed(self) -> None:
+        """Let go of gathered parameters: an evaluation leaves those that only a backward would release."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves gathered what only a backward would release
+                module.reshard()
+
+    def shards(self) -> Iterator[Shard]:
+        self.weights_changed()
         for fqn, param in self.model.named_parameters():
             assert isinstance(param, DTensor)
             replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0

@@ -21,9 +21,11 @@ from ...parallel.weights import Weights
 from ...parallel.world import World
 from ..base import OptimizerFactory, Shard
 from ..states import buffer_shards
+from ..step import skipping
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
+    GroupNorms,
     accounted,
     create_zero_states,
     frozen_shards,
@@ -86,6 +88,7 @@ class ZeRO:
         )
         self.model = self._engine
         self.optimizer = self._zero.optimizer
+        self._norms = GroupNorms(self._zero, self._world.device)
 
     def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
         """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind is padding."""
@@ -121,10 +124,13 @@ class ZeRO:
     def step(self, max_norm: float | None) -> torch.Tensor:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
         share_rates(self._zero)
-        self._engine.step()
+        self._norms.forget()
+        with skipping(self._zero.optimizer, self._norms.bad):
+            self._engine.step()
+        if self._config.precision.mode != "fp16":
+            return self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
         # Of a step that loss scaling skipped, DeepSpeed up to 0.19.6 says the norm of an earlier one.
-        skipped = self._config.precision.mode == "fp16" and self._zero.overflow
-        return torch.as_tensor(math.inf if skipped else self._engine.get_global_grad_norm())
+        return torch.as_tensor(math.inf if self._zero.overflow else self._engine.get_global_grad_norm())
 
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)
