@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-OK, FAILED, USER_ERROR, OUT_OF_MEMORY, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+OK, FAILED, USER_ERROR, OUT_OF_MEMORY, SUPERSEDED, UNSAVED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 75, 130
+FINAL = (USER_ERROR, OUT_OF_MEMORY, SUPERSEDED, UNSAVED)
+"""Started again, the ranks would end the same way."""
 
 _CAUSES = {
     signal.SIGKILL: (

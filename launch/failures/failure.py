@@ -12,6 +12,7 @@ import re
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,8 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
     """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
     environ = os.environ if environ is None else environ
     path = _error_file(environ)
-    if path is None:
-        return None
+    if path is None or getattr(error, "recorded_at", None) == path:  # when it came counts, not when it arrived
+        return path
     message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
     own: dict[str, Any] = {
         "rank": _rank(environ),
@@ -122,7 +123,11 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
         "is_error": isinstance(error, ShardkitError),
         "node": environ.get("SLURMD_NODENAME", ""),
     }
-    return path if _write(path, own) else None
+    if not _write(path, own):
+        return None
+    with suppress(AttributeError):  # an exception with slots
+        error.recorded_at = path  # type: ignore[attr-defined]
+    return path
 
 
 def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:

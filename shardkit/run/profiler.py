@@ -96,6 +96,10 @@ class Profiler:
         if step == self._last and self._torch is not None:
             self._write(self._torch)
 
+    def ends(self, step: int) -> bool:
+        """Whether this is the last profiled step, after which some rank may write for long; the same on every rank."""
+        return step == self._last
+
     def close(self, failed: bool) -> None:
         """The run is over: write the steps there were, or say that there were none."""
         if self._torch is not None:
