@@ -57,7 +57,7 @@ class SaveError(CheckpointError):
 class SupersededError(ShardkitError):
     """Another start owns the run directory: this one may not write there any more."""
 
-    exit_code = 4
+    exit_code = 6
 
 
 class TrainingError(ShardkitError):

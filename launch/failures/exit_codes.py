@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-OK, FAILED, USER_ERROR, OUT_OF_MEMORY, SUPERSEDED, UNSAVED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 75, 130
-FINAL = (USER_ERROR, OUT_OF_MEMORY, SUPERSEDED, UNSAVED)
+OK, FAILED, USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 5, 6, 75, 130
+FINAL = (USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED)
 """Started again, the ranks would end the same way."""
 
 _CAUSES = {

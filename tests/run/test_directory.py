@@ -98,7 +98,7 @@ def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Pa
         orphan.wait()
     assert sorted(losses(run_dir)) == list(range(1, 901)), "no step twice"
     errors = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun/*/attempt_0/*/error.json")]
-    assert [error["shardkit"]["exit_code"] for error in errors] == [4, 4]
+    assert [error["shardkit"]["exit_code"] for error in errors] == [6, 6]
     for error in errors:
         assert "Slurm job 7 (restart 1), process" in error["shardkit"]["message"]
 
