@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -135,8 +136,10 @@ def fork(
 
 def _train(args: list[str], promises: int, crash: tuple[int, str] | None) -> int:
     from shardkit.checkpoint.save import Checkpointer
+    from shardkit.run import directory
     from shardkit.train import main
 
+    directory.environment = dict  # asks git, twice for each case
     write, finished = os.write, Checkpointer._finished
 
     def promise(self: Checkpointer, report: Any) -> Any:
@@ -149,6 +152,7 @@ def _train(args: list[str], promises: int, crash: tuple[int, str] | None) -> int
     count = _count_changes(crash)
     code = main(args)
     write(promises, f"changes {count[0]}\n".encode())
+    write(promises, f"modules {' '.join(sys.modules)}\n".encode())
     return code
 
 
@@ -230,6 +234,8 @@ def scenarios(work: Path) -> list[Scenario]:
         (work / "precious/rank0.json").write_text("mine")
         (run_dir / "trace").symlink_to(work / "precious")
 
+    fork(settings(work / "first"), work / "first.said")
+    _load((work / "first.said").read_text().splitlines()[-1].split()[1:])
     found = [
         Scenario(work, "new", nothing, STEPS),
         Scenario(work, "saved in the background", nothing, STEPS, checkpoint__async_save="true"),
@@ -242,8 +248,18 @@ def scenarios(work: Path) -> list[Scenario]:
         said = one.work / "count"
         code = fork(one.args(one.place("whole")), said)
         check(code == 0, f"{one.name}: exit code {code}: {said.with_suffix('.out').read_text()[-2000:]}")
-        one.changes = int(said.read_text().split()[-1])
+        lines = said.read_text().splitlines()
+        one.changes = int(lines[-2].split()[1])
+        _load(lines[-1].split()[1:])
     return found
+
+
+def _load(modules: list[str]) -> None:
+    """Load what a forked run loaded, so that the next ones find it."""
+    for name in modules:
+        if name not in sys.modules and name != "__main__":
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def forked_case(number: int, seed: int, all_of: list[Scenario]) -> dict[str, Any]:

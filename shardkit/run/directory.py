@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.format import layout
 from ..config.load import LoadedConfig
 from ..errors import ConfigError, ShardkitError
 from ..files import write_whole
@@ -229,10 +230,12 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
             continue
         if not own.fullmatch(entry.name) and not _DRAFT.fullmatch(entry.name):
             left.append(entry)
-        elif entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
+        elif entry.is_symlink() or not entry.is_dir():
             entry.unlink()
+        elif layout.step_of(entry) is not None:  # by a rename: a half that a crash left must not look like one
+            layout.remove(entry)
+        else:
+            shutil.rmtree(entry)
     with suppress(OSError):  # not empty
         folder.rmdir()
     return left
