@@ -11,8 +11,8 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,29 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
     return path
 
 
+_RESERVE_BYTES = 2**16
+
+
+@contextmanager
+def reserved(environ: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Hold room for this rank's last word on the disk while it runs: a full disk is what many have to tell of."""
+    path = _error_file(os.environ if environ is None else environ)
+    held = None if path is None else _reserve(path)
+    if held is not None:
+        with suppress(OSError):  # full from the beginning
+            held.parent.mkdir(parents=True, exist_ok=True)
+            held.write_bytes(bytes(_RESERVE_BYTES))
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.unlink(missing_ok=True)
+
+
+def _reserve(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
+
+
 def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Leave word that this rank saved and stopped because it was asked to; False without shardkit's own launcher."""
     environ = os.environ if environ is None else environ
@@ -145,6 +168,7 @@ def _write(path: Path, own: Mapping[str, Any]) -> bool:
     message = own["message"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _reserve(path).unlink(missing_ok=True)
         write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
     except OSError:  # a full disk must not hide the error itself, which goes to stderr next
         return False

@@ -57,7 +57,7 @@ def prepared(tmp_path: Path) -> Any:
 
 
 def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
-    args = settings(tmp_path / "run", "wait", train__max_steps=100_000, checkpoint__every_steps=5, logging__every=1)
+    args = settings(tmp_path / "run", "wait", train__max_steps=100_000, checkpoint__every_steps=5, logging__every=6)
     first = train(*args)
     try:
         until_step(first, 6)
@@ -89,7 +89,8 @@ def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Pa
     )  # fmt: skip
     try:
         until(lambda: (run_dir / "checkpoints/latest").exists())
-        again = train(*[*args, "train.max_steps=40"], SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+        more = ["task.args.how=nothing", "train.max_steps=900", "checkpoint.every_steps=300"]
+        again = train(*args, *more, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
         said = again.communicate(timeout=120)[1]
         assert again.returncode == 0, said
         assert orphan.wait(60) != 0
