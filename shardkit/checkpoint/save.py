@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ..config.schema import CheckpointConfig
-from ..errors import CheckpointError, SaveError
+from ..errors import CheckpointError, SaveError, SupersededError
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
@@ -134,8 +134,13 @@ class Checkpointer:
         from .format.writer import RangeWriter
 
         began = time.monotonic()
-        self.wait()
-        self._meet(run.step)
+        try:
+            self.meet(self._meeting_s)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
+                "look at the missing ranks' logs; every rank has to call save after the same step",
+            ) from error
         ranges, scalars = self._ranges(), self._strategy.scalars()
         run = storable(run, scalars)
         if self._config.async_save:
@@ -162,15 +167,14 @@ class Checkpointer:
         self._thread.start()
         return None
 
-    def _meet(self, step: int) -> None:
-        """PreemptionWarning a rank that does not come before anything is written."""
-        try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"not all ranks came to save step {step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
-                "look at the missing ranks' logs; every rank has to call save after the same step",
-            ) from error
+    def meet(self, within_s: float) -> None:
+        """Wait for all ranks, one of which may be late; no step's timeout holds here.
+
+        Raises:
+            RuntimeError: names the ranks that did not come.
+        """
+        self.wait()  # a save in the background uses the same group
+        dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
     def _ranges(self) -> Ranges:
         from .format.planner import by_name
@@ -209,7 +213,7 @@ class Checkpointer:
                 self._after_save()
         except CheckpointException as failure:
             rank, error = first_failure(failure)
-            if self._world.is_main:
+            if self._world.is_main and not isinstance(error, SupersededError):  # its draft may be the new owner's
                 shutil.rmtree(writer.draft, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise error from failure

@@ -62,10 +62,6 @@ class World:
         dist.all_gather_object(out, value, group=self.control_group)
         return out
 
-    def meet(self, within_s: float) -> None:
-        """Wait for all ranks, one of which may take long; ends with an error that names those that do not come."""
-        dist.monitored_barrier(self.control_group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
-
     def shorten_timeout(self, seconds: float) -> None:
         """After the first step a collective that takes longer than `seconds` is an error."""
         for group in (dist.group.WORLD, self.control_group, self.ledger):

@@ -265,7 +265,7 @@ class Trainer:
                 with self.watchdog.allowing(self.config.run.init_timeout_s):
                     self.profiler.finish(self.step)
                     if self.profiler.ends(self.step):  # the others would wait in a collective that takes less
-                        self.world.meet(self.config.run.init_timeout_s)
+                        self.checkpoints.meet(self.config.run.init_timeout_s)
             began = time.perf_counter()
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():

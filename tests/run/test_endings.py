@@ -99,13 +99,14 @@ def recorded_when_closing(folder: str) -> list[bool]:
 
 
 def test_a_long_export_of_a_profile_holds_up_no_save(tmp_path: Path) -> None:
-    assert run_ranks(2, "tests.run.test_endings:profile_while_saving", folder=str(tmp_path)) == [0, 0]
-    assert (tmp_path / "run/profile/rank0_summary.json").exists()
-    assert (tmp_path / "run/checkpoints/step_00000002/manifest.json").exists()
+    assert run_ranks(2, "tests.run.test_endings:profile_while_saving", folder=str(tmp_path)) == [[0, 0], [0, 0]]
+    for rank in (0, 1):
+        assert (tmp_path / f"run{rank}/profile/rank{rank}_summary.json").exists()
+        assert (tmp_path / f"run{rank}/checkpoints/step_00000002/manifest.json").exists()
 
 
-def profile_while_saving(folder: str) -> int:
-    """Rank 0 exports for longer than ranks may be late for a save, and than a step may take."""
+def profile_while_saving(folder: str) -> list[int]:
+    """Each rank in turn exports for longer than ranks may be late for a save, and than a step may take."""
     from torch.profiler import profile
 
     from shardkit.checkpoint.save import Checkpointer
@@ -119,5 +120,5 @@ def profile_while_saving(folder: str) -> int:
 
     profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]
     Checkpointer.__init__.__kwdefaults__["meeting_s"] = 2
-    more = ["profile.start=2", "profile.steps=1", "profile.ranks=[0]", "checkpoint.every_steps=2"]
-    return main([*settings(Path(folder, "run")), *more, "run.step_timeout_s=4"])
+    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=4"]
+    return [main([*settings(Path(folder, f"run{rank}")), *more, f"profile.ranks=[{rank}]"]) for rank in (0, 1)]

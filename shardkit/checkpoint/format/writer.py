@@ -92,13 +92,13 @@ class RangeWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, once every rank's file is on disk: write the manifest, then give the folder its name."""
-        self._fence()
         manifest = self._manifest(metadata, results)
         with (self.draft / FILE_NAME).open("xb") as file:
             file.write(dump(manifest))
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(self.draft)
+        self._fence()
         publish(self.draft, self.final)
 
     def _manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
