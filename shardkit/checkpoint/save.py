@@ -134,11 +134,13 @@ class Checkpointer:
         from .format.writer import RangeWriter
 
         began = time.monotonic()
+        self.wait()
         try:
             self.meet(self._meeting_s)
         except RuntimeError as error:
+            missing = str(error).splitlines()[0]
             raise CheckpointError(
-                f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
+                f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {missing}",
                 "look at the missing ranks' logs; every rank has to call save after the same step",
             ) from error
         ranges, scalars = self._ranges(), self._strategy.scalars()
