@@ -28,7 +28,7 @@ from .torchrun import build_argv, command_line
 
 _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
-_TERM_S = 25.0  # SIGTERM: ranks may be saving; schedulers kill after 30 s
+_SAVE_S = 25.0  # SIGTERM, SIGHUP: ranks may be saving; schedulers kill after 30 s
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -142,7 +142,7 @@ def _run(argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Pa
             user_error = _watch(process, rank_0, Restarts(log_dir, run_dir), asked)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
-                processes.stop(process, signum, _TERM_S if signum == signal.SIGTERM and not user_error else _STOP_S)
+                processes.stop(process, signum, _STOP_S if signum == signal.SIGINT or user_error else _SAVE_S)
         finally:
             processes.sweep()
             process.wait()
@@ -177,7 +177,8 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
-    if ended.asked is not None:
+    unsaved = any(found.exit_code == exit_codes.UNSAVED for found in recorded)
+    if ended.asked is not None and not unsaved:
         print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
         return 128 + ended.asked
     text = (log_dir / failure.TORCHRUN_LOG).read_text(errors="replace")
@@ -207,7 +208,9 @@ def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
     def note(signum: int, _: FrameType | None) -> None:
         came.append(signum)
 
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in signals}
+    # Under nohup SIGHUP is ignored, and stays so.
+    heard = [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in heard}
     try:
         yield came
     finally:

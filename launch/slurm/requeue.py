@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..failures import job_starts
+from ..failures import exit_codes, job_starts
 from ..failures.failure import Failure
 from . import commands
 
@@ -54,16 +54,27 @@ def outlook(job_id: str) -> Outlook:
     )
 
 
-def reason(job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool) -> str | None:
+def reason(
+    job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool, saved: int | None
+) -> str | None:
     """Why the job should be queued again; None if it should not.
 
     USR2 comes from Slurm alone: before the time limit, or at a preemption. TERM may be a user's scancel, so that only
     Slurm's own note of a preemption counts. A step that died without having saved is queued again at a preemption, and
-    resumes from its last checkpoint.
+    resumes from its last checkpoint. After USR2 it has to stand on a checkpoint that this start made: without one the
+    next start would come no further.
+
+    Args:
+        saved: the step of the newest checkpoint, if this start made it.
     """
-    if stopped and signal.SIGUSR2 in came:
+    told = signal.SIGUSR2 in came
+    if told and stopped and saved is not None:
         return "saved after USR2"
-    if outlook(job_id).preempted and not any(found.is_error and not found.lost_peer for found in failures):
+    preempted = outlook(job_id).preempted
+    if failures and failures[0].exit_code == exit_codes.UNSAVED:
+        goes_on = saved is not None and (told or preempted)
+        return f"the last save failed, goes on from step {saved}" if goes_on else None
+    if preempted and not any(found.is_error and not found.lost_peer for found in failures):
         return PREEMPTED_BY_SLURM
     bad = bad_nodes(failures)
     return f"node at fault: {', '.join(bad)}" if bad else None

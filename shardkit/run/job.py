@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError, TrainingError
+from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
@@ -50,7 +51,11 @@ class StepResult:
 
 @dataclass
 class Job:
-    """The ranks, the ledger, and the wrapped model once `wrap` was called."""
+    """The ranks, the ledger, and the wrapped model once `wrap` was called.
+
+    Attributes:
+        at_end: what is closed when the job ends, however it does.
+    """
 
     loaded: LoadedConfig
     world: World
@@ -58,6 +63,7 @@ class Job:
     strategy: Strategy
     cap: MemoryCap | None = None
     step_index: int = 0
+    at_end: ExitStack = field(default_factory=ExitStack)
     _last_step: float = field(default_factory=time.perf_counter)
     _sums: SumCheck = field(default_factory=SumCheck)
 
@@ -244,11 +250,15 @@ def start(
         )  # fmt: skip
         strategy = make_strategy(loaded.config, world)
         job = Job(loaded, world, ledger, strategy, cap)
-        try:
-            with job.explaining():
-                yield job
-        finally:
-            strategy.teardown()
+        with job.at_end:
+            try:
+                with job.explaining():
+                    yield job
+            except Exception as error:
+                failure.record(error)  # what follows may wait for other ranks until the launcher ends it
+                raise
+            finally:
+                strategy.teardown()
 
 
 def _seed(config: RunConfig, rank: int) -> None:

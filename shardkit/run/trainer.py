@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +20,7 @@ from ..data.loader import StepBatch, StepLoader
 from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl, write_whole
+from ..launch.failures import failure
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
@@ -31,6 +31,7 @@ from . import checks, directory
 from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report
 from .job import Job, not_finite
+from .owner import superseded
 from .preemption import StopRequest
 from .profiler import Profiler
 from .recorder import open_recorder
@@ -86,7 +87,8 @@ class Trainer:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
             self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
             self.schedule = self._make_schedule(data)
-        self.run_dir: Path = directory.prepare(job.loaded, job.world)
+        self.run_dir, owner = directory.prepare(job.loaded, job.world)
+        self.owner = None if owner is None else job.at_end.enter_context(owner)
         job.wrap(
             self.task.build_model,
             block_classes=getattr(self.task, "block_classes", ()),
@@ -101,6 +103,7 @@ class Trainer:
         self.checkpoints = Checkpointer(
             job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
+            fence=None if owner is None else owner.fence,
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume())
         self.first_step = self.step + 1
@@ -212,10 +215,15 @@ class Trainer:
         self.watchdog.start()
         try:
             for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
-                if recorder is not None:
+                if recorder is not None and self._lost() is None:
                     recorder.step(record, self.job.ledger.last_rows)
                 yield record
+            with self.watchdog.allowing(self.config.run.init_timeout_s):
+                self.checkpoints.check_last()
             failed = False
+        except Exception as error:
+            failure.record(error)  # closing waits for a save in the background, longer than a launcher may wait
+            raise
         finally:
             self.watchdog.stop()
             self.loader.close()
@@ -279,7 +287,8 @@ class Trainer:
                     record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
             if self.profiler is not None and self.profiler.ends_with(self.step):
                 with self._pause(record, "profile_s"):
-                    self.profiler.finish()
+                    self.profiler.finish()  # where a rank writes for long, others would wait in a shorter collective
+                    self.checkpoints.meet(self.config.run.init_timeout_s)
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
                 with self._pause(pauses, "save_s"):
@@ -364,26 +373,41 @@ class Trainer:
         return traced_step(strategy, strategy.model, phases, self.world.device, self.step, save)
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float, bool]:
-        """The one reduction per step: loss, the next step's target count, finiteness, requests to save and to stop."""
+        """The one reduction per step: loss, the next step's targets, finiteness, requests to save, stop or give way."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, next_targets, time_is_up, *stop = self.world.sum(
+        total, bad, next_targets, time_is_up, lost, *stop = self.world.sum(
             [
                 local if finite else 0.0,
                 float(not finite),
                 self._count(next_batch),
                 float(self.checkpoints.time_is_up()),
+                float(self._lost() is not None),
                 *self.stop.flags(),
             ]
         )
+        if lost:
+            self._give_way()
         self._save_asked = time_is_up > 0
         self.stop.agree(stop)
         return total / max(targets, 1.0), next_targets, not bad
 
     def _stop_asked(self) -> bool:
         """Whether some rank was asked to stop, outside a step; collective."""
-        self.stop.agree(self.world.sum(self.stop.flags()))
+        lost, *stop = self.world.sum([float(self._lost() is not None), *self.stop.flags()])
+        if lost:
+            self._give_way()
+        self.stop.agree(stop)
         return self.stop.agreed is not None
+
+    def _lost(self) -> str | None:
+        """Why this run may not write to its directory any more, on rank 0; None while it may, and on other ranks."""
+        return None if self.owner is None else self.owner.lost()
+
+    def _give_way(self) -> NoReturn:
+        """Another start owns the directory: end all ranks with the same error; collective."""
+        (why,) = [str(found) for found in self.world.gather(self._lost()) if found is not None]
+        raise superseded(why)
 
     def _save_due(self) -> bool:
         asked = self._save_asked or self.stop.agreed is not None

@@ -50,5 +50,5 @@ def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> 
     said = json.loads((run_dir / "plan.json").read_text())
     assert said["verdict"] == "fits"
     assert said["ranks"][0]["world_size"] == 2
-    queued = load_config(run_dir / "submit" / "config.yaml", []).config
+    queued = load_config(run_dir / "submit" / "1" / "config.yaml", []).config
     assert said["config"] == history.digest(queued), "the job takes the plan for its own"

@@ -197,7 +197,7 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".shardkit").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     user_error(run(settings(tmp_path, text)), "already holds a run", "overwrite")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -205,7 +205,7 @@ def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> Non
 
 def test_overwrite_deletes_the_old_run_only(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / ".shardkit").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 99}\n')
     (folder / "notes.txt").write_text("mine")
     done = run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1))
