@@ -229,6 +229,9 @@ class ParallelConfig(Section):
     bucket_mb: float | None = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced while backward goes on; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
+    find_unused: bool = False
+    """ddp: a parameter that a step leaves out on some or all ranks (an expert without tokens) is averaged, or left alone
+    as one process does; costs a walk over the graph and a small reduction a step."""
     prefetch: int = Field(1, ge=1)
     """fsdp/hsdp: blocks whose parameters are gathered ahead of the one that computes; 1 = torch's own overlap."""
     hpz: int | None = Field(None, ge=2)
