@@ -29,8 +29,8 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
     if classes:
         return outermost([m for m in model.modules() if isinstance(m, tuple(classes))])
     stacks = list(_stacks(model))
-    composite = {id(m): m for stack in stacks for m in stack if any(True for _ in m.children())}
-    return outermost(list(composite.values())) or max(stacks, key=len, default=[])
+    composite = {id(m) for stack in stacks for m in stack if any(True for _ in m.children())}
+    return [m for m in model.modules() if id(m) in composite] or max(stacks, key=len, default=[])
 
 
 def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -49,7 +49,7 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def chosen_by_data(model: nn.Module, blocks: Sequence[nn.Module]) -> set[str]:
-    """Names of the trained parameters that a rank may not use in a step: those of lists like experts, no block themselves.
+    """Names of the trained parameters that a rank may leave out in a step: in lists (experts) that are no blocks.
 
     Such a list has two members of one type at least; every member of a `Sequential` is called.
     """

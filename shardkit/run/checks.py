@@ -221,7 +221,9 @@ def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
         waiting += [after for after, _ in node.next_functions]
 
 
-def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, watched: set[str]) -> None:
+def refuse_unused(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, watched: set[str]
+) -> None:
     """Before an update, raise if a parameter that requires a gradient got none: any in the first step, later `watched`.
 
     Does nothing for strategies that leave such parameters alone.

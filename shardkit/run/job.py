@@ -95,8 +95,7 @@ class Job:
         Args:
             model: a module whose values are the same on every rank, or a function that builds it.
             make_optimizer: from the wrapped model; default: the config's `optim` section.
-            block_classes: what to shard, checkpoint and compile as one unit; default: the members of every list of equal
-                blocks.
+            block_classes: what to shard, checkpoint and compile as one unit; default: members of lists of equal blocks.
             attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
             init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
         """

@@ -193,7 +193,7 @@ def behind(states: list[dict[str, Any] | None]) -> str:
 
 
 def _last_blocks(states: list[dict[str, Any]]) -> str:
-    """Which block each rank called last, if not the same: an engine then waits for gathers that do not belong together."""
+    """Which block each rank called last, if not all the same: their gathers do not belong together."""
     ranks: dict[str, list[str]] = {}
     for state in states:
         ranks.setdefault(state.get("block") or "none", []).append(str(state["rank"]))

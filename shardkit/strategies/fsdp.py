@@ -19,13 +19,12 @@ from ..config.schema import RunConfig
 from ..memory.rows import StateKind
 from ..parallel.blocks import chosen_by_data, refuse_ties_across_blocks
 from ..parallel.compat import gathered_params, unreduced_grads
-from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
+from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard
-from .states import TorchStates, buffer_shards
+from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
-
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 """Whether a gradient that a rank lacks can count as zero; else FSDP2 would add it up with another parameter's."""
@@ -51,6 +50,7 @@ class FSDP(TorchStates):
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
+        self._scalars = weights.scalars
         on_meta = any(p.is_meta for p in model.parameters())
         options: dict[str, Any] = {
             "mesh": self._mesh(),
@@ -58,6 +58,7 @@ class FSDP(TorchStates):
             "offload_policy": self._offload_policy(),
         }
         refuse_ties_across_blocks(model, blocks)
+        engine_forward(model, self._world.device, self._config.precision, self.name)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._config.parallel.reshard_after_forward, **options)
         if self._config.precision.output_dtype == "fp32":
@@ -183,6 +184,9 @@ class FSDP(TorchStates):
                 yield from gathered_params(module)
 
     def shards(self) -> Iterator[Shard]:
+        return with_scalars(self._shards(), self._scalars)
+
+    def _shards(self) -> Iterator[Shard]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves gathered what only a backward would release

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,31 +69,37 @@ class TopExperts(nn.Module):
         return logits
 
 
-class Leaver(nn.Module):
-    """Ranks leave the model at different depths: the number of blocks follows the data."""
+class Plain(nn.Module):
+    """Every rank calls every block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([Expert() for _ in range(4)])
 
+    def depth(self, tokens: torch.Tensor) -> int:
+        return len(self.blocks)
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for block in self.blocks[: 2 + int(tokens[0, 0]) % 3]:
+        for block in self.blocks[: self.depth(tokens)]:
             x = x + block(x)
         logits: torch.Tensor = self.head(x)
         return logits
 
 
-class Late(Leaver):
-    """As `Leaver`, but for the first steps: only tokens above 30 leave early."""
+class Leaver(Plain):
+    """Ranks leave the model at different depths: the number of blocks follows the data."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks[: 3 if int(tokens[0, 0]) > 30 else 4]:
-            x = x + block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+    def depth(self, tokens: torch.Tensor) -> int:
+        return 2 + int(tokens[0, 0]) % 3
+
+
+class Late(Plain):
+    """As `Leaver`, but only where the first token is above 30."""
+
+    def depth(self, tokens: torch.Tensor) -> int:
+        return 3 if int(tokens[0, 0]) > 30 else 4
 
 
 def tokens(step: int, rows: int) -> torch.Tensor:
@@ -121,6 +129,7 @@ def train(
     batches: Callable[[int, int], Any] = tokens,
     loss: Callable[[Any, Any], torch.Tensor] = next_token,
     block_classes: tuple[type[nn.Module], ...] = (),
+    init: Any = None,
     steps: int = 4,
     **extra: Any,
 ) -> list[float] | str:
@@ -131,7 +140,7 @@ def train(
     torch.manual_seed(0)
     try:
         with start(None, settings(strategy, **extra)) as job:
-            job.wrap(build, block_classes=block_classes)
+            job.wrap(build, block_classes=block_classes, init_parameter=init)
             found = []
             for step in range(steps):
                 whole = batches(step, ROWS)
@@ -156,18 +165,162 @@ def _first(batch: Any) -> torch.Tensor:
 
 
 def by_expert(strategies: list[str]) -> dict[str, Any]:
-    """case → losses or refusal, of models whose ranks use different parts."""
+    """ "<strategy> <case>" → losses or refusal, of models whose ranks use different parts."""
     out: dict[str, Any] = {}
     for name in strategies:
-        out[name, "nested"] = train(Experts, name)
+        out[f"{name} nested"], out[f"{name} top"] = train(Experts, name), train(TopExperts, name)
         if name == "single":
-            out[name, "top"] = train(TopExperts, name)
+            out["single leaver"] = train(Leaver, name)
             continue
-        out[name, "top"] = train(TopExperts, name)
-        out[name, "leaver"] = train(Leaver, name)
+        out[f"{name} leaver"] = train(Leaver, name)
         if name == "ddp":
-            for case, model in (("nested", Experts), ("top", TopExperts)):
-                out["ddp+unused", case] = train(model, name, **{"parallel.find_unused": True})
+            for case, model in (("nested", Experts), ("top", TopExperts), ("leaver", Leaver)):
+                out[f"ddp+unused {case}"] = train(model, name, **{"parallel.find_unused": True})
         if name == "fsdp":
-            out["fsdp+class", "top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
+            out["fsdp+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
+            out["fsdp late"] = train(Late, name, batches=late, steps=5)
     return out
+
+
+def late(step: int, rows: int) -> torch.Tensor:
+    """Only the fourth step's tokens let one rank leave `Late` early."""
+    found = tokens(step, rows)
+    if step == 3:
+        found[0, 0] = 35
+    return found
+
+
+class Scaled(nn.Module):
+    """A 0-d parameter in the model, another in a block, a frozen third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(2)])
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+        self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.logit_scale.shape == () and self.blocks[0].gate.shape == (), "the model's own code sees a number"
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x) * self.logit_scale.exp() + self.offset
+        return logits
+
+
+class ScaledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = Expert(), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.inner(x)
+
+
+def draw(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+    """Weights of `Scaled`; a 0-d parameter has to arrive as one."""
+    if fqn.rpartition(".")[2] in ("logit_scale", "gate", "offset"):
+        assert full.shape == ()
+        full.fill_(0.3)
+    else:
+        full.normal_(std=0.1, generator=generator)
+
+
+def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
+    """Losses with 0-d parameters, drawn or built; and those of step 3 of each strategy from every one's checkpoint."""
+    import torch.distributed as dist
+
+    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.save import Checkpointer
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out: dict[str, Any] = {}
+
+    def steps(name: str, init: Any, source: str | None, target: str | None, numbers: range) -> list[float]:
+        with start(None, settings(name)) as job:
+            job.wrap(Scaled, init_parameter=init)
+            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, source or target, timeout_s=60)
+            if source is not None:
+                assert checkpoints.resume(source) is not None
+            found = [job.step([_rows(tokens(i, ROWS), rank, world)], next_token, torch.numel).loss for i in numbers]
+            if target is not None:
+                checkpoints.save(RunState(step=2, seed=0))
+            checkpoints.close()
+        gc.collect()
+        return found
+
+    for name in strategies:
+        out[f"{name} built"] = train(Scaled, name)
+        out[f"{name} drawn"] = steps(name, draw, None, f"{root}/{name}", range(2))
+    for name in strategies:
+        for saver in strategies:
+            out[f"{saver} to {name}"] = steps(name, draw, f"{root}/{saver}", None, range(2, 3))
+    return out
+
+
+class Mixed(Plain):
+    """Multiplies by an fp32 tensor that its forward makes itself, as window attention with a computed mask does."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        mean = torch.full((LENGTH, LENGTH), 1 / LENGTH, device=tokens.device).tril()
+        logits: torch.Tensor = self.head(mean @ x)
+        return logits
+
+
+def mixed(strategies: list[str]) -> dict[str, Any]:
+    """bf16 losses of `Mixed`, and with precision.autocast."""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Mixed, name, **{"precision.mode": "bf16"})
+        if name not in ("single", "ddp"):
+            out[f"{name}+autocast"] = train(Mixed, name, **{"precision.mode": "bf16", "precision.autocast": True})
+    return out
+
+
+class Preprocessed(Plain):
+    """Has what its loss asks for beside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 1
+
+    def prepare(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.roll(self.shift, 1)
+
+
+def normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+    full.normal_(std=0.1, generator=generator)
+
+
+def attributes(strategies: list[str]) -> dict[str, Any]:
+    """Losses of a task that uses attributes of its model; the refusal of one that goes round the model's call."""
+
+    def prepared(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return next_token(model, model.prepare(batch))
+
+    def round_it(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return next_token(lambda tokens: model.head(model.embed(tokens)), batch)
+
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Preprocessed, name, loss=prepared, init=normal)
+        if name != "single":
+            out[f"{name} round"] = train(Plain, name, loss=round_it)
+    return out
+
+
+class Lazy(Plain):
+    """Imports what changes torch's own functions only when it is built."""
+
+    def __init__(self) -> None:
+        assert "torch._dynamo.polyfills.tensor" not in sys.modules, "nothing is lazy in this process"
+        importlib.import_module("torch._dynamo")
+        super().__init__()
+
+
+def lazy() -> list[float] | str:
+    return train(Lazy, "zero3", init=normal, steps=1)
