@@ -237,7 +237,9 @@ def refuse_unused(
         return
     trained = {plain(fqn): p for fqn, p in model.named_parameters() if p.requires_grad}
     waiting = dict(trained)
-    hooks = {fqn: p.register_hook(partial(_seen, waiting, fqn)) for fqn, p in trained.items()}  # type: ignore[no-untyped-call]
+    hooks: dict[str, Any] = {}
+    for fqn, param in trained.items():
+        hooks[fqn] = param.register_hook(partial(_seen, waiting, fqn))  # type: ignore[no-untyped-call]
     expected = dict(trained)
 
     def check(*_: Any) -> None:

@@ -62,8 +62,8 @@ class ZeRO:
     def construction(self) -> AbstractContextManager[object] | None:
         if self.stage < 3:
             return None
-        # zero.Init replaces Tensor.__new__, whose signature dynamo checks at its import: a lazy one of the model's fails.
-        import torch._dynamo
+        # Its import checks the signature of Tensor.__new__, which zero.Init replaces: too late while a model is built.
+        import torch._dynamo  # noqa: F401
 
         # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
         return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
