@@ -40,7 +40,8 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
         counted = Counter(type(m) for m in module)
         for repeated in (kind for kind, count in counted.items() if count > 1):
             members = [m for m in inside if type(m) is repeated]
-            if any(True for _ in members[0].parameters()):
+            # A list in a list is called by nobody: it has no forward.
+            if any(True for _ in members[0].parameters()) and repeated.forward is not nn.Module.forward:
                 yield members
         # A Sequential calls each member, so one that occurs once is a part like any other.
         inside = [m for m in inside if counted[type(m)] == 1] if isinstance(module, nn.Sequential) else []

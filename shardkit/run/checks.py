@@ -197,7 +197,7 @@ class BlockCalls:
 
 
 def advice(strategy: StrategyName, shared: str | None) -> str:
-    """What trains a model whose ranks use different parts of it; `shared`: a class around them that every rank calls."""
+    """What trains a model whose ranks use parts of it; `shared`: a class around those that every rank calls."""
     ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
     if strategy == "ddp":
         return "set parallel.find_unused=true"

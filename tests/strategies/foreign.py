@@ -164,18 +164,17 @@ def _first(batch: Any) -> torch.Tensor:
     return found
 
 
-def by_expert(strategies: list[str]) -> dict[str, Any]:
+CHOOSING = {"nested": Experts, "top": TopExperts, "leaver": Leaver}
+
+
+def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
     """ "<strategy> <case>" → losses or refusal, of models whose ranks use different parts."""
     out: dict[str, Any] = {}
     for name in strategies:
-        out[f"{name} nested"], out[f"{name} top"] = train(Experts, name), train(TopExperts, name)
-        if name == "single":
-            out["single leaver"] = train(Leaver, name)
-            continue
-        out[f"{name} leaver"] = train(Leaver, name)
-        if name == "ddp":
-            for case, model in (("nested", Experts), ("top", TopExperts), ("leaver", Leaver)):
-                out[f"ddp+unused {case}"] = train(model, name, **{"parallel.find_unused": True})
+        for case in cases:
+            out[f"{name} {case}"] = train(CHOOSING[case], name)
+            if name == "ddp":
+                out[f"ddp+unused {case}"] = train(CHOOSING[case], name, **{"parallel.find_unused": True})
         if name == "fsdp":
             out["fsdp+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
             out["fsdp late"] = train(Late, name, batches=late, steps=5)
@@ -324,3 +323,210 @@ class Lazy(Plain):
 def lazy() -> list[float] | str:
     assert "torch._dynamo" not in sys.modules, "nothing is lazy in this process"
     return train(Lazy, "zero3", init=normal, steps=1)
+
+
+# The matrix: small configurations of other people's models, none of which anything here was tuned for.
+
+
+def hf(name: str, head: str, **config: Any) -> Callable[[], nn.Module]:
+    """A model of transformers of random weights, without anything that drops values at random."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        found = getattr(transformers, f"{name}Config")(**config)
+        for part in [found, *(value for value in vars(found).values() if hasattr(value, "to_dict"))]:
+            for key, value in vars(part).items():
+                if "drop" in key and isinstance(value, float):
+                    setattr(part, key, 0.0)
+        model: nn.Module = getattr(transformers, f"{name}{head}")(found)
+        return model
+
+    return build
+
+
+def images(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "labels": torch.randint(0, 3, (rows,), generator=generator),
+        "pixel_values": torch.randn(rows, 3, 32, 32, generator=generator),
+    }
+
+
+def pairs(step: int, rows: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(step, rows), "pixel_values": images(step, rows)["pixel_values"]}
+
+
+def sounds(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"tokens": tokens(step, rows), "input_features": torch.randn(rows, 8, 32, generator=generator)}
+
+
+def waves(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"labels": images(step, rows)["labels"], "input_values": torch.randn(rows, 400, generator=generator)}
+
+
+def classify(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(*(value for key, value in batch.items() if key != "labels"))
+    logits = getattr(out, "logits", out)
+    return F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
+
+
+def segment(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["pixel_values"]).logits
+    return F.cross_entropy(logits.float().mean((2, 3)), batch["labels"], reduction="sum")
+
+
+def restore(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    image = batch["pixel_values"]
+    return F.mse_loss(model(image + 0.1 * image.roll(1, -1), batch["labels"]), image, reduction="sum") / 1000
+
+
+def translate(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token(lambda _: model(input_ids=batch.flip(1), decoder_input_ids=batch), batch)
+
+
+def transcribe(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(input_features=batch["input_features"], decoder_input_ids=batch["tokens"])
+    return next_token(lambda _: out, batch["tokens"])
+
+
+def match(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return -F.logsigmoid(model(**batch).logits_per_image.diagonal().float()).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(VOCAB, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.lstm(self.embed(tokens))[0])
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions between group norms, told how noisy its input is."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.GroupNorm(1, inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.time = nn.Linear(WIDTH, outputs)
+        self.second = nn.Sequential(nn.GroupNorm(1, outputs), nn.SiLU(), nn.Conv2d(outputs, outputs, 3, padding=1))
+        self.skip = nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.skip(x) + self.second(self.first(x) + self.time(time)[..., None, None])
+        return found
+
+
+class UNet(nn.Module):
+    """A diffusion model's: levels down and up with connections between them, attention in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.time = nn.Embedding(3, WIDTH)
+        self.down = nn.ModuleList([nn.ModuleList([Residual(8, 8)]), nn.ModuleList([Residual(8, 16)])])
+        self.middle = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up = nn.ModuleList([Residual(32, 8), Residual(16, 8)])
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        x, seen, told = self.enter(x), [], self.time(time)
+        for level in self.down:
+            for block in level:
+                x = block(x, told)
+            seen.append(x)
+            x = F.avg_pool2d(x, 2)
+        flat = x.flatten(2).transpose(1, 2)
+        x = (flat + self.middle(flat, flat, flat, need_weights=False)[0]).transpose(1, 2).view_as(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), seen.pop()], 1), told)
+        found: torch.Tensor = self.leave(x)
+        return found
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+SEEN: dict[str, Any] = {"image_size": 32, "num_labels": 3}
+FEW: dict[str, Any] = {"num_key_value_heads": 2}
+SPEECH: dict[str, Any] = {
+    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": VOCAB, "pad_token_id": 2,
+    "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+    "image_size": 32,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], Callable[[Any, Any], torch.Tensor]]] = {
+    "t5": (
+        hf("T5", "ForConditionalGeneration", vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2,
+           num_heads=2), tokens, translate,
+    ),
+    "bart": (hf("Bart", "ForConditionalGeneration", **SPEECH, max_position_embeddings=16), tokens, translate),
+    "whisper": (
+        hf("Whisper", "ForConditionalGeneration", **SPEECH, num_mel_bins=8, max_source_positions=16,
+           max_target_positions=16), sounds, transcribe,
+    ),
+    "wav2vec2": (
+        hf("Wav2Vec2", "ForSequenceClassification", **TEXT, num_labels=3, conv_dim=(8, 8), conv_stride=(4, 4),
+           conv_kernel=(4, 4), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, classifier_proj_size=8,
+           mask_time_prob=0.0, apply_spec_augment=False), waves, classify,
+    ),
+    "clip": (
+        hf("CLIP", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER, projection_dim=8),
+        pairs, match,
+    ),
+    "siglip": (
+        hf("Siglip", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER), pairs, match,
+    ),
+    "mixtral": (hf("Mixtral", "ForCausalLM", **TEXT, **FEW, num_local_experts=4), tokens, next_token),
+    "qwen2_moe": (
+        hf("Qwen2Moe", "ForCausalLM", **TEXT, **FEW, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+           shared_expert_intermediate_size=16), tokens, next_token,
+    ),
+    "bert": (hf("Bert", "ForMaskedLM", **TEXT), tokens, next_token),
+    "deberta": (
+        hf("DebertaV2", "ForMaskedLM", **TEXT, relative_attention=True, max_position_embeddings=16,
+           pos_att_type=["p2c", "c2p"]), tokens, next_token,
+    ),
+    "albert": (hf("Albert", "ForMaskedLM", **TEXT, embedding_size=8), tokens, next_token),
+    "gpt_neox": (hf("GPTNeoX", "ForCausalLM", **TEXT), tokens, next_token),
+    "mamba": (hf("Mamba", "ForCausalLM", **TEXT, state_size=4), tokens, next_token),
+    "vit": (hf("ViT", "ForImageClassification", **TOWER, num_labels=3), images, classify),
+    "swin": (
+        hf("Swin", "ForImageClassification", **SEEN, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2],
+           window_size=4), images, classify,
+    ),
+    "convnext": (
+        hf("ConvNext", "ForImageClassification", num_labels=3, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
+        images, classify,
+    ),
+    "segformer": (
+        hf("Segformer", "ForSemanticSegmentation", num_labels=3, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+           hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+           decoder_hidden_size=8), images, segment,
+    ),
+    "lstm": (Recurrent, tokens, next_token),
+    "unet": (UNet, images, restore),
+    "experts": (Experts, tokens, next_token),
+}  # fmt: skip
+
+
+def foreign(models: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
+    """model → strategy → losses by SGD (AdamW would hide a wrong scale), or the words of the refusal."""
+    plain = {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.0, "train.max_norm": 1.0}
+    batch_norm = {"segformer": {"model.sync_batchnorm": True}}
+    out: dict[str, dict[str, Any]] = {}
+    for model in models:
+        build, batches, loss = MODELS[model]
+        for name in strategies:
+            extra = plain | batch_norm.get(model, {})
+            out.setdefault(model, {})[name] = train(build, name, batches, loss, **extra)
+    return out

@@ -11,48 +11,66 @@ from torch import nn
 from shardkit.parallel.blocks import describe_blocks, find_blocks
 from shardkit.parallel.optim import matrices_of_blocks
 from tests.ranks import run_ranks
-from tests.strategies.foreign import Expert, Experts, TopExperts
+from tests.strategies.foreign import MODELS, Expert, Experts, TopExperts
 
 SHARED = ["ddp", "fsdp", "zero2", "zero3"]
 SHARDED = ["fsdp", "zero2", "zero3"]
+REFUSED = {(name, "experts"): "rank 0" for name in ("ddp", "zero2", "zero3")}
+"""What the matrix's strategies do not train, and how the refusal begins."""
+FOREIGN_TOLERANCE = 5e-6
 TOLERANCE = 2e-6
 """Absolute, on the losses of the first steps, near 4: what another order of additions in fp32 makes of them."""
 
 
-def both(function: str, strategies: list[str] = SHARED, **kwargs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+FOREIGN = "tests.strategies.foreign:"
+
+
+def both(function: str, **kwargs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one process finds, and each of two ranks."""
-    target = f"tests.strategies.foreign:{function}"
-    one = run_ranks(1, target, strategies=["single"], **{k: f"{v}/1" for k, v in kwargs.items()})[0]
-    return one, run_ranks(2, target, strategies=strategies, **{k: f"{v}/2" for k, v in kwargs.items()})
+    (one,) = run_ranks(1, FOREIGN + function, strategies=["single"], **kwargs)
+    return one, run_ranks(2, FOREIGN + function, strategies=SHARED, **kwargs)
 
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name() -> None:
-    one, (first, second) = both("by_expert")
-    for case in ("ddp+unused nested", "ddp+unused top", "ddp+unused leaver", "fsdp nested", "fsdp+class top"):
-        assert first[case] == pytest.approx(one[f"single {case.split()[1]}"], abs=TOLERANCE), case
+    cases = ["nested", "top", "leaver"]
+    (one,) = run_ranks(1, FOREIGN + "by_expert", strategies=["single"], cases=cases)
+    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["ddp", "fsdp", "zero2"], cases=cases)
     assert first == second, "every rank ends with the same words"
-    refused = {case: words for case, words in first.items() if isinstance(words, str)}
-    assert set(refused) == {*(f"{s} {c}" for s in ("ddp", "zero2", "zero3") for c in ("nested", "top", "leaver")),
-                            "fsdp top", "fsdp leaver", "fsdp late"}  # fmt: skip
-    assert "calls mixture.experts.0 where rank 1 calls mixture.experts.2 (step 1)" in refused["fsdp top"]
-    assert "block_classes that every rank calls (ExpertLayer)" in refused["fsdp top"]
-    assert "calls the end of forward where rank 1 calls blocks.2 (step 1)" in refused["fsdp leaver"]
-    assert "calls the end of forward where rank 1 calls blocks.3 (step 4)" in refused["fsdp late"], refused
-    assert "rank 0 calls layers.0.experts.0 where rank 1 calls layers.0.experts.2" in refused["zero3 nested"]
-    for case in ("zero2 nested", "zero3 nested"):
-        assert (
-            "parallel.find_unused=true, or fsdp with block_classes that every rank calls (ExpertLayer)" in refused[case]
-        )
-    assert "depends on 16 parameters that rank 1's does not depend on" in refused["ddp nested"]
-    assert all(refused[f"ddp {case}"].endswith("fix: set parallel.find_unused=true") for case in ("nested", "top"))
+    for case in ("ddp+unused nested", "ddp+unused top", "ddp+unused leaver", "fsdp nested", "fsdp+class top"):
+        assert first.pop(case) == pytest.approx(one[f"single {case.split()[1]}"], abs=TOLERANCE), case
+    assert all(isinstance(words, str) for words in first.values()), first
+    assert "calls mixture.experts.0 where rank 1 calls mixture.experts.2 (step 1)" in first["fsdp top"]
+    assert "block_classes that every rank calls (ExpertLayer)" in first["fsdp top"]
+    assert "calls the end of forward where rank 1 calls blocks.2 (step 1)" in first["fsdp leaver"]
+    assert "rank 0 calls blocks.3 where rank 1 calls the end of forward" in first["fsdp late"] or (
+        "rank 0 calls the end of forward where rank 1 calls blocks.3" in first["fsdp late"]
+    )
+    assert "(step 4)" in first["fsdp late"], "later steps are compared too"
+    assert (
+        "parallel.find_unused=true, or fsdp with block_classes that every rank calls (ExpertLayer)"
+        in (first["zero2 nested"])
+    )
+    assert "depends on 16 parameters that rank 1's does not depend on" in first["ddp nested"]
+    assert all(first[f"ddp {case}"].endswith("fix: set parallel.find_unused=true") for case in cases)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", ["nested", "leaver"])
+def test_zero3_refuses_experts_before_it_gathers_them(case: str) -> None:
+    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["zero3"], cases=[case], timeout=120)
+    assert first == second
+    said = {"nested": "layers.0.experts.0 where rank 1 calls layers.0.experts.2", "leaver": "rank 1 calls blocks.2"}
+    assert said[case] in first[f"zero3 {case}"], first
 
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_them_travel(tmp_path: Path) -> None:
-    one, (found, _) = both("scalars", root=str(tmp_path))
+    (one,) = run_ranks(1, FOREIGN + "scalars", strategies=["single"], root=str(tmp_path / "one"))
+    found, _ = run_ranks(2, FOREIGN + "scalars", strategies=SHARED, root=str(tmp_path / "two"))
     for name in SHARED:
         assert found[f"{name} built"] == pytest.approx(one["single built"], abs=TOLERANCE), name
         assert found[f"{name} drawn"] == pytest.approx(one["single drawn"], abs=TOLERANCE), name
@@ -82,8 +100,42 @@ def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call(
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None:
-    (losses,) = run_ranks(1, "tests.strategies.foreign:lazy", env={"SHARDKIT_FRESH": "1"})
+    (losses,) = run_ranks(1, FOREIGN + "lazy", env={"SHARDKIT_FRESH": "1"})
     assert isinstance(losses, list), losses
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    return run_ranks(1, FOREIGN + "foreign", models=[*MODELS], strategies=["single"], timeout=600)[0]
+
+
+@pytest.mark.release
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("model", [*MODELS])
+def test_a_foreign_model_has_the_losses_of_one_process_or_is_refused(model: str, one_process: dict[str, Any]) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    first, second = run_ranks(2, FOREIGN + "foreign", models=[model], strategies=SHARED, timeout=400)
+    want = one_process[model]["single"]
+    assert isinstance(want, list) and want[-1] != want[0], want
+    for name in SHARED:
+        if (name, model) in REFUSED:
+            assert REFUSED[name, model] in first[model][name], first[model][name]
+        else:
+            assert first[model][name] == pytest.approx(want, rel=FOREIGN_TOLERANCE, abs=FOREIGN_TOLERANCE), name
+    assert first == second
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_mixtures_of_experts_of_transformers_have_the_losses_of_one_process() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    models = ["mixtral", "qwen2_moe"]
+    (one,) = run_ranks(1, FOREIGN + "foreign", models=models, strategies=["single"])
+    found, _ = run_ranks(2, FOREIGN + "foreign", models=models, strategies=SHARED)
+    for model in models:
+        for name in SHARED:
+            assert found[model][name] == pytest.approx(one[model]["single"], abs=FOREIGN_TOLERANCE), (model, name)
 
 
 class Towers(nn.Module):
