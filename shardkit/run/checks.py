@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..config.capability import CAPABILITIES
 from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
@@ -24,7 +23,6 @@ from ..parallel.blocks import chosen_by_data
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
-from ..strategies.fsdp import REDUCES_UNUSED
 
 SHOWN = 4
 FIRST_STEPS = 2
@@ -56,8 +54,8 @@ class BlockCalls:
         alone = world.size == 1
         self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
         self._same_uses = not alone and not config.parallel.find_unused
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._may_differ = chosen_by_data(model, blocks) if sharded and REDUCES_UNUSED else set[str]()
+        sharded = [module for module in model.modules() if _is_fsdp(type(module))]
+        self._may_differ = chosen_by_data(model, blocks) if sharded and _fsdp_reduces_unused() else set[str]()
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks = [model.register_forward_pre_hook(self._count_forward)]
         if not config.compile.enabled:
@@ -201,7 +199,7 @@ def advice(strategy: StrategyName, shared: str | None) -> str:
     ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
     if strategy == "ddp":
         return "set parallel.find_unused=true"
-    if shared is None or not REDUCES_UNUSED:
+    if shared is None or not _fsdp_reduces_unused():
         return ddp
     one = f"block_classes that every rank calls ({shared})"
     return f"name {one}, or {ddp}" if strategy in ("fsdp", "hsdp") else f"{ddp}, or fsdp with {one}"
@@ -247,8 +245,9 @@ def refuse_unused(
             return
         if waiting:
             names = ", ".join([*waiting][:SHOWN]) + (", …" if len(waiting) > SHOWN else "")
+            when = "the first step" if len(expected) == len(trained) else "this step"
             raise ConfigError(
-                f"{len(waiting)} of {len(trained)} parameters got no gradient in this step ({names}), which "
+                f"{len(waiting)} of {len(trained)} parameters got no gradient in {when} ({names}), which "
                 f"parallel.strategy={strategy} cannot train: {reason}",
                 "freeze them (requires_grad_(False)), use them in the loss, or "
                 + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
@@ -272,8 +271,21 @@ def plain(fqn: str) -> str:
     return fqn.removeprefix("module.")
 
 
+def _is_fsdp(kind: type) -> bool:
+    """Whether FSDP2 made a class of a module's own; asked without importing FSDP2, which others do not need."""
+    return kind.__mro__[1].__name__ == "FSDPModule"
+
+
 def plain_class(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP" if isinstance(module, FSDPModule) else "")
+    """Name of a module's class as the model's code has it."""
+    kind = type(module)
+    return (kind.__mro__[2] if _is_fsdp(kind) else kind).__name__
+
+
+def _fsdp_reduces_unused() -> bool:
+    from ..strategies.fsdp import REDUCES_UNUSED  # imports FSDP2
+
+    return REDUCES_UNUSED
 
 
 _LOG = logging.getLogger(__name__)
