@@ -50,7 +50,9 @@ def scalars_as_vectors() -> Iterator[None]:
     def register_vector(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.dim() == 0:
             if param not in shared:
-                shared[param] = nn.Parameter(param.detach().view(1), requires_grad=param.requires_grad)
+                vector = torch.empty(1, dtype=param.dtype, device=param.device)
+                vector.copy_(param.detach())  # a view would stay what a fake tensor is: a constant on the CPU
+                shared[param] = nn.Parameter(vector, requires_grad=param.requires_grad)
                 shared[param].is_scalar = True
             param = shared[param]
         register(module, name, param)

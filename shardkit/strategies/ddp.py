@@ -26,16 +26,20 @@ from .states import TorchStates
 from .step import clip_and_step
 
 
+def own_or_models(wrapper: nn.Module, name: str) -> Any:
+    """An attribute of a wrapper, or else of the model in it."""
+    try:
+        return nn.Module.__getattr__(wrapper, name)
+    except AttributeError:
+        if name == "module":  # asked for before it is set
+            raise
+        return getattr(wrapper.module, name)
+
+
 class Wrapped(DistributedDataParallel):
     """torch's wrapper, on which a loss finds the attributes of the model in it (a tokenizer, a preprocessor)."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # asked for before it is set
-                raise
-            return getattr(self.module, name)
+    __getattr__ = own_or_models
 
 
 class DDP(TorchStates):
