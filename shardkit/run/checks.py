@@ -57,8 +57,10 @@ class BlockCalls:
         sharded = [module for module in model.modules() if _is_fsdp(type(module))]
         self._may_differ = chosen_by_data(model, blocks) if sharded and _fsdp_reduces_unused() else set[str]()
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
-        self._hooks = [model.register_forward_pre_hook(self._count_forward)]
-        if not config.compile.enabled:
+        self._hooks: list[Any] = []
+        self._counts_forwards = self._strategy != "single" and not config.compile.enabled
+        if self._counts_forwards:
+            self._hooks.append(model.register_forward_pre_hook(self._count_forward))
             for index, block in enumerate(blocks):
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
         if self._same_calls:
@@ -112,8 +114,9 @@ class BlockCalls:
     def _refusal(self, said: list[str]) -> ConfigError:
         other = next(rank for rank, name in enumerate(said) if name != said[0])
         shared = [found for name in said if (found := self._shared_class(name))]
+        at = [f"is at {name}" if name == _END else f"calls {name}" for name in said]
         return ConfigError(
-            f"rank 0 calls {said[0]} where rank {other} calls {said[other]} (step {self._step}): "
+            f"rank 0 {at[0]} where rank {other} {at[other]} (step {self._step}): "
             f"parallel.strategy={self._strategy} needs every rank to call the same blocks, in the same order",
             advice(self._strategy, shared[0] if shared else None),
         )
@@ -141,7 +144,7 @@ class BlockCalls:
                 return loss(*args)
             self._forwards = 0
             found = loss(*args)
-            if not self._forwards and self._strategy != "single":
+            if self._counts_forwards and not self._forwards:
                 raise ConfigError(
                     f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} works in "
                     "the call of the whole",

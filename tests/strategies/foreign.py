@@ -77,12 +77,12 @@ class Plain(nn.Module):
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList([Expert() for _ in range(4)])
 
-    def depth(self, tokens: torch.Tensor) -> int:
-        return len(self.blocks)
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return list(self.blocks)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for block in self.blocks[: self.depth(tokens)]:
+        for block in self.chosen(tokens):
             x = x + block(x)
         logits: torch.Tensor = self.head(x)
         return logits
@@ -91,15 +91,15 @@ class Plain(nn.Module):
 class Leaver(Plain):
     """Ranks leave the model at different depths: the number of blocks follows the data."""
 
-    def depth(self, tokens: torch.Tensor) -> int:
-        return 2 + int(tokens[0, 0]) % 3
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return list(self.blocks[: 2 + int(tokens[0, 0]) % 3])
 
 
 class Late(Plain):
-    """As `Leaver`, but only where the first token is above 30."""
+    """Calls another block, and as many, where the first token is above 30: no engine would notice."""
 
-    def depth(self, tokens: torch.Tensor) -> int:
-        return 3 if int(tokens[0, 0]) > 30 else 4
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return [*self.blocks[:2], self.blocks[3 if int(tokens[0, 0]) > 30 else 2]]
 
 
 def tokens(step: int, rows: int) -> torch.Tensor:
@@ -182,7 +182,7 @@ def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
 
 
 def late(step: int, rows: int) -> torch.Tensor:
-    """Only the fourth step's tokens let one rank leave `Late` early."""
+    """Only the fourth step's tokens let one rank of `Late` call another block."""
     found = tokens(step, rows)
     if step == 3:
         found[0, 0] = 35
