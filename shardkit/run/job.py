@@ -63,7 +63,7 @@ class Job:
     def __post_init__(self) -> None:
         local_size = self.world.env.local_world_size
         self.post_mortem = PostMortem(
-            self.config, self.ledger, self.strategy, local_size, self.cap, lambda model: len(self.calls.blocks)
+            self.config, self.ledger, self.strategy, local_size, self.cap, lambda model: len(find_blocks(model))
         )
         self.ledger.risk.on_risk = self.post_mortem.at_risk
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
+from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..parallel.blocks import chosen_by_data, refuse_ties_across_blocks
 from ..parallel.compat import gathered_params, unreduced_grads
@@ -67,7 +68,7 @@ class FSDP(TorchStates):
         fully_shard(model, reshard_after_forward=False, **options)
         assert isinstance(model, FSDPModule)
         self._prefetch(blocks)
-        if REDUCES_UNUSED and self._world.size > 1:
+        if self._world.size > 1:
             self._used = dict.fromkeys(sorted(chosen_by_data(model, blocks)), False)
             self._let_ranks_choose(model)
         if on_meta:
@@ -99,7 +100,8 @@ class FSDP(TorchStates):
                 if (fqn := f"{prefix}.{name}") in self._used:
                     chosen.setdefault(unit_of[id(module)], []).append((fqn, module, name))
         for unit, parameters in chosen.items():
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            if REDUCES_UNUSED:
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
             self._note_uses(unit, parameters)
 
     def _note_uses(self, unit: Any, chosen: list[tuple[str, nn.Module, str]]) -> None:
@@ -116,10 +118,20 @@ class FSDP(TorchStates):
         self._used[fqn] = True
 
     def _forget_unused(self) -> None:
-        """Drop the zero gradients of parameters that no rank used, which one process would leave alone; collective."""
+        """Drop the zero gradients of parameters that no rank used, which one process would leave alone; collective.
+
+        Raises:
+            ConfigError: some ranks used one, and this torch adds their gradients up with those of another.
+        """
         used = self._world.sum([float(value) for value in self._used.values()])
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for fqn, count in zip(self._used, used, strict=True):
+            if not REDUCES_UNUSED and 0 < count < self._world.size:
+                raise ConfigError(
+                    f"{int(count)} of {self._world.size} ranks used {fqn} in this step, which parallel.strategy="
+                    f"{self.name} cannot train with torch {torch.__version__}",
+                    "install torch 2.13 or later, or set parallel.strategy=ddp with parallel.find_unused=true",
+                )
             if not count:
                 parameters[fqn].grad = None
             self._used[fqn] = False
