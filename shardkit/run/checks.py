@@ -71,10 +71,12 @@ class BlockCalls:
             self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
 
     def _callable(self, model: nn.Module) -> list[nn.Module]:
-        """What may be called apart: ZeRO-3 gathers every layer by itself."""
+        """What may be called apart, and what ZeRO-3 gathers: every layer by itself."""
         lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
-        members = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
-        return list({id(m): m for m in [model, *self.blocks, *members]}.values())
+        found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
+        if self._strategy == "zero3":
+            found += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        return list({id(m): m for m in [model, *self.blocks, *found]}.values())
 
     @property
     def last(self) -> str:
