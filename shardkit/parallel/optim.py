@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from ..errors import ConfigError
 from .blocks import find_blocks
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: OptimConfig, model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()
+) -> torch.optim.Optimizer:
     """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
+
+    `block_classes`: what counts as a block for Muon, as in `find_blocks`.
 
     Raises:
         ConfigError: the model has no trainable parameter, or the optimizer is not to be had here.
@@ -32,7 +37,7 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimiz
         return _adamw8bit(groups, adam)
     kernel = _kernel(config, groups[0]["params"][0])
     if config.name == "muon":
-        return MuonAdamW(groups, matrices_of_blocks(model), adam, kernel)
+        return MuonAdamW(groups, matrices_of_blocks(model, block_classes), adam, kernel)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam, **kernel)
     return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, weight_decay=weight_decay, **kernel)
@@ -57,9 +62,9 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
     return optimizer
 
 
-def matrices_of_blocks(model: nn.Module) -> set[int]:
+def matrices_of_blocks(model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()) -> set[int]:
     """ids of the 2-D parameters inside the model's repeated blocks: not embeddings, not the output head."""
-    return {id(p) for block in find_blocks(model) for p in block.parameters() if p.dim() == 2}
+    return {id(p) for block in find_blocks(model, block_classes) for p in block.parameters() if p.dim() == 2}
 
 
 class MuonAdamW(torch.optim.Optimizer):

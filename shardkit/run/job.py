@@ -21,7 +21,7 @@ from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
-from ..parallel.blocks import find_blocks
+from ..parallel.blocks import chosen_by_data, find_blocks
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
@@ -29,7 +29,7 @@ from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import one_number, train_step
-from .checks import SumCheck, check_masters, not_finite_gradient, refuse_unused
+from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused
 
 T = TypeVar("T")
 
@@ -62,6 +62,7 @@ class Job:
     ledger: MemoryLedger
     strategy: Strategy
     cap: MemoryCap | None = None
+    calls: BlockCalls = field(init=False)
     step_index: int = 0
     at_end: ExitStack = field(default_factory=ExitStack)
     _last_step: float = field(default_factory=time.perf_counter)
@@ -102,7 +103,7 @@ class Job:
         Args:
             model: a module whose values are the same on every rank, or a function that builds it.
             make_optimizer: from the wrapped model; default: the config's `optim` section.
-            block_classes: what to shard, checkpoint and compile as one unit; default: the longest list of equal blocks.
+            block_classes: what to shard, checkpoint and compile as one unit; default: members of lists of equal blocks.
             attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
             init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
         """
@@ -111,13 +112,16 @@ class Job:
                 "init_parameter was given with a model that is already built", "pass a function that builds it"
             )
         build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
-        factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped))
+        factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped, block_classes))
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter)
             parallelize(
                 self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
             )
-            refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
+            wrapped = self.strategy.model
+            blocks = find_blocks(wrapped, block_classes)
+            self.calls = BlockCalls(wrapped, blocks, self.config, self.world)
+            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # a model may have been built before the cap was there
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
@@ -167,13 +171,15 @@ class Job:
             self.strategy,
             self.ledger,
             micro,
-            self._sums.around(summed),
+            self.calls.around(self._sums.around(summed)),
             count,
             world.size,
             world.device,
             config.train.max_norm,
         )
-        loss = world.sum([out.loss_sum.item()])[0] / max(count, 1.0)
+        total, *called = world.sum([out.loss_sum.item(), *self.calls.flags()])
+        self.calls.agree(*called)
+        loss = total / max(count, 1.0)
         now = time.perf_counter()
         self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.forward.seconds())
         self._last_step = now

@@ -23,6 +23,7 @@ from ..files import append_jsonl, write_whole
 from ..launch.failures import failure
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
+from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
 from ..strategies.step import Mark, StepOutput, train_step
 from ..tasks.base import Dataset
@@ -97,9 +98,11 @@ class Trainer:
         )
         self.stop = StopRequest()
         hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
-        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit)
+        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last)
         self._sums = SumCheck()
-        self.loss = self.watchdog.around(self._sums.around(self.task.loss))
+        self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
+        if job.world.is_main:
+            print(f"blocks: {describe_blocks(job.model, job.calls.blocks)}", flush=True)
         self.checkpoints = Checkpointer(
             job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
@@ -376,10 +379,11 @@ class Trainer:
         """The one reduction per step: loss, the next step's targets, finiteness, requests to save, stop or give way."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, next_targets, time_is_up, lost, *stop = self.world.sum(
+        total, bad, called, squares, next_targets, time_is_up, lost, *stop = self.world.sum(
             [
                 local if finite else 0.0,
                 float(not finite),
+                *self.job.calls.flags(),
                 self._count(next_batch),
                 float(self.checkpoints.time_is_up()),
                 float(self._lost() is not None),
@@ -390,6 +394,7 @@ class Trainer:
             self._give_way()
         self._save_asked = time_is_up > 0
         self.stop.agree(stop)
+        self.job.calls.agree(called, squares)
         return total / max(targets, 1.0), next_targets, not bad
 
     def _stop_asked(self) -> bool:

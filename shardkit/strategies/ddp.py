@@ -26,6 +26,22 @@ from .states import TorchStates, even_range, flat
 from .step import clip_and_step
 
 
+def own_or_models(wrapper: nn.Module, name: str) -> Any:
+    """An attribute of a wrapper, or else of the model in it."""
+    try:
+        return nn.Module.__getattr__(wrapper, name)
+    except AttributeError:
+        if name == "module":  # asked for before it is set
+            raise
+        return getattr(wrapper.module, name)
+
+
+class Wrapped(DistributedDataParallel):
+    """torch's wrapper, on which a loss finds the attributes of the model in it (a tokenizer, a preprocessor)."""
+
+    __getattr__ = own_or_models
+
+
 class DDP(TorchStates):
     name = "ddp"
     model: nn.Module
@@ -43,11 +59,12 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device)
         autocast_forward(model, device, self._config.precision)
-        self._wrapped = DistributedDataParallel(
+        self._wrapped = Wrapped(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets: 4P bytes less
+            find_unused_parameters=self._config.parallel.find_unused,
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model

@@ -44,6 +44,8 @@ ASKS: dict[str, dict[str, Any]] = {
     "fp8": {"precision.mode": "fp8"},
     "pure_bf16": {"precision.mode": "pure_bf16"},
     "reduce_dtype": {"precision.reduce_dtype": "bf16"},
+    "autocast": {"precision.autocast": True, "precision.mode": "bf16"},
+    "find_unused": {"parallel.find_unused": True},
     "prefetch": {"parallel.prefetch": 2},
     "hpz": {"parallel.hpz": 2},
     "offload_ratio": {"parallel.offload_ratio": 0.5, "parallel.offload_optimizer": "cpu"},

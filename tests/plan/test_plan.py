@@ -229,7 +229,11 @@ class Task:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
 
     def build_model(self):
-        return Model(self.branch)
+        model = Model(self.branch)
+        if self.branch == "number":
+            model.number = nn.Parameter(torch.tensor(0.5))
+            model.register_forward_hook(lambda model, _, y: y * model.number)
+        return model
 
     def dataset(self, split):
         return [] if self.branch == "no data" else [torch.ones(32)] * 8
@@ -288,6 +292,12 @@ def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(
     for strategy in ("fsdp", "hsdp"):
         offloaded = for_users(branch, f"parallel.strategy={strategy}", "parallel.offload_param=cpu")
         assert offloaded.host_peak > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Callable[..., MemoryEstimate]) -> None:
+    plain, number = (for_users(branch, f"parallel.strategy={strategy}") for branch in ("plain", "number"))
+    assert number.n_params == plain.n_params + 1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
