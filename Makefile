@@ -79,6 +79,9 @@ test-release: $(INSTALLED)
 test-cuda: $(CUDA_INSTALLED)
 	@# Every time, as its sources may have changed; what did not is not compiled again.
 	$(CUDA_BIN)/python -m tests.emulated_cuda.build
+	@# Once, minutes: a test's time limit has no room for it.
+	EMUCUDA=1 $(CUDA_BIN)/python -c 'import sys; from deepspeed.ops.op_builder import CPUAdamBuilder as Builder; \
+	  from shardkit.strategies.zero import cpu_adam; sys.exit(cpu_adam._load(Builder) or 0)'
 	EMUCUDA=1 EMUCUDA_DEVICES=$${EMUCUDA_DEVICES:-4} \
 	  $(CUDA_BIN)/python -m pytest -m '(gpu or multigpu) and not slow and not release' $(ARGS)
 
@@ -94,7 +97,10 @@ $(CUDA_INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@rm -f $(CUDA_VENV)/.installed-*
 	@{ grep -v '^torch==' constraints.txt; echo 'torch==$(CUDA_TORCH)'; } >$(CUDA_VENV)/constraints.txt
 	$(CUDA_BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
-	$(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt torch
+	@$(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt torch && \
+	ls $(CUDA_VENV)/lib/python3*/site-packages/nvidia/*/lib/libcudart.so.* >/dev/null 2>&1 || { \
+	  echo 'error: the package index has no CUDA build of torch $(CUDA_TORCH) for this Python and machine'; \
+	  echo '  fix: name an index that has one (PIP_INDEX_URL), or a release that it has (CUDA_TORCH)'; exit 2; } >&2
 	PYTHONWARNINGS=ignore $(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt -e '.[test,hf,vision]'
 	@touch $@
 

@@ -19,6 +19,7 @@ ON_CPU: dict[str, list[str]] = {
     "checkpoint": ["--keep"],
     "checkpoint_matrix": [],
     "launch": [],
+    "crashes": [],
     "plan": [],
     "plan_accuracy": [],
     "plan_peers": [],

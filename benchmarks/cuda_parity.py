@@ -10,14 +10,16 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.cuda import parity, pools, verdict
 from tests.cuda.parity import Case
 
-from .common import REPO, write_result
+from .common import REPO, RESULTS, environment, write_result
+
+WRITTEN = RESULTS / "cuda_parity.json"
 
 
 def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -35,26 +37,38 @@ def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dic
     return out
 
 
+SETS: dict[str, tuple[Callable[[], list[Case]], dict[str, str]]] = {
+    "pairs": (parity.covering, {}),
+    "full": (parity.full, {}),
+    "late": (lambda: parity.PATHS + parity.HALF, parity.LATE),
+}
+"""Cases, and the environment that they run in."""
+
+
 def collected(folder: Path) -> dict[str, Any]:
-    """What the folder has, of each set of cases."""
+    """The sets of cases that the folder has something of; the others as they were written last, with their commit."""
     wanted = json.loads((folder / "wanted.json").read_text())
-    plain, late = (pools.recorded(folder / f"{name}.jsonl") for name in ("plain", "late"))
-    plain = {case: result for case, result in plain.items() if parity.allowed(case)}
-    late = {case: result for case, result in late.items() if case in parity.PATHS}
+    sets = json.loads(WRITTEN.read_text())["sets"] if WRITTEN.exists() else {}
+    for name, (cases, _) in SETS.items():
+        asked = cases()
+        found = pools.recorded(folder / f"{name}.jsonl")
+        if found:
+            rows = summary({case: found[case] for case in asked if case in found}, wanted)
+            sets[name] = {"asked": len(asked), "commit": environment()["commit"], "rows": rows}
     return {
         "device": "emulated",
         "steps": len(next(iter(wanted["losses"].values()))),
-        "asked": {"plain": len({*parity.everything(), *plain}), "late": len(parity.PATHS)},
         "limits": {"fp32": [verdict.EXACT, verdict.EXACT_WEIGHTS], **verdict.TIMES},
         "spread": wanted["spread"],
         "late": parity.LATE,
-        "sets": {"plain": summary(plain, wanted), "late": summary(late, wanted)},
+        "sets": {name: sets[name] for name in SETS if name in sets},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=REPO / "build" / "cuda_parity", help="where cases are recorded")
+    parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="a set of cases (default: all)")
     parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
     parser.add_argument("--collect", action="store_true", help="run nothing; write the result of what was recorded")
     options = parser.parse_args()
@@ -65,8 +79,9 @@ def main() -> None:
             parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=4")
         if not (folder / "wanted.json").exists():
             (folder / "wanted.json").write_text(json.dumps(pools.reference(folder)))
-        for name, cases, env in (("plain", parity.everything(), {}), ("late", parity.PATHS, parity.LATE)):
-            todo = [case for case in cases if re.search(options.only, str(case))]
+        for name in options.sets or SETS:
+            cases, env = SETS[name]
+            todo = [case for case in parity.ordered(cases()) if re.search(options.only, str(case))]
             pools.run(todo, folder, folder / f"{name}.jsonl", **env)
     print(f"written: {write_result('cuda_parity', collected(folder))}")
 

@@ -8,8 +8,9 @@ from .markdown import machine, paragraph, table
 
 MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
 TITLES = {
-    "plain": "Every strategy in every precision under every activation policy; every pair of the other techniques",
-    "late": "Offload and prefetch in fp32, with copies that come late and new memory that is poisoned",
+    "pairs": "Every engine, precision, policy, offload, accumulation, clipping and averaging with each other",
+    "full": "Every strategy in every precision under every activation policy",
+    "late": "Offload and prefetch, with copies that come late and new memory that is poisoned",
 }
 
 
@@ -29,10 +30,12 @@ def cuda_parity(result: dict[str, Any]) -> str:
             "fp16, one rank's gradient overflows once, in every case of the full product."
         ),
     ]
-    for name, rows in result["sets"].items():
+    for name, found in result["sets"].items():
+        rows = found["rows"]
         run = sum(row["cases"] for row in rows.values())
         wrong = [f"{case}: {'; '.join(w)}" for row in rows.values() for case, w in row["wrong"].items()]
-        parts += ["", f"**{TITLES[name]}**: {run} of {result['asked'][name]} cases run, {len(wrong)} do not agree.", ""]
+        said = f"{run} of {found['asked']} cases run at {found['commit'][:10]}, {len(wrong)} do not agree."
+        parts += ["", f"**{TITLES[name]}**: {said}", ""]
         parts += [_table(rows), *(f"\n- {text[:300]}" for text in wrong)]
     return "\n".join([*parts, "", machine(result["environment"]), ""])
 

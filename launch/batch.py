@@ -14,17 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
+from ..files import write_whole
 from . import spec
 from .failures import exit_codes, failure, job_starts, oom
 from .local.processes import Follower
 from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
-from .slurm import preemption_warning, requeue, script
+from .slurm import preemption_warning, requeue, script, submit
 from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
 
@@ -48,7 +49,7 @@ class Batch:
         log_dir: this start's folder below RUN_DIR/logs, absolute.
         restart: how often Slurm queued this job again before.
         n_ranks_per_node: ranks on each node.
-        overwrites: whether the run begins anew in a directory that another may have used.
+        snapshot: the resolved config, as YAML.
         is_periodic: whether it makes checkpoints on the way.
     """
 
@@ -61,8 +62,20 @@ class Batch:
     log_dir: Path
     n_nodes: int
     n_ranks_per_node: int
-    overwrites: bool = False
+    snapshot: str = ""
     is_periodic: bool = False
+
+    def pin(self) -> Batch:
+        """Keep the config with the run: however often the job starts, it runs what it ran first.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = _pinned(self.run_dir, self.job_id)
+        if self.restart == 0 or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.snapshot)
+        return replace(self, config=str(path), overrides=())  # restarts of ranks within this start read it too
 
     @property
     def error_dir(self) -> Path:
@@ -98,11 +111,16 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     if task is not None:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
+        loaded = _load(config, overrides)
     job_id = environ["SLURM_JOB_ID"]
+    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    pinned = _pinned(run_dir, job_id)
+    if restart and pinned.exists():  # the file that was submitted may be another by now
+        config, overrides = str(pinned), []
+        loaded = _load(config, overrides)
     n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
     n_gpus = integer(environ, "SLURM_GPUS_ON_NODE") if environ.get("SLURM_GPUS_ON_NODE") else 0
     spec.check_fits(loaded.config, n_nodes, n_ranks, n_gpus)
-    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     return Batch(
         style=style,
         job_id=job_id,
@@ -113,9 +131,13 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         log_dir=run_dir.absolute() / "logs" / f"slurm-{job_id}.{restart}",
         n_nodes=n_nodes,
         n_ranks_per_node=n_ranks,
-        overwrites=loaded.config.run.overwrite,
+        snapshot=loaded.render(),
         is_periodic=loaded.config.checkpoint.is_periodic,
     )
+
+
+def _pinned(run_dir: Path, job_id: str) -> Path:
+    return run_dir.absolute() / submit.FOLDER / f"job-{job_id}.yaml"
 
 
 def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
@@ -192,8 +214,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     """
     try:
         batch.error_dir.mkdir(parents=True, exist_ok=True)
-        if batch.overwrites and batch.restart == 0:
-            job_starts.path(batch.run_dir).unlink(missing_ok=True)
+        batch = batch.pin()
     except OSError as error:
         raise LaunchError(
             f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
@@ -202,6 +223,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     _refuse(batch, environ)
     job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
     _say_doubts(batch, environ)
+    before = job_starts.newest_checkpoint(batch.run_dir)
     say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
     with (batch.log_dir / _SRUN_LOG).open("wb") as log:
         process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ), stderr=log)
@@ -221,7 +243,8 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     srun.pump()
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
-    return _after(batch, process.returncode, warning, environ)
+    saved = job_starts.newest_checkpoint(batch.run_dir)
+    return _after(batch, process.returncode, warning, environ, saved if saved != before else None)
 
 
 def _note_earlier_ends(batch: Batch) -> None:
@@ -249,16 +272,22 @@ def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
         raise problem
 
 
-def _after(batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str]) -> int:
-    """Note why the step ended; the job goes back to the queue, or ends with the returned code."""
+def _after(
+    batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str], saved: tuple[int, int] | None
+) -> int:
+    """Note why the step ended; the job goes back to the queue, or ends with the returned code.
+
+    Args:
+        saved: the newest checkpoint, if this start made it.
+    """
     failures = _failures(batch)
     stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
     if code == 0 and not stopped:
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
         return exit_codes.OK
-    why = requeue.reason(batch.job_id, warning.came, failures, stopped, batch.restart)
+    why = requeue.reason(batch.job_id, warning.came, failures, stopped, saved and saved[0], batch.restart)
     if why is None:
-        return _failed(batch, code, failures, stopped)
+        return _failed(batch, code, failures, stopped, saved is not None)
     job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
     if not stopped and why not in requeue.NOT_ITS_DOING:
         _explain(batch, failures)
@@ -268,7 +297,11 @@ def _after(batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping
     return exit_codes.PREEMPTED
 
 
-def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool) -> int:
+def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool, saved: bool) -> int:
+    if stopped and not saved:
+        say(f"error: the ranks said that they saved, but {batch.run_dir}/checkpoints has no checkpoint of this start")
+        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped, without a checkpoint")
+        return exit_codes.UNSAVED
     if stopped:
         say("saved and stopped; not queued again, because nobody but Slurm's warning or a preemption asks for that")
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")

@@ -48,6 +48,18 @@ class CheckpointError(ShardkitError):
     """A checkpoint that cannot be written, found or trusted."""
 
 
+class SaveError(CheckpointError):
+    """The last save of a run failed: what it trained since the checkpoint before is lost."""
+
+    exit_code = 5
+
+
+class SupersededError(ShardkitError):
+    """Another start owns the run directory: this one may not write there any more."""
+
+    exit_code = 6
+
+
 class TrainingError(ShardkitError):
     """The run itself went wrong: a loss that is not finite, parameters that do not move."""
 

@@ -38,14 +38,14 @@ class _Lossy(io.FileIO):
 
 
 def outlive_full_disks() -> None:
-    """Let `print` and logging to stdout and stderr survive a disk that fills up; for a process's entry.
+    """Let `print` and logging survive a disk that fills up and a terminal that is closed; for a process's entry.
 
-    Launchers redirect both to files in the run directory. Without this a line that does not fit raises in the training
-    loop, and once more when the interpreter ends. Streams that are no files are left alone.
+    Launchers redirect stdout and stderr to files in the run directory. Without this a line that does not fit raises in
+    the training loop, and once more when the interpreter ends. Streams that are no files are left alone.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():
+        if isinstance(stream, io.TextIOWrapper):
             stream.flush()
             kept = io.BufferedWriter(_Lossy(stream.fileno(), "wb", closefd=False))
             setattr(sys, name, io.TextIOWrapper(kept, stream.encoding, stream.errors, line_buffering=True))

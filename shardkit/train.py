@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.print_config:
             print(loaded.render(), end="")
             return 0
-        return run(loaded)
+        with failure.reserved():
+            return run(loaded)
     except ShardkitError as error:
         failure.record(error)
         if args.debug:

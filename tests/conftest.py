@@ -3,9 +3,13 @@ and those of Slurm, of which this machine has one cluster."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+
+# Workers side by side share the cores: two threads each would wait for one another at every operator.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist one test runs after the other

@@ -85,13 +85,16 @@ def shardkit_imports(module: str, all_of_it: bool = True) -> set[str]:
     return keys - {module, "__init__"}
 
 
-@pytest.mark.parametrize("module", sorted(set(SOURCES) - {"__init__"}))
-def test_imports_flow_downward(module: str) -> None:
-    own = module.split(".")[0]
-    assert own in LEVEL, f"shardkit/{own} has no layer yet: add it to LAYERS"
-    others = {name for name in shardkit_imports(module) if name.split(".")[0] not in (own, "__init__")}
-    upward = {name for name in others if LEVEL.get(name.split(".")[0], len(LAYERS)) >= LEVEL[own]}
-    assert not upward, f"shardkit.{module} imports {sorted(upward)} from its own layer or one above"
+def test_imports_flow_downward() -> None:
+    wrong = []
+    for module in sorted(set(SOURCES) - {"__init__"}):
+        own = module.split(".")[0]
+        assert own in LEVEL, f"shardkit/{own} has no layer yet: add it to LAYERS"
+        others = {name for name in shardkit_imports(module) if name.split(".")[0] not in (own, "__init__")}
+        upward = {name for name in others if LEVEL.get(name.split(".")[0], len(LAYERS)) >= LEVEL[own]}
+        if upward:
+            wrong.append(f"shardkit.{module} imports {sorted(upward)} from its own layer or one above")
+    assert not wrong, "\n".join(wrong)
 
 
 def rooms() -> dict[str, set[str]]:
@@ -130,14 +133,13 @@ def test_no_import_cycles() -> None:
         pytest.fail(f"import cycle: {' → '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_only_the_zero_strategy_imports_deepspeed(module: str) -> None:
-    path = SOURCES[module]
-    names = [name for name in imported(module, path) if name.split(".")[0] == "deepspeed"]
-    if not module.startswith("strategies.zero."):
-        assert not names
-    at_the_top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert "import deepspeed" not in "\n".join(ast.unparse(node) for node in at_the_top), "import it where it is used"
+def test_only_the_zero_strategy_imports_deepspeed() -> None:
+    for module, path in SOURCES.items():
+        names = [name for name in imported(module, path) if name.split(".")[0] == "deepspeed"]
+        assert not names or module.startswith("strategies.zero."), module
+        body = ast.parse(path.read_text()).body
+        at_the_top = "\n".join(ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom))
+        assert "import deepspeed" not in at_the_top, f"{module}: import it where it is used"
 
 
 def loaded_after(code: str) -> set[str]:

@@ -263,7 +263,7 @@ def run_without(tmp_path: Path, gone: str, ranks: int) -> subprocess.CompletedPr
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_goes_on_without_what_tracing_needs(tmp_path: Path, ranks: int) -> None:
     done = run_without(tmp_path, "tracker", ranks)
     assert done.returncode == 0, done.stderr[-3000:]

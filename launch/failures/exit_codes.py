@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-OK, FAILED, USER_ERROR, OUT_OF_MEMORY, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+OK, FAILED, USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 5, 6, 75, 130
+FINAL = (USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED)
+"""Started again, the ranks would end the same way."""
 
 _CAUSES = {
     signal.SIGKILL: (

@@ -12,7 +12,8 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ _TORCHRUN_ENTRY = re.compile(
 )
 _FORCED = re.compile(r"Unable to shutdown process (\d+) via")
 # What NCCL's watchdog and CUDA's libraries write before they abort the process, which leaves no word of its own then.
-_LAST_WORDS = re.compile(r"Watchdog caught collective operation timeout.*|(?:CUDA|NCCL) error: .*|CUDA failure.*")
+_LAST_WORDS = re.compile(
+    r"Watchdog caught collective operation timeout.*|Operation timed out after \d+ ms"
+    r"|(?:CUDA|NCCL) error: .*|CUDA failure.*"
+)
 _GPU_FAILED = re.compile(
     r"CUDA error: (unknown error|unspecified launch failure|no CUDA-capable device|uncorrectable|hardware)"
     r"|NCCL error: unhandled cuda error|GPU is lost|fallen off the bus",
@@ -113,8 +117,8 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
     """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
     environ = os.environ if environ is None else environ
     path = _error_file(environ)
-    if path is None:
-        return None
+    if path is None or getattr(error, "recorded_at", None) == path:  # when it came counts, not when it arrived
+        return path
     message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
     own: dict[str, Any] = {
         "rank": _rank(environ),
@@ -126,7 +130,34 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
         "is_error": isinstance(error, ShardkitError),
         "node": environ.get("SLURMD_NODENAME", ""),
     }
-    return path if _write(path, own) else None
+    if not _write(path, own):
+        return None
+    with suppress(AttributeError):  # an exception with slots
+        error.recorded_at = path  # type: ignore[attr-defined]
+    return path
+
+
+_RESERVE_BYTES = 2**16
+
+
+@contextmanager
+def reserved(environ: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Hold room for this rank's last word on the disk while it runs: a full disk is what many have to tell of."""
+    path = _error_file(os.environ if environ is None else environ)
+    held = None if path is None else _reserve(path)
+    if held is not None:
+        with suppress(OSError):  # full from the beginning
+            held.parent.mkdir(parents=True, exist_ok=True)
+            held.write_bytes(bytes(_RESERVE_BYTES))
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.unlink(missing_ok=True)
+
+
+def _reserve(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
 
 
 def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:
@@ -144,6 +175,7 @@ def _write(path: Path, own: Mapping[str, Any]) -> bool:
     message = own["message"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _reserve(path).unlink(missing_ok=True)
         write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
     except OSError:  # a full disk must not hide the error itself, which goes to stderr next
         return False

@@ -7,11 +7,12 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files import TAIL, append_lines, read_objects
+from ...files import TAIL, append_lines, read_objects, write_whole
 
 _NO_END = "without a word: its node was lost, or it was killed"
 
@@ -93,6 +94,25 @@ def summary(run_dir: Path) -> str | None:
         return None
     told = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
     return f"started {len(reasons) + 1} times; ended before: {told}"
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
+    """(step, when it was written in ns) of the newest complete checkpoint: differs for one that was written anew."""
+    found = []
+    for path in (run_dir / "checkpoints").glob("step_*/manifest.json"):
+        step = path.parent.name.removeprefix("step_")
+        if step.isdigit():
+            with suppress(OSError):  # deleted meanwhile
+                found.append((int(step), path.stat().st_mtime_ns))
+    return max(found, default=None)
+
+
+def forget_others(run_dir: Path, job_id: str | None) -> None:
+    """Drop what is recorded of other jobs, whose run was deleted."""
+    events = read_objects(path(run_dir))
+    kept = [event for event in events if job_id is not None and event.get("job") == job_id]
+    if kept != events:
+        write_whole(path(run_dir), "".join(json.dumps(event) + "\n" for event in kept))
 
 
 def last_step(run_dir: Path) -> int:

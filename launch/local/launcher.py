@@ -29,7 +29,7 @@ from .torchrun import build_argv, command_line
 
 _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
-_TERM_S = 25.0  # SIGTERM: ranks may be saving; schedulers kill after 30 s
+_SAVE_S = 25.0  # SIGTERM, SIGHUP: ranks may be saving; schedulers kill after 30 s
 _NO_MEETING = re.compile(r"Rendezvous\w*Error|DistNetworkError|DistStoreError", re.IGNORECASE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -167,8 +167,8 @@ def _run(
             user_error = not unmet and _watch(process, rank_0, restarts, asked)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
-                in_a_hurry = signum != signal.SIGTERM or user_error or unmet
-                processes.stop(process, signum, _STOP_S if in_a_hurry else _TERM_S)
+                in_a_hurry = signum == signal.SIGINT or user_error or unmet
+                processes.stop(process, signum, _STOP_S if in_a_hurry else _SAVE_S)
         finally:
             processes.sweep()
             process.wait()
@@ -213,7 +213,8 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
-    if ended.asked is not None:
+    unsaved = any(found.exit_code == exit_codes.UNSAVED for found in recorded)
+    if ended.asked is not None and not unsaved:
         print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
         return 128 + ended.asked
     failures = failure.of_launcher(log_dir, recorded)
@@ -247,7 +248,9 @@ def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
     def note(signum: int, _: FrameType | None) -> None:
         came.append(signum)
 
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in signals}
+    # Under nohup SIGHUP is ignored, and stays so.
+    heard = [number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, note) for number in heard}
     try:
         yield came
     finally:

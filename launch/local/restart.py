@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..failures import exit_codes, failure, job_starts
 from ..ranks.placement import integer
@@ -30,22 +31,32 @@ def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | Non
     A run that was to start from another run's checkpoint, and has none of its own yet, starts from there again. One
     that ended before it made the directory its own finds what another run left there: nothing is set then.
     """
-    job = (os.environ if environ is None else environ).get("SLURM_JOB_ID")
-    if job is not None and _job_of(Path(run_dir)) != job:
-        return []
-    has_own = any((Path(run_dir) / "checkpoints").glob("step*"))
+    environ = os.environ if environ is None else environ
+    for key, job in (("slurm_job", environ.get("SLURM_JOB_ID")), ("torchrun", agent(environ))):
+        if job is not None:
+            if _settings_of(Path(run_dir)).get(key) != job:
+                return []
+            break
+    has_own = job_starts.newest_checkpoint(Path(run_dir)) is not None
     if isinstance(resume, str) and not has_own:
         return ["run.overwrite=true"]
     return ["run.overwrite=false", "run.resume=true"]
 
 
-def _job_of(run_dir: Path) -> str | None:
-    """The Slurm job that the run of a directory was started by last."""
+def agent(environ: Mapping[str, str]) -> str | None:
+    """The torchrun that starts these ranks, and starts them again; None where several nodes have one each."""
+    if "TORCHELASTIC_RUN_ID" not in environ or is_elastic(environ) or environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return None
+    return f"{os.getppid()} on {os.uname().nodename}"
+
+
+def _settings_of(run_dir: Path) -> dict[str, Any]:
+    """What started the run of a directory last: its env.json; empty where there is none."""
     try:
         found = json.loads((run_dir / "env.json").read_text())
     except (OSError, ValueError):
-        return None
-    return found.get("slurm_job") if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = None) -> int:
@@ -75,8 +86,7 @@ class Restarts:
             self._note(attempts[self._known - 1], self._known)
             self._known += 1
         found = failure.in_attempt(attempts[-1]) if attempts else []
-        final = (exit_codes.USER_ERROR, exit_codes.OUT_OF_MEMORY)  # the same settings would end the same way
-        return any(one.exit_code in final and not one.lost_peer for one in found)
+        return any(one.exit_code in exit_codes.FINAL and not one.lost_peer for one in found)
 
     def _note(self, attempt: Path, number: int) -> None:
         try:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ...errors import LaunchError
-from ..failures import job_starts
+from ..failures import exit_codes, job_starts
 from ..failures.failure import Failure
 from . import commands
 
@@ -109,21 +109,33 @@ def taken_back(job_id: str, restart: int) -> str | None:
 
 
 def reason(
-    job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], stopped: bool, restart: int = 0
+    job_id: str,
+    came: Sequence[signal.Signals],
+    failures: Sequence[Failure],
+    stopped: bool,
+    saved: int | None,
+    restart: int = 0,
 ) -> str | None:
     """Why the job should be queued again; None if it should not.
 
     USR2 comes from Slurm alone: before the time limit, or at a preemption. TERM may be a user's scancel, so that only
     Slurm's own note of a preemption counts, or that it has queued the job again by itself: without a GraceTime it notes
     nothing else. A step that died without having saved is queued again at a preemption, and resumes from its last
-    checkpoint.
+    checkpoint. After USR2 it has to stand on a checkpoint that this start made: without one the next start would come
+    no further.
+
+    Args:
+        saved: the step of the newest checkpoint, if this start made it.
     """
-    if stopped and signal.SIGUSR2 in came:
+    told = signal.SIGUSR2 in came
+    if told and stopped and saved is not None:
         return "saved after USR2"
-    if not any(found.is_error and not found.lost_peer for found in failures):
-        why = taken_back(job_id, restart)
-        if why is not None:
-            return why
+    why = taken_back(job_id, restart)
+    if failures and failures[0].exit_code == exit_codes.UNSAVED:
+        goes_on = saved is not None and (told or why is not None)
+        return f"the last save failed, goes on from step {saved}" if goes_on else None
+    if why is not None and not any(found.is_error and not found.lost_peer for found in failures):
+        return why
     bad = bad_nodes(failures)
     return f"node at fault: {', '.join(bad)}" if bad else None
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FOLDER = "submit"
 
 
-def write_snapshot(run_dir: Path, config: str, script: str) -> list[Path]:
-    """Write the snapshot; an earlier one is moved to `submit.N`. Returns the files.
+def write_snapshot(folder: Path, config: str, script: str) -> list[Path]:
+    """Write what is submitted to a folder that `reserve` made; returns the files.
 
     Files: config.yaml (resolved), job.sbatch (can be submitted again), code.json (versions, commit), code.patch (what
     differs from that commit, if anything).
@@ -39,16 +39,11 @@ def write_snapshot(run_dir: Path, config: str, script: str) -> list[Path]:
     Raises:
         LaunchError: the run directory cannot be written.
     """
-    folder = run_dir / FOLDER
     files = {"config.yaml": config, "job.sbatch": script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
     patch = _git("diff", "HEAD", "--binary")
     if patch:
         files["code.patch"] = patch + "\n"
     try:
-        if folder.exists():
-            folder.rename(_unused(run_dir))
-        folder.mkdir(parents=True)
-        (run_dir / "logs").mkdir(exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)
     except OSError as error:
@@ -58,10 +53,38 @@ def write_snapshot(run_dir: Path, config: str, script: str) -> list[Path]:
     return [folder / name for name in files]
 
 
-def remove_snapshot(run_dir: Path) -> None:
+def reserve(run_dir: Path) -> Path:
+    """Make a folder for one submission, RUN_DIR/submit/N; a later one never changes what an earlier job runs.
+
+    Raises:
+        LaunchError: the run directory cannot be written.
+    """
+    root = run_dir / FOLDER
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        while True:
+            folder = _next(run_dir)
+            with contextlib.suppress(FileExistsError):  # somebody else submits just now
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {root}: {error.strerror}", "set run.dir to a directory that you can write"
+        ) from error
+
+
+def _next(run_dir: Path) -> Path:
+    found = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
+    return run_dir / FOLDER / str(max(found, default=0) + 1)
+
+
+def remove_snapshot(folder: Path) -> None:
     """Take back a snapshot whose job was refused, and the directories if nothing else is in them."""
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_dir = folder.parent.parent
     with contextlib.suppress(OSError):  # holds something else
+        folder.parent.rmdir()
         (run_dir / "logs").rmdir()
         run_dir.rmdir()
 
@@ -82,13 +105,6 @@ def code_version() -> dict[str, object]:
     }
 
 
-def _unused(run_dir: Path) -> Path:
-    number = 1
-    while (run_dir / f"{FOLDER}.{number}").exists():
-        number += 1
-    return run_dir / f"{FOLDER}.{number}"
-
-
 def _git(*args: str, cwd: Path | None = None) -> str | None:
     """Output of a git command; None where there is no git or no repository."""
     try:
@@ -105,14 +121,17 @@ class Submission:
     Attributes:
         spec: with the snapshot's config in place of the user's.
         config: the resolved config as YAML.
-        script: for sbatch.
         doubts: why it may lose what it does, to be shown.
     """
 
     spec: JobSpec
     config: str
-    script: str
     doubts: tuple[str, ...] = ()
+
+    @property
+    def script(self) -> str:
+        """What sbatch gets."""
+        return render_sbatch(self.spec)
 
 
 def prepare(
@@ -139,7 +158,7 @@ def prepare(
     if options.array is None:
         _refuse_taken(run_dir, loaded)
     spec = JobSpec(
-        config=str(run_dir / FOLDER / "config.yaml"),
+        config=str(_next(run_dir) / "config.yaml"),
         overrides=tuple(by_index),
         run_dir=str(run_dir),
         nproc_per_node=ranks_per_node,
@@ -151,28 +170,30 @@ def prepare(
         name=name or f"shardkit-{run_dir.name}",
         slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
+    render_sbatch(spec)  # refuses what no script can carry
     limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
     found = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
-    return Submission(spec, loaded.render(), render_sbatch(spec), tuple(found))
+    return Submission(spec, loaded.render(), tuple(found))
 
 
-def submit(job: Submission) -> str:
-    """Write the snapshot and hand its script to sbatch; returns the job's id.
+def submit(job: Submission) -> tuple[str, Path]:
+    """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder.
 
     Raises:
         LaunchError: Slurm is not installed, or sbatch refused; then nothing of the snapshot is left.
     """
-    run_dir = Path(job.spec.run_dir)
     commands.require("sbatch")
-    write_snapshot(run_dir, job.config, job.script)
+    folder = reserve(Path(job.spec.run_dir))
+    job = replace(job, spec=replace(job.spec, config=str(folder / "config.yaml")))
     try:
-        said = commands.call("sbatch", "--parsable", str(run_dir / FOLDER / "job.sbatch"))
+        write_snapshot(folder, job.config, job.script)
+        said = commands.call("sbatch", "--parsable", str(folder / "job.sbatch"))
     except LaunchError:
-        remove_snapshot(run_dir)
+        remove_snapshot(folder)
         raise
     job_id = said.strip().splitlines()[-1].partition(";")[0]
-    (run_dir / FOLDER / "job_id").write_text(job_id + "\n")
-    return job_id
+    (folder / "job_id").write_text(job_id + "\n")
+    return job_id, folder
 
 
 def _checked(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ..config.schema import CheckpointConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SaveError, SupersededError
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
@@ -58,6 +58,7 @@ class Checkpointer:
         timeout_s: longest wait for the slowest rank's write.
         meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
+        fence: raises on rank 0 if this run may not write there any more; called before a save writes and publishes.
     """
 
     def __init__(
@@ -71,12 +72,13 @@ class Checkpointer:
         meeting_s: float = 30,
         chunk_bytes: int = CHUNK_BYTES,
         on_done: Callable[[SaveReport], None] | None = None,
+        fence: Callable[[], None] | None = None,
     ) -> None:
         self._strategy, self._world, self._config = strategy, world, config
         self.root = Path(root)
         self._meeting_s = meeting_s
         self._chunk_bytes = chunk_bytes
-        self._on_done = on_done
+        self._on_done, self._fence = on_done, fence
         # Its own group: a save in a thread must not interleave with the collectives of the step.
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._staging = Staging(world.device)
@@ -84,6 +86,7 @@ class Checkpointer:
         self._ended: SaveReport | BaseException | None = None
         self._last_save = time.monotonic()
         self.last_step: int | None = None
+        self.last_report: SaveReport | None = None
         self.failures = 0
         if world.is_main:
             try:
@@ -140,7 +143,14 @@ class Checkpointer:
 
         began = time.monotonic()
         self.wait()
-        self._meet(run.step)
+        try:
+            self.meet(self._meeting_s)
+        except RuntimeError as error:
+            missing = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"not all ranks came to save step {run.step} within {self._meeting_s:g} s: {missing}",
+                "look at the missing ranks' logs; every rank has to call save after the same step",
+            ) from error
         ranges, scalars = self._ranges(), self._strategy.scalars()
         run = storable(run, scalars)
         if self._config.async_save:
@@ -152,6 +162,7 @@ class Checkpointer:
             self._strategy.name,
             self._world.size,
             scalars,
+            self._fence,
         )
         self._last_save, self.last_step = time.monotonic(), run.step
         if not self._config.async_save:
@@ -166,15 +177,14 @@ class Checkpointer:
         self._thread.start()
         return None
 
-    def _meet(self, step: int) -> None:
-        """Name a rank that does not come before anything is written."""
-        try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=self._meeting_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"not all ranks came to save step {step} within {self._meeting_s:g} s: {str(error).splitlines()[0]}",
-                "look at the missing ranks' logs; every rank has to call save after the same step",
-            ) from error
+    def meet(self, within_s: float) -> None:
+        """Wait for all ranks, one of which may be late; no step's timeout holds here.
+
+        Raises:
+            RuntimeError: names the ranks that did not come.
+        """
+        self.wait()  # a save in the background uses the same group
+        dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
     def _ranges(self) -> Ranges:
         from .format.planner import by_name
@@ -213,7 +223,7 @@ class Checkpointer:
                 self._after_save()
         except CheckpointException as failure:
             rank, error = first_failure(failure)
-            if self._world.is_main:
+            if self._world.is_main and not isinstance(error, SupersededError):  # its draft may be the new owner's
                 shutil.rmtree(writer.draft, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise error from failure
@@ -244,6 +254,7 @@ class Checkpointer:
         return self._finished(ended)
 
     def _finished(self, report: SaveReport) -> SaveReport:
+        self.last_report = report
         if report.error is not None:
             self.failures += 1
             if self._world.is_main:
@@ -271,6 +282,23 @@ class Checkpointer:
         if found is not None:
             self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
         return found
+
+    def check_last(self) -> None:
+        """Wait for the save in the background, and see that the last one succeeded; the same on every rank.
+
+        Raises:
+            SaveError: it failed; says which checkpoint is left.
+        """
+        self.wait()
+        last = self.last_report
+        if last is None or last.error is None:
+            return
+        left = layout.checkpoints(self.root)
+        goes_on = f"from {left[0].name}" if left else "from the start, there is no checkpoint"
+        raise SaveError(
+            f"the last save, of step {last.step}, failed: {last.error}",
+            f"make room or mend the disk, and start it again with run.resume=true: it goes on {goes_on}",
+        )
 
     def close(self, failed: bool = False) -> None:
         """Wait for the save in the background and leave the group.

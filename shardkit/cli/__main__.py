@@ -12,6 +12,7 @@ import typer
 
 from .. import __version__
 from ..errors import ShardkitError, report
+from ..files import outlive_full_disks
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
@@ -121,6 +122,8 @@ def copy_templates(directory: Path, force: bool = False) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry of the console script; ends the process with the exit code of docs/reference.md."""
+    if argv is None:
+        outlive_full_disks()
     try:
         app(args=None if argv is None else list(argv), prog_name="shardkit")
     except ShardkitError as error:

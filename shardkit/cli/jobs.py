@@ -136,12 +136,12 @@ def submit(
     if dry_run:
         typer.echo(job.script, nl=False)
         return
-    job_id = launcher.submit(job)
+    job_id, folder = launcher.submit(job)
     if planned is not None:
         estimate, loaded = planned
         estimate.save(Path(job.spec.run_dir), loaded)
     output = f"{job.spec.run_dir}/logs/slurm-{job_id}{'_%a' if array else ''}.out"
-    typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {job.spec.run_dir}/submit")
+    typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {folder}")
     typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
     held = queue.held_back(job_id)
     if held:

@@ -39,6 +39,9 @@ _ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only sing
 _ZERO3_ONLY = "only ZeRO-3 has it"
 _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
 _AS_COMPUTED = "gradients travel in the type of the weights"
+_AUTOCAST = "its forward runs under autocast in any case: remove the key"
+_LEFT_ALONE = "it leaves parameters without a gradient alone by itself: remove the key"
+_IN_BUCKETS = "ZeRO reduces gradients in the order in which they come, which has to be that of every rank: use ddp"
 _HSDP_ONLY = "only hsdp has a mesh of two dimensions"
 
 
@@ -65,7 +68,9 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
     "nvme": _row(single=_NVME, ddp=_NVME, fsdps=_NVME, zero12=_NVME),
     "ds_config": _row(single=_NO_ENGINE, ddp=_NO_ENGINE, fsdps=_NO_ENGINE),
     "bf16": _row(),
+    "autocast": _row(single=_AUTOCAST, ddp=_AUTOCAST),
     "reduce_dtype": _row(single=_ONE_RANK),
+    "find_unused": _row(single=_LEFT_ALONE, fsdps=_LEFT_ALONE, zero=_IN_BUCKETS),
     "prefetch": _row(single=_FSDP_ONLY, ddp=_FSDP_ONLY, zero=_FSDP_ONLY),
     "hpz": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
     "offload_ratio": _row(single=_ZERO3_ONLY, ddp=_ZERO3_ONLY, fsdps=_ZERO3_ONLY, zero12=_ZERO3_ONLY),
@@ -84,7 +89,8 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
     "tied_weights": _row(),
     "frozen_params": _row(),
     "unused_params": _row(
-        ddp="DDP waits for a gradient of every parameter", zero="it would still decay them and count them in its norm"
+        ddp="DDP waits for a gradient of every parameter, unless `find_unused` is set",
+        zero="it would still decay them and count them in its norm",
     ),
     "sync_batchnorm": _row(),
     "buffers": _row(),
@@ -104,7 +110,9 @@ DESCRIPTIONS: dict[str, str] = {
     "fp16": "fp16 with dynamic loss scaling (CUDA only)",
     "fp8": "fp8 linear layers (torchao, CUDA sm89 or newer)",
     "pure_bf16": "weights, gradients and optimizer states all bf16 (`pure_bf16`)",
+    "autocast": "forward under autocast too, for models that mix types (`autocast`)",
     "reduce_dtype": "type in which gradients travel (`reduce_dtype`)",
+    "find_unused": "parameters that a step leaves out (`find_unused`)",
     "prefetch": "gather further ahead (`prefetch`)",
     "hpz": "second copy of the weights inside a node (`hpz`, CUDA only)",
     "offload_ratio": "offload a share of the optimizer states (`offload_ratio`)",
@@ -261,9 +269,13 @@ def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]
     if config.precision.mode != "fp32":
         mode = config.precision.mode
         yield mode, f"precision.mode={mode}", "set precision.mode=bf16, or another parallel.strategy"
+    if config.precision.autocast:
+        yield "autocast", "precision.autocast=true", _without("precision.autocast")
     if config.precision.reduce_dtype != "auto":
         setting = f"precision.reduce_dtype={config.precision.reduce_dtype}"
         yield "reduce_dtype", setting, _without("precision.reduce_dtype")
+    if parallel.find_unused:
+        yield "find_unused", "parallel.find_unused=true", _without("parallel.find_unused")
     if parallel.prefetch != 1:
         yield "prefetch", f"parallel.prefetch={parallel.prefetch}", _without("parallel.prefetch")
     if parallel.hpz is not None:
@@ -344,6 +356,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("compile.scope", lambda c: not c.compile.enabled, "compile.enabled=false"),
     Ignored("precision.loss_scale_init_power", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
     Ignored("precision.loss_scale_window", lambda c: c.precision.mode != "fp16", "only fp16 scales the loss"),
+    Ignored("precision.autocast", lambda c: c.precision.mode in ("fp32", "tf32"), "the model computes in fp32"),
     Ignored(
         "precision.output_dtype", lambda c: c.precision.mode in ("fp32", "tf32"), "the model computes in fp32 already"
     ),

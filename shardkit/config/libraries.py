@@ -143,7 +143,7 @@ class Feature:
     def lost(self, private: Private, what: str = "", instead: str = "") -> None:
         """Say once, on rank 0, that a part is off for want of a name."""
         what = what or self.name
-        if what not in self._said and _is_first_rank():
+        if what not in self._said and is_first_rank():
             _LOG.warning("%s is off%s: %s", what, f" ({instead})" if instead else "", private.said())
         self._said.add(what)
 
@@ -172,7 +172,7 @@ def tested(library: str) -> str:
 
 def say_untested(library: str = "torch") -> None:
     """One line on rank 0 if the library is newer than any version that the tests have passed on."""
-    if _is_first_rank() and _number(installed(library)) > _number(TESTED[library][1]):
+    if is_first_rank() and _number(installed(library)) > _number(TESTED[library][1]):
         _LOG.warning(
             "%s %s is newer than what shardkit is tested with: %s", library, installed(library), tested(library)
         )
@@ -189,7 +189,8 @@ def _has_cuda() -> bool:
     return torch.version.cuda is not None
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, by what its launcher says; for a line said before ranks are joined."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 

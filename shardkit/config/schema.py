@@ -184,9 +184,9 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up, over the remaining steps."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear rise from lr/warmup_steps to lr."""
+    """Steps of linear rise from lr/warmup_steps to lr, which the last of them has."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """The schedule ends at this share of lr."""
+    """The last step, train.max_steps, has this share of lr."""
 
     @model_validator(mode="after")
     def _own_keys_only(self) -> OptimConfig:
@@ -229,6 +229,9 @@ class ParallelConfig(Section):
     bucket_mb: float | None = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced while backward goes on; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
+    find_unused: bool = False
+    """ddp: average the gradient of a parameter that some ranks leave out in a step (an expert without tokens), leave it
+    alone where all do; costs a walk over the graph and a small reduction a step."""
     prefetch: int = Field(1, ge=1)
     """fsdp/hsdp: blocks whose parameters are gathered ahead of the one that computes; 1 = torch's own overlap."""
     hpz: int | None = Field(None, ge=2)
@@ -269,6 +272,9 @@ class PrecisionConfig(Section):
     """Type in which gradients travel between ranks; auto = fp32 (pure_bf16: bf16; ZeRO: its compute type)."""
     output_dtype: Literal["auto", "fp32"] = "auto"
     """Type of what the model returns; auto = as computed, fp32 = cast."""
+    autocast: bool = False
+    """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes fp32 tensors of
+    its own into products; the engine casts weights and inputs alone."""
     loss_scale_init_power: int = Field(16, ge=0, le=31)
     """fp16: the loss is multiplied by 2 to this power at first; halved when a gradient overflows, that step skipped."""
     loss_scale_window: int = Field(1000, ge=1)

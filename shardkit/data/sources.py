@@ -15,6 +15,8 @@ from ..errors import DataError
 _SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
 _WILDCARDS = frozenset("*?[")
 _SNIFFED_BYTES = 8192
+_TABLES = (".parquet", ".arrow", ".feather")
+_RECORDS = (".jsonl", ".ndjson", *_TABLES)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,22 @@ def find_text_files(path: str | None) -> list[TextFile]:
             f"data path {path} holds no text files",
             "set data.path to a text file, a directory or a glob of text; token files are given one by one, as a .bin",
         )
+    _refuse_records(path, files, os.path.isdir(expanded))
     return files
+
+
+def _refuse_records(path: str, files: list[TextFile], is_directory: bool) -> None:
+    """Records of a data set: their bytes would be trained on, quotes and field names included, or left out as binary.
+
+    A directory of text may hold some in JSON lines beside it.
+    """
+    found = [file.name for file in files if file.name.lower().endswith(_RECORDS)]
+    tables = any(name.lower().endswith(_TABLES) for name in found)
+    if found and (tables or not is_directory or len(found) == len(files)):
+        raise DataError(
+            f"data path {path} holds records, not text ({found[0]}): shardkit reads no fields and has no tokenizer",
+            "write the text to .txt files, or the token ids to a .bin file (data.bin_dtype), and set data.path to that",
+        )
 
 
 def is_text(file: TextFile) -> bool:

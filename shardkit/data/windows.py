@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ..config.schema import DataConfig
+from ..config.libraries import is_first_rank
+from ..config.schema import RunConfig
 from ..errors import ConfigError, DataError
 from .corpus import Corpus, Tokens, TokenSpan, open_corpus
 from .sampler import generator_of
 
 IGNORE_INDEX = -100
+_BYTE_VOCABULARY = 512
+"""A larger vocabulary is not that of bytes and some marks."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_LOG = logging.getLogger(__name__)
 
 
 class Windows:
@@ -60,13 +67,15 @@ class Windows:
         self._tokens = self.span.open()
 
 
-def open_covered(data: DataConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
+def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
     """The corpus, all of whose tokens are below `vocab_size - reserved`; `key` is what sets it.
 
     Raises:
-        ConfigError: the data holds a larger token.
+        ConfigError: the data holds a larger token, or is bytes where the weights to start from know a tokenizer's ids.
     """
-    corpus = open_corpus(data)
+    if config.data.path is None or not config.data.path.endswith(".bin"):
+        _judge_bytes(config.model.init_from, vocab_size, key)
+    corpus = open_corpus(config.data)
     if corpus.max_token >= vocab_size - reserved:
         beside = f", of which the last {reserved} is reserved" if reserved else ""
         raise ConfigError(
@@ -74,6 +83,26 @@ def open_covered(data: DataConfig, vocab_size: int, key: str, reserved: int = 0)
             f"set {key} to at least {corpus.max_token + 1 + reserved}, or check data.bin_dtype",
         )
     return corpus
+
+
+def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
+    """Refuse text, a byte a token, for weights that learnt a tokenizer's ids; say what a large vocabulary wastes."""
+    folder = Path(init_from).expanduser() if init_from is not None else None
+    tokenizer = next((name for name in _TOKENIZERS if folder is not None and (folder / name).exists()), None)
+    is_foreign = folder is not None and (folder / "config.json").exists()
+    if tokenizer is not None or (is_foreign and vocab_size > _BYTE_VOCABULARY):
+        beside = f" made by the tokenizer beside them ({tokenizer})" if tokenizer else ""
+        raise ConfigError(
+            f"model.init_from={init_from}: these weights know token ids{beside}, but data.path is text, which is read "
+            "as bytes, one a token",
+            "tokenize the text, write the ids to a .bin file and set data.path to that (data.bin_dtype), or remove "
+            "model.init_from",
+        )
+    if vocab_size > _BYTE_VOCABULARY and is_first_rank():
+        _LOG.warning(
+            "text is read as bytes: of the %s tokens of %s only 256 occur; give token ids as a .bin, or set %s=256",
+            f"{vocab_size:,}", key, key,
+        )  # fmt: skip
 
 
 def plan_windows(n: int, seq_len: int) -> dict[str, torch.Tensor]:

@@ -177,19 +177,26 @@ class MemoryLedger:
         self.overhead_s += time.perf_counter() - began
         return state
 
-    def end_step(self, step: int, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
-        """The step is over; its times go into the next row as means over the steps since the last gather.
-
-        Args:
-            busy_s: what this rank spent on its own, not waiting for others; slow ranks are found by it. Default: all.
-        """
+    def end_step(
+        self, step: int, step_time_s: float | None = None, data_wait_s: float = 0.0, busy_s: float | None = None
+    ) -> None:
+        """The step is over; its times, if they are known already, are those of `time_step`."""
         began = time.perf_counter()
         if self._source is not None and self._state is not None and self._state["optimizer"].total == 0:
             grads = self._state["grads"]
             self._state = {**count_state(self._source.state_tensors(), self.device), "grads": grads}
         self._source, self._due, self._steps_done = None, None, step
-        self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
+        if step_time_s is not None:
+            self.time_step(step_time_s, data_wait_s, busy_s)
         self.overhead_s += time.perf_counter() - began
+
+    def time_step(self, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
+        """How long a step took; the next row has the means over the steps since the last gather.
+
+        Args:
+            busy_s: what this rank spent on its own, not waiting for others; slow ranks are found by it. Default: all.
+        """
+        self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
 
     def gather(self, step: int) -> list[RankRow] | None:
         """Bring every rank's row to rank 0 in one collective of constant size: rows in rank order, `None` elsewhere.

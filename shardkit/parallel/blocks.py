@@ -6,7 +6,7 @@ import logging
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,25 +19,70 @@ _LOG = logging.getLogger(__name__)
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> list[nn.Module]:
-    """The repeated blocks of a model, outermost first, none inside another.
+    """The repeated blocks of a model in its order, none inside another; empty when it has none.
 
-    With `classes`: every module of one of these types. Without: the members of the longest `ModuleList` or
-    `Sequential` whose members share one type (and have parameters). Empty when the model has no such list.
+    With `classes`: every module of one of these types. Without: of every `ModuleList` and `Sequential` the members
+    whose type occurs twice in it, an encoder's and a decoder's alike. A list inside a list's member never counts: ranks
+    may call different members of it (experts), and what ranks call apart cannot be gathered together. Lists of single
+    layers (`Linear`) count only in a model that has no other: the longest of them.
     """
     if classes:
         return outermost([m for m in model.modules() if isinstance(m, tuple(classes))])
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        members = list(module)
-        if (
-            len({type(m) for m in members}) == 1
-            and any(True for _ in members[0].parameters())
-            and len(members) > len(best)
-        ):
-            best = members
-    return best
+    stacks = list(_stacks(model))
+    composite = {id(m) for stack in stacks for m in stack if any(True for _ in m.children())}
+    return [m for m in model.modules() if id(m) in composite] or max(stacks, key=len, default=[])
+
+
+def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Members of one type with parameters, for each list that lies in no member of another."""
+    inside = [*module.children()]
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        counted = Counter(type(m) for m in module)
+        for repeated in (kind for kind, count in counted.items() if count > 1):
+            members = [m for m in inside if type(m) is repeated]
+            # A list in a list is called by nobody: it has no forward.
+            if any(True for _ in members[0].parameters()) and repeated.forward is not nn.Module.forward:
+                yield members
+        # A Sequential calls each member, so one that occurs once is a part like any other.
+        inside = [m for m in inside if counted[type(m)] == 1] if isinstance(module, nn.Sequential) else []
+    for child in inside:
+        yield from _stacks(child)
+
+
+def chosen_by_data(model: nn.Module, blocks: Sequence[nn.Module]) -> set[str]:
+    """Names of the trained parameters that a rank may leave out in a step: in lists (experts) that are no blocks.
+
+    Such a list has two members of one type at least; every member of a `Sequential` is called.
+    """
+    whole = {id(block) for block in blocks}
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            counted = Counter(type(m) for m in module.children())
+            for name, member in module.named_children():
+                if counted[type(member)] > 1 and id(member) not in whole:
+                    found |= {f"{prefix}.{name}.{fqn}" for fqn, p in member.named_parameters() if p.requires_grad}
+    return found
+
+
+def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are in none: shared, …`."""
+    if not blocks:
+        return f"{type(model).__name__} has no blocks: it is one unit"
+    names = {id(module): name for name, module in model.named_modules()}
+    stacks = Counter((names[id(b)].rpartition(".")[0] or "the model", type(b).__name__) for b in blocks)
+    listed = ", ".join(f"{count} {kind} in {where}" for (where, kind), count in stacks.items())
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside: Counter[str] = Counter()
+    total = 0
+    for name, param in model.named_parameters():
+        numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 leaves none in the tensor itself
+        total += numel
+        if id(param) not in inside:
+            outside[name.rpartition(".")[0] or name] += numel
+    shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
+    rest = f"{sum(outside.values()) / max(total, 1):.0%} of the parameters are in none: {shown}"
+    return f"{listed}; {rest if outside else 'every parameter is in one'}"
 
 
 def refuse_ties_across_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from ..errors import ConfigError
 from .blocks import find_blocks
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(
+    config: OptimConfig, model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()
+) -> torch.optim.Optimizer:
     """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
+
+    `block_classes`: what counts as a block for Muon, as in `find_blocks`.
 
     Raises:
         ConfigError: the model has no trainable parameter, or the optimizer is not to be had here.
@@ -32,7 +37,7 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimiz
         return _adamw8bit(groups, adam)
     kernel = _kernel(config, groups[0]["params"][0])
     if config.name == "muon":
-        return MuonAdamW(groups, matrices_of_blocks(model), adam, kernel)
+        return MuonAdamW(groups, matrices_of_blocks(model, block_classes), adam, kernel)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam, **kernel)
     return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, weight_decay=weight_decay, **kernel)
@@ -57,9 +62,9 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
     return optimizer
 
 
-def matrices_of_blocks(model: nn.Module) -> set[int]:
+def matrices_of_blocks(model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()) -> set[int]:
     """ids of the 2-D parameters inside the model's repeated blocks: not embeddings, not the output head."""
-    return {id(p) for block in find_blocks(model) for p in block.parameters() if p.dim() == 2}
+    return {id(p) for block in find_blocks(model, block_classes) for p in block.parameters() if p.dim() == 2}
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -145,13 +150,19 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 
 
 def lr_at(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up, then the schedule down to lr·min_lr_ratio."""
-    if step <= config.warmup_steps:
+    """Learning rate of optimizer step `step` (1-based).
+
+    Linear warm-up to the peak, which step `warmup_steps` has (step 1 without warm-up); then the schedule, down to
+    lr · min_lr_ratio at `max_steps` exactly.
+    """
+    if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
+    peak_at = max(1, config.warmup_steps)
+    if config.schedule == "constant" or step <= peak_at:
         return config.lr
-    span = max(1, max_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps - 1) / span)
-    floor = config.min_lr_ratio
+    floor = config.lr * config.min_lr_ratio
+    progress = (step - peak_at) / (max_steps - peak_at)
+    if progress >= 1:
+        return floor
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.lr * (floor + (1 - floor) * shape)
+    return floor + (config.lr - floor) * shape

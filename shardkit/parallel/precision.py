@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ _COMPUTE = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
     "pure_bf16": torch.bfloat16,
 }  # fmt: skip
+_MIXED = re.compile(r"(?=.*(BFloat16|Half))(?=.*(same d?type|scalar type|should be the same|dtypes match|mixed dtype))")
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,6 +79,34 @@ def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionCo
         return as_fp32(out) if to_fp32 else out
 
     model.forward = under_autocast
+
+
+def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConfig, strategy: str) -> None:
+    """Where an engine casts weights and inputs: run forward under autocast if asked, else explain its mixed types.
+
+    Raises (from the forward):
+        ConfigError: an operator got tensors of two types.
+    """
+    if config.autocast:
+        autocast_forward(model, device, config)
+        return
+    forward: Any = model.forward
+
+    @functools.wraps(forward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if not _MIXED.search(str(error)):
+                raise
+            raise ConfigError(
+                f"the model mixes fp32 tensors into precision.mode={config.mode} ({str(error).splitlines()[0]}): "
+                f"parallel.strategy={strategy} casts weights and inputs, not what forward makes itself",
+                "set precision.autocast=true (as single and ddp run it), or precision.mode=fp32",
+            ) from error
+
+    if compute_dtype(config) != torch.float32:
+        model.forward = explained
 
 
 def _as_fp32(value: Any) -> Any:

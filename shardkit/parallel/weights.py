@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +41,53 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def scalars_as_vectors() -> Iterator[None]:
+    """Modules built inside register 0-d parameters with shape [1]: an engine cuts parameters up along a dimension."""
+    register = nn.Module.register_parameter
+    shared = WeakIdKeyDictionary()
+
+    def register_vector(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.dim() == 0:
+            if param not in shared:
+                vector = torch.empty(1, dtype=param.dtype, device=param.device)
+                vector.copy_(param.detach())  # a view would stay what a fake tensor is: a constant on the CPU
+                shared[param] = nn.Parameter(vector, requires_grad=param.requires_grad)
+                shared[param].is_scalar = True
+            param = shared[param]
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_vector  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def show_scalars(model: nn.Module) -> set[str]:
+    """Give the model's 0-d parameters shape [1], and let its own code read them as 0-d all the same; their names."""
+    found: set[str] = set()
+    with scalars_as_vectors():
+        for prefix, module in model.named_modules():
+            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, param in own.items():
+                if param.dim() == 0:
+                    setattr(module, name, param)
+            names = [name for name in own if hasattr(getattr(module, name), "is_scalar")]
+            if names:
+                found |= {f"{prefix}.{name}".lstrip(".") for name in names}
+                shown = {name: property(partial(_zero_dimensional, name=name)) for name in names}
+                module.__class__ = type(type(module).__name__, (type(module),), shown)
+    return found
+
+
+def _zero_dimensional(module: nn.Module, name: str) -> Any:
+    """A parameter of one element as its module means it; as it is while an engine holds it in pieces."""
+    param = nn.Module.__getattr__(module, name)
+    whole = isinstance(param, torch.Tensor) and not hasattr(param, "placements") and param.shape == (1,)
+    return param.view(()) if whole else param
+
+
 class Weights:
     """Initial values of a model's parameters.
 
@@ -50,11 +99,20 @@ class Weights:
     def __init__(self, seed: int, init_parameter: Init | None = None) -> None:
         self.seed = seed
         self.init_parameter = init_parameter
+        self.scalars: set[str] = set()
+        """Names of the 0-d parameters that are registered with shape [1]."""
 
     def build(
-        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+        self,
+        make_model: Callable[[], nn.Module],
+        construction: AbstractContextManager[object] | None,
+        cut_up: bool = False,
     ) -> nn.Module:
-        """The model, its parameters on meta if they can be drawn later; `construction`: an engine's own build context.
+        """The model, its parameters on meta if they can be drawn later.
+
+        Args:
+            construction: an engine's own build context.
+            cut_up: the engine cuts parameters up, so that none may be 0-d.
 
         Raises:
             ConfigError: the task put buffers on meta, whose values are lost.
@@ -62,9 +120,15 @@ class Weights:
         if self.init_parameter is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                return make_model()
-        with construction or parameters_on_meta():
-            model = make_model()
+                model = make_model()
+        else:
+            # Under zero.Init a parameter is cut up as soon as its module's constructor ends.
+            with scalars_as_vectors() if cut_up else nullcontext(), construction or parameters_on_meta():
+                model = make_model()
+        if cut_up:
+            self.scalars = show_scalars(model)
+        if self.init_parameter is None:
+            return model
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ConfigError(
@@ -78,10 +142,10 @@ class Weights:
         assert self.init_parameter is not None
         digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(shape, dtype=torch.float32)
+        full = torch.empty(() if fqn in self.scalars else shape, dtype=torch.float32)
         with torch.no_grad():
             self.init_parameter(fqn, full, generator)
-        return full
+        return full.view(shape)
 
     def materialise(self, model: nn.Module, device: torch.device) -> None:
         """Put a whole, unsharded model on `device`; meta parameters are drawn, tied ones stay tied."""

@@ -1,68 +1,303 @@
-"""What is checked once a model is wrapped: parameters that the loss does not use, and the types the state is in."""
+"""What is checked of a wrapped model: that ranks call the same blocks and use the same parameters, the types of the
+state, where a gradient stopped being finite."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sized
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import pvariance
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..config.capability import CAPABILITIES
-from ..config.schema import PrecisionConfig, StrategyName
-from ..errors import ConfigError, DataError, gib
+from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
+from ..errors import ConfigError, DataError, TrainingError, gib
+from ..memory.phases import Phases
 from ..memory.rows import KINDS
 from ..memory.state import local_tensors
+from ..parallel.blocks import chosen_by_data
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
+from ..strategies.step import HostValue, MicroBatch, accumulate, one_number
 
 SHOWN = 4
+FIRST_STEPS = 2
+"""Steps in which ranks compare what they call before an engine pairs their gathers, which it does by order alone."""
+_END = "the end of forward"
+_SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
+_LOG = logging.getLogger(__name__)
+Loss = TypeVar("Loss")
 
 
-def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: StrategyName) -> None:
-    """Before the first update, raise if a parameter that requires a gradient got none in that step.
+class BlockCalls:
+    """The blocks that this rank calls, which have to be those that every rank calls, where an engine gathers them.
+
+    In the first two steps each call of what the engine gathers is compared over ranks before it, and before backward
+    the parameters that the loss depends on. Later a call is noted in a list, no more; `flags` of it ride in the step's
+    reduction. Compiled blocks have no such hooks, which would be compiled with them: theirs is the second check alone.
+
+    Attributes:
+        blocks: the model's repeated blocks.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
+        self.blocks, self._model, self._world = blocks, model, world
+        self._strategy = config.parallel.strategy
+        self._step = 1
+        self._called: list[int] = []
+        self._forwards = 0
+        self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
+        self._order = [self._names[id(block)] for block in blocks]
+        # DDP gathers nothing, and with parallel.find_unused it averages what some ranks leave out.
+        alone = world.size == 1
+        self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
+        self._same_uses = not alone and not config.parallel.find_unused
+        sharded = [module for module in model.modules() if _is_fsdp(type(module))]
+        self._may_differ = chosen_by_data(model, blocks) if sharded and _fsdp_reduces_unused() else set[str]()
+        self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
+        self._hooks: list[Any] = []
+        self._counts_forwards = self._strategy != "single" and not config.compile.enabled
+        if self._counts_forwards:
+            self._hooks.append(model.register_forward_pre_hook(self._count_forward))
+            for index, block in enumerate(blocks):
+                block.register_forward_pre_hook(partial(self._note, index), prepend=True)
+        if self._same_calls:
+            for module in sharded or self._callable(model):
+                # Prepended after the engine's own hooks, so that it runs before their gather.
+                self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
+        if self._same_uses and not config.compile.enabled:
+            self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
+
+    def _callable(self, model: nn.Module) -> list[nn.Module]:
+        """What may be called apart, and what ZeRO-3 gathers: every layer by itself."""
+        lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
+        found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
+        if self._strategy == "zero3":
+            found += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        return list({id(m): m for m in [model, *self.blocks, *found]}.values())
+
+    @property
+    def last(self) -> str:
+        """Name of the block that this rank called last; empty before the first."""
+        return self._order[self._called[-1]] if self._called else ""
+
+    def _note(self, index: int, block: nn.Module, *_: Any) -> None:
+        if block.training:
+            self._called.append(index)
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def _compare_call(self, module: nn.Module, *_: Any) -> None:
+        if module.training:
+            self._compare(self._names[id(module)])
+
+    def _note_leaves(self, module: nn.Module, *_: Any) -> None:
+        """Which tensors are the parameters that FSDP2 just gathered."""
+        prefix = "" if module is self._model else self._names[id(module)] + "."
+        self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
+
+    def _compare(self, name: str) -> None:
+        """Raise on every rank if they are not at the same place; collective."""
+        if self._agreed(name):
+            return
+        raise self._refusal([str(said) for said in self._world.gather(name)])
+
+    def _agreed(self, what: str) -> bool:
+        number = float(zlib.crc32(what.encode()) & 0xFFFFF)
+        return self._equal(*self._world.sum([number, number * number]))
+
+    def _equal(self, total: float, squares: float) -> bool:
+        """Whether the numbers of all ranks are equal, by their sum and the sum of their squares."""
+        return int(squares) * self._world.size == int(total) ** 2
+
+    def _refusal(self, said: list[str]) -> ConfigError:
+        other = next(rank for rank, name in enumerate(said) if name != said[0])
+        shared = [found for name in said if (found := self._shared_class(name))]
+        at = [f"is at {name}" if name == _END else f"calls {name}" for name in said]
+        return ConfigError(
+            f"rank 0 {at[0]} where rank {other} {at[other]} (step {self._step}): "
+            f"parallel.strategy={self._strategy} needs every rank to call the same blocks, in the same order",
+            advice(self._strategy, shared[0] if shared else None),
+        )
+
+    def _shared_class(self, name: str) -> str | None:
+        """Class of a module around a list's member that every rank calls, if there is one below the whole model."""
+        modules = {plain(fqn): module for fqn, module in self._model.named_modules()}
+        parts = name.split(".")
+        paths = [".".join(parts[:end]) for end in range(1, len(parts))]
+        lists = [path for path in paths if isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict))]
+        if len(lists) > 1:  # the member of the outer list
+            return plain_class(modules[paths[paths.index(lists[0]) + 1]])
+        holder = lists[0].rpartition(".")[0] if lists else ""
+        return plain_class(modules[holder]) if holder else None
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """`loss`, which in the first steps ends with the comparison of what it called and of what it depends on.
+
+        Raises (from the loss):
+            ConfigError: ranks differ, or the loss went round the wrapped model.
+        """
+
+        def compared(*args: Any) -> Loss:
+            if self._step > FIRST_STEPS:
+                return loss(*args)
+            self._forwards = 0
+            found = loss(*args)
+            if self._counts_forwards and not self._forwards:
+                raise ConfigError(
+                    f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} works in "
+                    "the call of the whole",
+                    "call model(...) in the loss; give its forward an argument that says what it shall compute",
+                )
+            if self._same_calls:
+                self._compare(_END)
+            if self._same_uses:
+                self._compare_uses(found)
+            return found
+
+        return compared
+
+    def _compare_uses(self, loss: Any) -> None:
+        used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ
+        if self._agreed("\n".join(sorted(map(str, used)))):
+            return
+        sets: list[Any] = self._world.gather(used)
+        common = set.intersection(*sets)
+        extra = [sorted(found - common) for found in sets]
+        rank = next(rank for rank, names in enumerate(extra) if names)
+        shown = ", ".join(extra[rank][:SHOWN]) + (", …" if len(extra[rank]) > SHOWN else "")
+        others = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
+        raise ConfigError(
+            f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {others[0]}'s does not depend "
+            f"on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
+            advice(self._strategy, self._shared_class(extra[rank][0])),
+        )
+
+    def flags(self) -> list[float]:
+        """Two numbers of this step's calls, to be summed over ranks and given to `agree`."""
+        number = float(zlib.crc32(bytes(str(self._called), "ascii")) & 0xFFFFF) if self._same_calls else 0.0
+        return [number, number * number]
+
+    def agree(self, total: float, squares: float) -> None:
+        """Begin the next step; collective if ranks called different blocks in this one.
+
+        Raises:
+            ConfigError: they did.
+        """
+        called, self._called = self._called, self._called[-1:]
+        if not self._equal(total, squares):
+            everyone: list[Any] = self._world.gather([self._order[index] for index in called])
+            at = next(i for i in range(len(called) + 1) if len({tuple(calls[i : i + 1]) for calls in everyone}) > 1)
+            raise self._refusal([(calls[at : at + 1] or [_END])[0] for calls in everyone])
+        self._step += 1
+        if self._step == FIRST_STEPS + 1:
+            for hook in self._hooks:
+                hook.remove()
+            self._leaves.clear()
+
+
+def advice(strategy: StrategyName, shared: str | None) -> str:
+    """What trains a model whose ranks use parts of it; `shared`: a class around those that every rank calls."""
+    ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
+    if strategy == "ddp":
+        return "set parallel.find_unused=true"
+    if shared is None or not _fsdp_reduces_unused():
+        return ddp
+    one = f"block_classes that every rank calls ({shared})"
+    return f"name {one}, or {ddp}" if strategy in ("fsdp", "hsdp") else f"{ddp}, or fsdp with {one}"
+
+
+def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
+    """The tensors that backward of a loss gives gradients to."""
+    waiting = [getattr(loss, "grad_fn", None)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [after for after, _ in node.next_functions]
+
+
+def refuse_unused(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, watched: set[str]
+) -> None:
+    """Before an update, raise if a parameter that requires a gradient got none: any in the first step, later `watched`.
 
     Does nothing for strategies that leave such parameters alone.
 
-    Raises (from the optimizer's first step):
+    Raises (from the optimizer's step):
         ConfigError: names them.
     """
+    strategy = config.strategy
     reason = CAPABILITIES["unused_params"][strategy]
-    if reason is True:
+    if reason is True or config.find_unused:
         return
-    waiting = {fqn.removeprefix("module."): p for fqn, p in model.named_parameters() if p.requires_grad}
-    total = len(waiting)
-    hooks: list[Any] = [
-        p.register_hook(partial(_seen, waiting, fqn))  # type: ignore[no-untyped-call]
-        for fqn, p in waiting.items()
-    ]
+    trained = {plain(fqn): p for fqn, p in model.named_parameters() if p.requires_grad}
+    waiting = dict(trained)
+    hooks: dict[str, Any] = {}
+    for fqn, param in trained.items():
+        hooks[fqn] = param.register_hook(partial(_seen, waiting, fqn))  # type: ignore[no-untyped-call]
+    expected = dict(trained)
 
     def check(*_: Any) -> None:
-        if len(waiting) == total:  # no backward yet: a resume makes the optimizer's states by such a step
+        if len(waiting) == len(expected):  # no backward: a resume makes the optimizer's states by such a step
             return
-        for hook in hooks:
-            hook.remove()
         if waiting:
-            names = ", ".join([*waiting][:SHOWN]) + (", …" if len(waiting) > SHOWN else "")
+            when = "the first step" if len(expected) == len(trained) else "this step"
             raise ConfigError(
-                f"{len(waiting)} of {total} parameters got no gradient in the first step ({names}), which "
+                f"{len(waiting)} of {len(trained)} parameters got no gradient in {when} ({_listed([*waiting])}), which "
                 f"parallel.strategy={strategy} cannot train: {reason}",
-                "freeze them (requires_grad_(False)), use them in the loss, or set parallel.strategy=fsdp",
+                "freeze them (requires_grad_(False)), use them in the loss, or "
+                + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
             )
+        for fqn in expected.keys() - {plain(name) for name in watched}:
+            hooks.pop(fqn).remove()
+            del expected[fqn]
+        waiting.update(expected)
+        if not expected:
+            step_hook.remove()
 
-    hooks.append(optimizer.register_step_pre_hook(check))
+    step_hook = optimizer.register_step_pre_hook(check)
 
 
 def _seen(waiting: dict[str, nn.Parameter], fqn: str, grad: torch.Tensor) -> None:
     waiting.pop(fqn, None)
 
 
-_LOG = logging.getLogger(__name__)
+def plain(fqn: str) -> str:
+    """A name without what engines put before it."""
+    return fqn.removeprefix("module.")
+
+
+def _is_fsdp(kind: type) -> bool:
+    """Whether FSDP2 made a class of a module's own; asked without importing FSDP2, which others do not need."""
+    return kind.__mro__[1].__name__ == "FSDPModule"
+
+
+def plain_class(module: nn.Module) -> str:
+    """Name of a module's class as the model's code has it."""
+    kind = type(module)
+    return (kind.__mro__[2] if _is_fsdp(kind) else kind).__name__
+
+
+def _fsdp_reduces_unused() -> bool:
+    from ..strategies.fsdp import REDUCES_UNUSED  # imports FSDP2
+
+    return REDUCES_UNUSED
+
 
 Bytes = dict[str, dict[str, int]]
 """category → dtype → bytes on one rank."""
@@ -130,6 +365,137 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
         except OSError as error:
             _LOG.warning("cannot write %s: %s", run_dir / "logs" / "dtypes.json", error.strerror)
         print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
+
+
+class SumCheck:
+    """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
+
+    Looks at the first micro-batches of this rank, more of them as long as their numbers of targets do not differ.
+    """
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._losses: list[HostValue] = []
+        self._done = False
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """The numbers of targets of the micro-batches whose losses come next; 0: do not look at it."""
+        if not self._done:
+            self._counts += counts
+
+    def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+        """`loss_fn`, whose losses are looked at and not waited for."""
+
+        def noted(model: Any, batch: Any) -> torch.Tensor:
+            loss = one_number(loss_fn(model, batch))
+            if not self._done:
+                self._losses.append(HostValue(loss))
+            return loss
+
+        return noted
+
+    def judge(self, what: str, fix: str) -> None:
+        """After a step whose loss has been waited for."""
+        if self._done:
+            return
+        seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
+        counts = [n for n, _ in seen]
+        self._done = len(self._losses) >= _SUMS_MAX
+        if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
+            return
+        # A sum's share for each target stays about the same, a mean itself does.
+        of_mean = pvariance([math.log(loss) for _, loss in seen])
+        of_sum = pvariance([math.log(loss / n) for n, loss in seen])
+        if of_mean < of_sum / 4:
+            self._done = True
+            _LOG.warning(
+                "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is taken for "
+                "their sum, so that gradients are too small\n  fix: %s", what, min(counts), max(counts), fix,
+            )  # fmt: skip
+
+
+def not_finite_gradient(
+    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
+    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
+) -> TrainingError:  # fmt: skip
+    """The error that names the ranks and parameters whose gradient is not finite; collective.
+
+    Gradients are reduced and gone by then: a second forward and backward of the step shows each rank's own. Where the
+    update could not be skipped and has spoilt the state, that state is named.
+    """
+    spoilt = sorted({s.name.partition(".")[2] for s in strategy.shards() if not s.local.isfinite().all()})
+    if any(world.gather(bool(spoilt))):
+        found = sorted({str(name) for names in world.gather(spoilt[:SHOWN]) for name in names})  # type: ignore[attr-defined]
+        cause = f"the gradient is not finite at step {step}, nor is the state after its update: {_listed(found)}"
+    else:
+        cause = _own_gradients(strategy, ledger, world, step, micro_batches, loss_fn, n_targets)
+    return TrainingError(
+        cause,
+        "look at the loss on that step's data (a division by 0, a root or log of 0), lower optim.lr, or train in fp32; "
+        f"nothing after step {step - 1} was saved, checkpoints hold the state before",
+    )
+
+
+def _own_gradients(
+    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
+    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
+) -> str:  # fmt: skip
+    """Which ranks' gradients are not finite before they are reduced, in another pass of the step."""
+    largest: dict[str, torch.Tensor] = {}
+    with watching_gradients(strategy.model, largest):
+        try:
+            accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world.size, world.device)
+        except Exception:  # the finding is told without its origin
+            _LOG.warning("cannot repeat step %d to find where its gradient stopped being finite", step, exc_info=True)
+    sizes = {fqn: float(value) for fqn, value in largest.items()}
+    bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
+    top = max(sizes, key=sizes.__getitem__, default="") if not bad else ""
+    told: list[Any] = world.gather((len(bad), bad[:SHOWN], len(sizes), top, sizes.get(top, 0.0)))
+    ranks = [rank for rank, (n_bad, *_) in enumerate(told) if n_bad]
+    if ranks:
+        n_bad, names, total, *_ = told[ranks[0]]
+        on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
+        return f"the gradient is not finite at step {step} on {on}: {', '.join(names)} ({n_bad} of {total} parameters)"
+    rank, (*_, name, size) = max(enumerate(told), key=lambda item: item[1][-1])
+    if size < math.sqrt(torch.finfo(torch.float32).max) / 2**20:
+        return f"the gradient is not finite at step {step}, but finite on every rank when the step is repeated"
+    return (
+        f"the gradient norm overflowed at step {step}: every gradient is finite, the largest element {size:.0e} "
+        f"({name} on rank {rank})"
+    )
+
+
+@contextmanager
+def watching_gradients(model: nn.Module, largest: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, keep the largest magnitude of each parameter's gradient as backward makes it, before any reduction.
+
+    Parameters are looked up as each module's forward finds them: engines that shard them put others in their place.
+    """
+    handles: list[Any] = []
+    seen: dict[int, torch.Tensor] = {}
+
+    def note(fqn: str, grad: torch.Tensor) -> None:
+        largest[fqn] = torch.maximum(largest[fqn], grad.detach().abs().max().float())  # keeps NaN
+
+    def look(prefix: str, module: nn.Module, args: Any) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad and id(param) not in seen:
+                seen[id(param)] = param
+                fqn = f"{prefix}.{name}".lstrip(".").removeprefix("module.")
+                largest[fqn] = torch.zeros((), device=param.device)
+                handles.append(param.register_hook(partial(note, fqn)))  # type: ignore[no-untyped-call]
+
+    for prefix, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(look, prefix)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _listed(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:SHOWN])) + (", …" if len(items) > SHOWN else "")
 
 
 def describe(found: Bytes) -> str:

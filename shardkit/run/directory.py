@@ -6,36 +6,63 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.format import layout
 from ..config.load import LoadedConfig
 from ..errors import ConfigError, ShardkitError
 from ..files import write_whole
+from ..launch.failures import job_starts
+from ..launch.local import restart
 from ..parallel.world import World
+from . import owner
+from .owner import Owner
 
-MARKER = "config.yaml"
-FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl", "env.json", "report.html", "compare.html")
-FOLDERS = ("tensorboard", "wandb", "logs", "checkpoints", "profile", "trace", "oom", ".rendezvous")
+# What a run writes: names in the run directory, and in its folders. Nothing else is deleted there.
+FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "metrics.jsonl", "config.yaml")
+FOLDERS = {
+    "checkpoints": r"latest|step_\d{8,}(\.\w+)?",
+    "tensorboard": r"events\.out\.tfevents\..*",
+    "wandb": r"run_id|latest-run|debug.*\.log|(offline-)?run-.*",
+    "profile": r"rank\d+_.*",
+    "trace": r"rank\d+\.json",
+    "oom": r"rank\d+(_snapshot)?\.(json|pickle)",
+    ".rendezvous": r"[\w.-]*\d[\w.-]*",
+    "logs": r"(config|env)\.\d+\.(yaml|json)|(restarts|checkpoints)\.jsonl|dtypes\.json|prometheus\.txt|hang"
+    r"|nccl_rank_\d+|slurm-\d.*|\d{8}-\d{6}-node\d+-\d+",
+}
+_DRAFT = re.compile(r".*\.part[0-9a-f]{12}")  # of a process that was killed while it wrote
 
 
-def prepare(loaded: LoadedConfig, world: World) -> Path:
+def prepare(loaded: LoadedConfig, world: World) -> tuple[Path, Owner | None]:
     """Claim `run.dir` for this run; collective, so that every rank stops when rank 0 may not write.
 
+    Returns:
+        The directory, and on rank 0 the right to write there, which is to be closed.
+
     Raises:
-        ConfigError: the directory holds a run already, or cannot be written.
+        ConfigError: the directory holds a run already, another run is writing there, or it cannot be written.
+        SupersededError: a later start of this job is writing there.
     """
-    path = Path(loaded.config.run.dir)
-    on_main(world, path, lambda: _claim(path, loaded))
-    return path
+    path, claimed = Path(loaded.config.run.dir), list[Owner]()
+    try:
+        on_main(world, path, lambda: claimed.append(_claim(path, loaded)))
+    except BaseException:
+        for one in claimed:
+            one.close()
+        raise
+    return path, claimed[0] if claimed else None
 
 
 def on_main(world: World, path: Path, action: Callable[[], None]) -> None:
@@ -54,22 +81,64 @@ def on_main(world: World, path: Path, action: Callable[[], None]) -> None:
             raise found
 
 
-def _claim(path: Path, loaded: LoadedConfig) -> None:
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
-    if (path / MARKER).exists() or (path / "metrics.jsonl").exists():
+def _claim(path: Path, loaded: LoadedConfig) -> Owner:
+    _refuse(path, loaded)
+    claimed = owner.claim(path)
+    try:
+        _refuse(path, loaded)  # who owned it until now may have left a run
         if loaded.config.run.overwrite:
             _clear(path)
-        elif not _resumes(path, loaded.config.run.resume):
+        for folder in ("logs", "checkpoints"):
+            _make(path / folder)
+        if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
+            _write_settings(path, loaded)
+    except BaseException:
+        claimed.close()
+        raise
+    return claimed
+
+
+def _refuse(path: Path, loaded: LoadedConfig) -> None:
+    """Raises if what is there forbids this run."""
+    run = loaded.config.run
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
+    there = [name for name in ("metrics.jsonl", "config.yaml", "env.json") if (path / name).exists()]
+    there += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))
+    if not there:
+        return
+    ours = (path / owner.FOLDER).is_dir()
+    if run.overwrite and not ours:
+        raise ConfigError(
+            f"run.dir={path} holds {there[0]}, but no {owner.FOLDER}/, which every run makes: it is not deleted",
+            "set another run.dir; delete a run of an earlier version of shardkit by hand",
+        )
+    if run.overwrite:
+        link = path / "checkpoints"
+        if link.is_symlink() and "checkpoints" in there:
             raise ConfigError(
-                f"run.dir={path} already holds a run",
-                "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
+                f"{link} is a link to {link.resolve()}: run.overwrite deletes nothing behind links",
+                "delete the checkpoints there by hand, or the link, or set another run.dir",
             )
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in ("logs", "checkpoints"):
-        (path / folder).mkdir(exist_ok=True)
-    if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
-        _write_settings(path, loaded)
+    elif not _resumes(path, run.resume):
+        raise ConfigError(
+            f"run.dir={path} already holds a run ({there[0]})",
+            f"set run.resume=true to go on with it, {'run.overwrite=true to delete it, ' * ours}or another run.dir",
+        )
+    elif not ours and there in (["config.yaml"], ["env.json"]):  # every run wrote both
+        raise ConfigError(
+            f"run.dir={path} holds {there[0]}, but no run to go on with",
+            "set run.dir to the directory of a run, or to a new one",
+        )
+
+
+def _make(folder: Path) -> None:
+    """Make a folder of the run; a link to one elsewhere is as good."""
+    if folder.is_symlink() and not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is a link to {os.readlink(folder)}, which is no directory", "make that directory, or remove it"
+        )
+    folder.mkdir(exist_ok=True)
 
 
 def _resumes(path: Path, resume: bool | str) -> bool:
@@ -80,8 +149,8 @@ def _resumes(path: Path, resume: bool | str) -> bool:
 
 
 def _write_settings(path: Path, loaded: LoadedConfig) -> None:
-    (path / "config.yaml").write_text(loaded.render())
-    (path / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    write_whole(path / "config.yaml", loaded.render())
+    write_whole(path / "env.json", json.dumps(environment(), indent=1) + "\n")
 
 
 def _keep_settings(path: Path) -> None:
@@ -118,8 +187,8 @@ def _rewind(path: Path, step: int) -> None:
         kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         if kept != lines:
             write_whole(file, "".join(kept))
-    if step == 0 and (path / "tensorboard").exists():  # otherwise its reader is told what to forget
-        shutil.rmtree(path / "tensorboard")
+    if step == 0:  # otherwise its reader is told what to forget
+        _clear_folder(path, "tensorboard")
 
 
 def _step_of(line: str) -> float:
@@ -130,35 +199,51 @@ def _step_of(line: str) -> float:
 
 
 def _clear(path: Path) -> None:
-    """Delete what a run wrote there, and nothing else."""
+    """Delete what a run wrote there, and nothing else; the settings last, so that until then it counts as a run."""
+    left = [entry for name in FOLDERS for entry in _clear_folder(path, name)]
+    job_starts.forget_others(path, os.environ.get("SLURM_JOB_ID"))
     for name in FILES:
         (path / name).unlink(missing_ok=True)
-    for name in FOLDERS:
-        folder = path / name
-        if not folder.exists():
-            continue
-        if name in ("logs", ".rendezvous"):
-            _clear_but_in_use(folder)
-        else:
-            shutil.rmtree(folder)
+    if left:
+        shown = ", ".join(str(entry.relative_to(path)) for entry in left[:5]) + ", …" * (len(left) > 5)
+        print(f"run.overwrite leaves in {path}, because no run wrote it: {shown}", file=sys.stderr, flush=True)
 
 
-def _clear_but_in_use(folder: Path) -> None:
-    """Delete a folder's entries, except what this job's launcher is writing to (SHARDKIT_KEEP, absolute paths)."""
+def _clear_folder(path: Path, name: str) -> list[Path]:
+    """Delete what a run wrote to one of its folders, and the folder if nothing is left; returns what is.
+
+    A link is deleted, never followed. What this job's launcher is writing to stays (SHARDKIT_KEEP, absolute paths).
+    """
+    folder = path / name
     kept = [Path(entry).resolve() for entry in os.environ.get("SHARDKIT_KEEP", "").split(os.pathsep) if entry]
-    for entry in folder.iterdir():
-        resolved = entry.resolve()
-        if any(path == resolved or path.is_relative_to(resolved) for path in kept):
+    if folder.is_symlink():
+        # Checkpoints may lie on another disk: nobody wants the next run's elsewhere.
+        if name != "checkpoints" and not any(file.is_relative_to(folder.resolve()) for file in kept):
+            folder.unlink()
+        return []
+    if not folder.is_dir():
+        return []
+    own, left = re.compile(FOLDERS[name]), []
+    for entry in sorted(folder.iterdir()):
+        place = folder.resolve() / entry.name
+        if any(file.is_relative_to(place) for file in kept):
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
+        if not own.fullmatch(entry.name) and not _DRAFT.fullmatch(entry.name):
+            left.append(entry)
+        elif entry.is_symlink() or not entry.is_dir():
             entry.unlink()
+        elif layout.step_of(entry) is not None:  # by a rename: a half that a crash left must not look like one
+            layout.remove(entry)
+        else:
+            shutil.rmtree(entry)
+    with suppress(OSError):  # not empty
+        folder.rmdir()
+    return left
 
 
 def files_in(path: Path) -> list[Path]:
     """Every file of the run, sorted."""
-    return sorted(p for p in path.rglob("*") if p.is_file())
+    return sorted(p for p in path.rglob("*") if p.is_file() and p.parent != path / owner.FOLDER)
 
 
 def environment() -> dict[str, Any]:
@@ -167,6 +252,7 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "torchrun": restart.agent(os.environ),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {

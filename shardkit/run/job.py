@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,18 +17,19 @@ from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
 from ..errors import ConfigError, TrainingError
+from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
-from ..parallel.blocks import find_blocks
+from ..parallel.blocks import chosen_by_data, find_blocks
 from ..parallel.optim import make_optimizer as default_optimizer
 from ..parallel.precision import set_matmul_precision
 from ..parallel.weights import Init, Weights
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
-from ..strategies.step import train_step
-from .checks import check_masters, refuse_unused
+from ..strategies.step import one_number, train_step
+from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused
 
 T = TypeVar("T")
 
@@ -49,15 +51,22 @@ class StepResult:
 
 @dataclass
 class Job:
-    """The ranks, the ledger, and the wrapped model once `wrap` was called."""
+    """The ranks, the ledger, and the wrapped model once `wrap` was called.
+
+    Attributes:
+        at_end: what is closed when the job ends, however it does.
+    """
 
     loaded: LoadedConfig
     world: World
     ledger: MemoryLedger
     strategy: Strategy
     cap: MemoryCap | None = None
+    calls: BlockCalls = field(init=False)
     step_index: int = 0
+    at_end: ExitStack = field(default_factory=ExitStack)
     _last_step: float = field(default_factory=time.perf_counter)
+    _sums: SumCheck = field(default_factory=SumCheck)
 
     def __post_init__(self) -> None:
         local_size = self.world.env.local_world_size
@@ -94,7 +103,7 @@ class Job:
         Args:
             model: a module whose values are the same on every rank, or a function that builds it.
             make_optimizer: from the wrapped model; default: the config's `optim` section.
-            block_classes: what to shard, checkpoint and compile as one unit; default: the longest list of equal blocks.
+            block_classes: what to shard, checkpoint and compile as one unit; default: members of lists of equal blocks.
             attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
             init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
         """
@@ -103,14 +112,17 @@ class Job:
                 "init_parameter was given with a model that is already built", "pass a function that builds it"
             )
         build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
-        factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped))
+        factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped, block_classes))
         with self.ledger.phase("wrap"):
             weights = Weights(self.config.train.seed, init_parameter)
             parallelize(
                 self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
             )
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
-            refuse_unused(self.strategy.model, self.strategy.optimizer, self.config.parallel.strategy)
+            wrapped = self.strategy.model
+            blocks = find_blocks(wrapped, block_classes)
+            self.calls = BlockCalls(wrapped, blocks, self.config, self.world)
+            refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # a model may have been built before the cap was there
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
@@ -121,17 +133,23 @@ class Job:
         batches: Sequence[Any],
         loss_fn: Callable[[Any, Any], torch.Tensor],
         n_targets: Callable[[Any], int],
+        *,
+        reduction: Literal["sum", "mean"] = "sum",
     ) -> StepResult:
         """One optimizer step over this rank's micro-batches.
 
         Args:
             batches: as many on every rank; `train.grad_accum_steps` of them under ZeRO.
-            loss_fn: (model, batch) → the loss summed over the batch's targets.
+            loss_fn: (model, batch) → the loss over the batch's targets, as `reduction` says.
             n_targets: how many targets a batch has; the step's loss is divided by their sum over all ranks.
+            reduction: whether `loss_fn` returns the sum over the batch's targets, or their mean: then it is multiplied
+                by `n_targets` of its batch.
 
         Raises:
-            TrainingError: the loss is not finite on some rank.
+            TrainingError: the loss is not finite on some rank, or the gradient. Go on from a checkpoint then.
         """
+        if reduction not in ("sum", "mean"):
+            raise ConfigError(f"step() got reduction={reduction!r}", "pass reduction='sum' or reduction='mean'")
         config, world = self.config, self.world
         expected = resolve_batch(config, world.size)
         if len(batches) != expected:
@@ -141,18 +159,38 @@ class Job:
             )
         self.step_index += 1
         self.ledger.begin_step(self.step_index)
-        micro = [(batch, False) for batch in batches]
-        count = world.sum([float(sum(n_targets(batch) for batch in batches))])[0]
+        counted = [(batch, n_targets(batch)) for batch in batches]
+        micro = [(item, False) for item in counted]
+        count = world.sum([float(sum(n for _, n in counted))])[0]
+
+        def summed(model: Any, item: tuple[Any, int]) -> torch.Tensor:
+            loss = one_number(loss_fn(model, item[0]))
+            return loss * item[1] if reduction == "mean" else loss
+
+        self._sums.expect([n for _, n in counted])
         out = train_step(
-            self.strategy, self.ledger, micro, loss_fn, count, world.size, world.device, config.train.max_norm
+            self.strategy,
+            self.ledger,
+            micro,
+            self.calls.around(self._sums.around(summed)),
+            count,
+            world.size,
+            world.device,
+            config.train.max_norm,
         )
-        loss = world.sum([out.loss_sum.item()])[0] / max(count, 1.0)
+        total, *called = world.sum([out.loss_sum.item(), *self.calls.flags()])
+        self.calls.agree(*called)
+        loss = total / max(count, 1.0)
         now = time.perf_counter()
         self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.forward.seconds())
         self._last_step = now
-        if loss != loss or loss in (float("inf"), float("-inf")):
+        if not math.isfinite(loss):
             raise not_finite(world, self.step_index, out.loss_sum.item())
-        return StepResult(loss, out.grad_norm.item(), int(count))
+        norm = out.grad_norm.item()
+        if not math.isfinite(norm) and config.precision.mode != "fp16":
+            raise not_finite_gradient(self.strategy, self.ledger, world, self.step_index, micro, summed, count)
+        self._sums.judge("the loss of job.step", "pass reduction='mean' to job.step")
+        return StepResult(loss, norm, int(count))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -178,7 +216,7 @@ class Job:
 def not_finite(world: World, step: int, local_loss: float) -> TrainingError:
     """The error that names the ranks whose loss is not finite; collective."""
     losses = [float(v) for v in world.gather(local_loss)]  # type: ignore[arg-type]
-    bad = [rank for rank, value in enumerate(losses) if value != value or value in (float("inf"), float("-inf"))]
+    bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
     ranks = ", ".join(str(r) for r in bad) or "none alone, but their sum is"
     return TrainingError(
         f"the loss is not finite at step {step} on rank {ranks} (summed loss {[losses[r] for r in bad][:4]})",
@@ -219,11 +257,15 @@ def start(
         )  # fmt: skip
         strategy = make_strategy(loaded.config, world)
         job = Job(loaded, world, ledger, strategy, cap)
-        try:
-            with job.explaining():
-                yield job
-        finally:
-            strategy.teardown()
+        with job.at_end:
+            try:
+                with job.explaining():
+                    yield job
+            except Exception as error:
+                failure.record(error)  # what follows may wait for other ranks until the launcher ends it
+                raise
+            finally:
+                strategy.teardown()
 
 
 def _seed(config: RunConfig, rank: int) -> None:

@@ -9,7 +9,8 @@ from types import FrameType
 
 PREEMPTED = 75
 """Exit code of a run that saved and stopped because it was asked to (EX_TEMPFAIL of sysexits.h: try again later)."""
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+"""SIGHUP comes when the terminal is closed; `nohup` ignores it, and so does the run then."""
 
 
 def note_early() -> None:
@@ -23,7 +24,7 @@ def note_early() -> None:
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGUSR2 between `listen` and `close`; the handlers do nothing else.
+    """Notes SIGTERM, SIGUSR2 and SIGHUP between `listen` and `close`; the handlers do nothing else.
 
     Attributes:
         agreed: name of the signal that the ranks agreed to stop for, `None` until then.
@@ -38,7 +39,8 @@ class StopRequest:
         """Take over the signals; without effect outside the main thread, where Python cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._note)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._seen.add(number)

@@ -78,7 +78,7 @@ class Profiler:
 
     def after(self, step: int) -> None:
         """Stop tracing after the last profiled step; what follows it (an evaluation, a save) is not part of it."""
-        if step == self._last and self._torch is not None:
+        if self.ends_with(step) and self._torch is not None:
             self._stop()
 
     @contextmanager
@@ -91,9 +91,13 @@ class Profiler:
     def sample_state(self, source: HasState) -> None:
         self._ledger.sample_state(source)
 
-    def finish(self, step: int) -> None:
+    def ends_with(self, step: int) -> bool:
+        """Whether this is the last profiled step, on any rank."""
+        return step == self._last
+
+    def finish(self) -> None:
         """Write this rank's files, once the last profiled step is recorded."""
-        if step == self._last and self._torch is not None:
+        if self._torch is not None:
             self._write(self._torch)
 
     def close(self, failed: bool) -> None:

@@ -7,10 +7,9 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,15 +20,19 @@ from ..data.loader import StepBatch, StepLoader
 from ..data.sampler import BatchSchedule, State
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl, write_whole
+from ..launch.failures import failure
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
+from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
-from ..strategies.step import StepOutput, train_step
+from ..strategies.step import Mark, StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import load_task
 from . import checks, directory
+from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report
 from .job import Job, not_finite
+from .owner import superseded
 from .preemption import StopRequest
 from .profiler import Profiler
 from .recorder import open_recorder
@@ -53,6 +56,20 @@ class Outcome:
     stopped_by: str | None = None
 
 
+@dataclass
+class _Taken:
+    """A step that the device may still work on: what its record says, and what would find the cause of a bad norm."""
+
+    step: int
+    out: StepOutput
+    batch: StepBatch
+    targets: float
+    lr: float
+    wait: float
+    pauses: dict[str, float]
+    loss: float = math.nan
+
+
 class Trainer:
     """Trains `task` of the config under the job's strategy and writes the run directory."""
 
@@ -72,7 +89,8 @@ class Trainer:
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
             self.schedule = self._make_schedule(data)
-        self.run_dir: Path = directory.prepare(job.loaded, job.world)
+        self.run_dir, owner = directory.prepare(job.loaded, job.world)
+        self.owner = None if owner is None else job.at_end.enter_context(owner)
         job.wrap(
             self.task.build_model,
             block_classes=getattr(self.task, "block_classes", ()),
@@ -81,11 +99,15 @@ class Trainer:
         )
         self.stop = StopRequest()
         hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
-        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit)
-        self.loss = self.watchdog.around(self.task.loss)
+        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last)
+        self._sums = SumCheck()
+        self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
+        if job.world.is_main:
+            print(f"blocks: {describe_blocks(job.model, job.calls.blocks)}", flush=True)
         self.checkpoints = Checkpointer(
             job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
+            fence=None if owner is None else owner.fence,
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume())
         self.first_step = self.step + 1
@@ -173,12 +195,13 @@ class Trainer:
         """Train to `train.max_steps`.
 
         Raises:
-            TrainingError: a loss that is not finite (names step and rank), or parameters that do not move.
+            TrainingError: a loss or a gradient that is not finite (names step and rank), or parameters that do not
+                move.
         """
         outcome = Outcome(self.step, math.nan, None)
         record: dict[str, float] = {}
         for record in self.recorded_steps():
-            outcome = Outcome(self.step, record["loss"], record.get("val_loss"), self.stop.agreed)
+            outcome = Outcome(int(record["step"]), record["loss"], record.get("val_loss"), self.stop.agreed)
         if self.step < self.first_step:
             if self.world.is_main:
                 print(f"nothing to do: the run is at step {self.step} of train.max_steps={self.config.train.max_steps}")
@@ -197,10 +220,15 @@ class Trainer:
         self.world.set_timeout(WATCHED_S)
         try:
             for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
-                if recorder is not None:
+                if recorder is not None and self._lost() is None:
                     recorder.step(record, self.job.ledger.last_rows)
                 yield record
+            with self._unhurried():
+                self.checkpoints.check_last()
             failed = False
+        except Exception as error:
+            failure.record(error)  # closing waits for a save in the background, longer than a launcher may wait
+            raise
         finally:
             if failed:
                 self.watchdog.stop()
@@ -217,58 +245,110 @@ class Trainer:
                     self.profiler.close(failed)
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it."""
+        """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it.
+
+        On a GPU a step's record comes after the next step's forward, unless something else waits for the step anyway.
+        """
         if self.step >= self.config.train.max_steps:
             return
+        self._lap = Mark(self.world.device)
         batch, wait = self._next_batch()
         targets = self.world.sum([self._count(batch)])[0]
-        began, saving = time.perf_counter(), 0.0
+        pauses: dict[str, float] = {}
+        late: _Taken | None = None
         while self.step < self.config.train.max_steps:
             self.step += 1
-            first = self.step == self.first_step
             unmoved = None if self._moved else self._fingerprint()
             lr = self._set_lr()
             self.job.ledger.begin_step(self.step, due=self._gather_due())
             self.watchdog.beat(self.step, "forward")
             out = self._train_step(batch, targets)
             self.watchdog.beat(self.step, "data and reduction")
-            position, next_wait = batch.state_after, 0.0
+            taken = _Taken(self.step, out, batch, targets, lr, wait, pauses)
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
                 batch, next_wait = self._next_batch()
-            loss, next_targets = self._agree(out, batch, targets)
-            step_time = time.perf_counter() - began
-            self.job.ledger.end_step(self.step, step_time, wait, wait + out.forward.seconds())
-            self.tokens_total += int(targets)
-            record = {
-                "step": self.step, "loss": loss, "grad_norm": out.grad_norm.item(), "lr": lr, "tokens": int(targets),
-                "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
-                "tokens_per_s": targets / step_time,
-            }  # fmt: skip
-            if saving:
-                record["save_s"], saving = saving, 0.0
-            skipped = self._note_scaling(record)
-            if unmoved is not None and not skipped:
+                taken.wait += next_wait
+            loss, next_targets, stays_finite = self._agree(out, batch, targets)
+            if late is not None:  # its update came before this loss
+                yield self._finished(late, late.out.ended)
+            if not stays_finite:
+                raise not_finite(self.world, self.step, out.loss_sum.item())
+            self._sums.judge("task.loss", "return the sum over the batch's targets (docs/tasks.md)")
+            self.job.ledger.end_step(self.step)
+            taken.loss, targets, wait, pauses = loss, next_targets, 0.0, {}
+            if self._may_be_late():
+                late = taken
+                if self._gather_due():
+                    self._gather_memory()
+                continue
+            late, record = None, self._finished(taken, Mark(self.world.device).wait())
+            if unmoved is not None and not record.get("skipped"):
                 self._check_moved(unmoved, lr)
-            if first:
+            if self.step == self.first_step:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due():
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
-                with self.watchdog.allowing(self.config.run.init_timeout_s):
+                with self._pause(record, "eval_s"):
                     record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
-            if self.profiler is not None:
-                with self.watchdog.allowing(self.config.run.init_timeout_s):
-                    self.profiler.finish(self.step)
-            began = time.perf_counter()
+            if self.profiler is not None and self.profiler.ends_with(self.step):
+                with self._pause(record, "profile_s"):
+                    self.profiler.finish()  # where a rank writes for long, others would wait in a shorter collective
+                    self.checkpoints.meet(self.config.run.init_timeout_s)
             yield record  # and is on disk when the save begins: a run resumed from it has every step
             if self._save_due():
-                with self._unhurried():
-                    saving = self._save(position, record.get("val_loss"))
-                began += saving
+                with self._pause(pauses, "save_s"), self._unhurried():
+                    self._save(taken.batch.state_after, record.get("val_loss"))
             if self.stop.agreed:
                 return
-            targets, wait = next_targets, next_wait
+
+    def _may_be_late(self) -> bool:
+        """Whether the step's norm is not needed yet: nothing is saved, judged or written that depends on it.
+
+        fp16's loss scaling waits for the device in every step.
+        """
+        return (
+            self.world.device.type == "cuda"
+            and self.config.precision.mode != "fp16"
+            and self.first_step < self.step < self.config.train.max_steps
+            and not self._save_due()
+            and not (self.val_data is not None and self._eval_due())
+            and not (self.profiler is not None and self.profiler.ends_with(self.step))
+            and self.stop.agreed is None
+        )
+
+    def _finished(self, taken: _Taken, ended: Mark) -> dict[str, float]:
+        """The record of a step whose update is made.
+
+        Raises:
+            TrainingError: its gradient is not finite.
+        """
+        norm, config = taken.out.grad_norm.item(), self.config
+        if not math.isfinite(norm) and config.precision.mode != "fp16":
+            with self.watchdog.allowing(config.run.init_timeout_s):
+                raise not_finite_gradient(
+                    self.job.strategy, self.job.ledger, self.world, taken.step,
+                    taken.batch.micro_batches, self.loss, taken.targets,
+                )  # fmt: skip
+        step_time, self._lap = ended - self._lap, ended
+        self.job.ledger.time_step(step_time, taken.wait, taken.wait + taken.out.forward.seconds())
+        self.tokens_total += int(taken.targets)
+        record = {
+            "step": taken.step, "loss": taken.loss, "grad_norm": norm, "lr": taken.lr, "tokens": int(taken.targets),
+            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": taken.wait,
+            "tokens_per_s": taken.targets / step_time, **taken.pauses,
+        }  # fmt: skip
+        self._note_scaling(record)
+        return record
+
+    @contextmanager
+    def _pause(self, record: dict[str, float], name: str) -> Iterator[None]:
+        """Something between two steps that may take longer than a step; its time goes into `record`."""
+        with self.watchdog.allowing(self.config.run.init_timeout_s):
+            yield
+        ended = Mark(self.world.device).wait()
+        record[name], self._lap = ended - self._lap, ended
 
     def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
         phases = self.job.ledger if self.profiler is None else self.profiler.before(self.step)
@@ -299,24 +379,27 @@ class Trainer:
         strategy = self.job.strategy
         return traced_step(strategy, strategy.model, phases, self.world.device, self.step, save)
 
-    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float]:
-        """The one reduction per step: loss, finiteness, the next step's target count, requests to save and to stop."""
+    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float, bool]:
+        """The one reduction per step: loss, the next step's targets, finiteness, requests to save, stop or give way."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, next_targets, time_is_up, *stop = self.world.sum(
+        total, bad, called, squares, next_targets, time_is_up, lost, *stop = self.world.sum(
             [
                 local if finite else 0.0,
                 float(not finite),
+                *self.job.calls.flags(),
                 self._count(next_batch),
                 float(self.checkpoints.time_is_up()),
+                float(self._lost() is not None),
                 *self.stop.flags(),
             ]
         )
+        if lost:
+            self._give_way()
         self._save_asked = time_is_up > 0
         self.stop.agree(stop)
-        if bad:
-            raise not_finite(self.world, self.step, local)
-        return total / max(targets, 1.0), next_targets
+        self.job.calls.agree(called, squares)
+        return total / max(targets, 1.0), next_targets, not bad
 
     def _unhurried(self) -> AbstractContextManager[None]:
         """A save may take as long as its files grow, on whichever rank."""
@@ -326,23 +409,33 @@ class Trainer:
     def _stop_asked(self) -> bool:
         """Whether some rank was asked to stop, before each micro-batch of an evaluation; collective."""
         self.watchdog.beat(self.step, "evaluation")
-        self.stop.agree(self.world.sum(self.stop.flags()))
+        lost, *stop = self.world.sum([float(self._lost() is not None), *self.stop.flags()])
+        if lost:
+            self._give_way()
+        self.stop.agree(stop)
         return self.stop.agreed is not None
+
+    def _lost(self) -> str | None:
+        """Why this run may not write to its directory any more, on rank 0; None while it may, and on other ranks."""
+        return None if self.owner is None else self.owner.lost()
+
+    def _give_way(self) -> NoReturn:
+        """Another start owns the directory: end all ranks with the same error; collective."""
+        (why,) = [str(found) for found in self.world.gather(self._lost()) if found is not None]
+        raise superseded(why)
 
     def _save_due(self) -> bool:
         asked = self._save_asked or self.stop.agreed is not None
         return self.checkpoints.due(self.step, is_last=self.step == self.config.train.max_steps, asked=asked)
 
-    def _save(self, position: State, val_loss: float | None) -> float:
-        """Save the state after this step; how long training stood still for it, in seconds."""
-        began = time.perf_counter()
+    def _save(self, position: State, val_loss: float | None) -> None:
+        """Save the state after this step."""
         run = RunState(
             self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
             self.schedule.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
         )  # fmt: skip
         with doing("save"):
             self.checkpoints.save(run)
-        return time.perf_counter() - began
 
     def _note_save(self, report: SaveReport) -> None:
         if self.world.is_main:
@@ -354,7 +447,9 @@ class Trainer:
         return batch, time.perf_counter() - began
 
     def _count(self, batch: StepBatch) -> float:
-        return float(sum(self.task.n_targets(micro) for micro, is_filler in batch.micro_batches if not is_filler))
+        counts = [0 if is_filler else self.task.n_targets(micro) for micro, is_filler in batch.micro_batches]
+        self._sums.expect(counts)
+        return float(sum(counts))
 
     def _set_lr(self) -> float:
         lr = lr_at(self.config.optim, self.step, self.config.train.max_steps)
@@ -381,14 +476,13 @@ class Trainer:
         """The first elements of each local weight shard, to see that the first step changes them."""
         return [s.local[:256].float().clone() for s in self.job.strategy.shards() if s.name.startswith("model.")]
 
-    def _note_scaling(self, record: dict[str, float]) -> bool:
-        """fp16: add the loss scale to a step's record; whether its update was skipped."""
+    def _note_scaling(self, record: dict[str, float]) -> None:
+        """fp16: add to a step's record the loss scale, and whether the update was skipped."""
         if self.config.precision.mode != "fp16":
-            return False
+            return
         skipped = not math.isfinite(record["grad_norm"])
         record |= {"loss_scale": self.job.strategy.loss_scale(), "skipped": float(skipped)}
         self.skipped_steps += skipped
-        return skipped
 
     def _check_moved(self, before: list[torch.Tensor], lr: float) -> None:
         self._moved = True

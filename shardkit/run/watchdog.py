@@ -41,12 +41,21 @@ class Watchdog:
         folder: where the ranks leave their stacks; on a file system that they share.
         limit_s: longest time without `beat`, as far as this process ran: a job may be suspended for longer.
         settle_s: how long rank 0 waits for the other ranks' word before it names those that are missing.
+        block: the name of the model's block that this rank called last; empty if it has none.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, limit_s: float, settle_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        limit_s: float,
+        settle_s: float = 5.0,
+        block: Callable[[], str] = str,
+    ) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._limit_s, self._signs = limit_s, _none
-        self._settle_s = settle_s
+        self._settle_s, self._block = settle_s, block
         self._step, self._doing, self._beats = 0, "start", 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,13 +101,13 @@ class Watchdog:
         Args:
             signs: asked once it took so long; it goes on if the answer is not what it was.
         """
-        before = self._limit_s
-        self._limit_s, self._signs = max(before, seconds), signs
+        before = self._limit_s, self._signs
+        self._limit_s, self._signs = max(self._limit_s, seconds), signs
         try:
             yield
         finally:
             self.beat(self._step, self._doing)
-            self._limit_s, self._signs = before, _none
+            self._limit_s, self._signs = before
 
     def _watch(self) -> None:
         """Count this thread's own ticks: while the process is suspended there are none, and no other rank gets on."""
@@ -119,7 +128,7 @@ class Watchdog:
     def _bite(self) -> None:
         at, waits = innermost(sys._current_frames().get(threading.main_thread().ident or 0))
         where = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
-        where |= {"at": at, "waits": waits}
+        where |= {"at": at, "waits": waits, "block": self._block()}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._file(self._rank).open("w") as file:
@@ -199,6 +208,16 @@ def behind(states: list[dict[str, Any] | None]) -> str:
     if len(late) == len(known):  # equally far: those that are not in a collective keep the others waiting
         late = [state for state in known if not state["waits"]]
     if len(late) in (0, len(known)):
-        return f"all {len(known)} ranks stand at the same place, {known[0]['at']}"
+        return f"all {len(known)} ranks stand at the same place, {known[0]['at']}{_last_blocks(known)}"
     names = "; ".join(f"rank {s['rank']} (step {s['step']}, {s['doing']}, {s['at']})" for s in late)
-    return f"did not arrive: {names}"
+    return f"did not arrive: {names}{_last_blocks(known)}"
+
+
+def _last_blocks(states: list[dict[str, Any]]) -> str:
+    """Which block each rank called last, if not all the same: their gathers do not belong together."""
+    ranks: dict[str, list[str]] = {}
+    for state in states:
+        ranks.setdefault(state.get("block") or "none", []).append(str(state["rank"]))
+    if len(ranks) < 2:
+        return ""
+    return "; last blocks: " + ", ".join(f"{name} on rank {', '.join(of[:4])}" for name, of in [*ranks.items()][:4])

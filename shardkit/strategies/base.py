@@ -84,7 +84,7 @@ class Strategy(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Make what the model computes with follow weights that were written through `load_targets`; collective."""
+        """Make what the model computes with follow weights written through `shards` or `load_targets`; collective."""
         ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

@@ -22,8 +22,24 @@ from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory
-from .states import TorchStates
+from .states import TorchStates, even_range, flat
 from .step import clip_and_step
+
+
+def own_or_models(wrapper: nn.Module, name: str) -> Any:
+    """An attribute of a wrapper, or else of the model in it."""
+    try:
+        return nn.Module.__getattr__(wrapper, name)
+    except AttributeError:
+        if name == "module":  # asked for before it is set
+            raise
+        return getattr(wrapper.module, name)
+
+
+class Wrapped(DistributedDataParallel):
+    """torch's wrapper, on which a loss finds the attributes of the model in it (a tokenizer, a preprocessor)."""
+
+    __getattr__ = own_or_models
 
 
 class DDP(TorchStates):
@@ -43,11 +59,12 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device)
         autocast_forward(model, device, self._config.precision)
-        self._wrapped = DistributedDataParallel(
+        self._wrapped = Wrapped(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets: 4P bytes less
+            find_unused_parameters=self._config.parallel.find_unused,
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model
@@ -80,6 +97,16 @@ class DDP(TorchStates):
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Bring every rank what each has written into its own ranges, byte by byte: an addition of zeros."""
+        for fqn, param in self._bare.named_parameters():
+            whole = flat(fqn, param)
+            start, end = even_range(whole.numel(), self._world.rank, self._world.size)
+            whole[:start].zero_()
+            whole[end:].zero_()
+            dist.all_reduce(whole.view(torch.uint8))
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -21,9 +21,9 @@ _MODEL, _EMA = "model.", "ema."
 class EMA:
     """Any strategy, and after each of its steps: average ← decay · average + (1 - decay) · weight.
 
-    Where each rank holds whole parameters it averages whole parameters; where it holds a shard (of the fp32 masters, if
-    there are any), that shard. Evaluation exchanges the values of weights and averages, not the tensors, so that
-    compiled code and engines do not notice. Checkpoints hold the averages as `ema.<fqn>`.
+    A rank averages the ranges that it writes into a checkpoint (of the fp32 masters, if there are any), and a step goes
+    through these alone. Evaluation exchanges the values of weights and averages, not the tensors, so that compiled code
+    and engines do not notice. Checkpoints hold the averages as `ema.<fqn>`.
 
     Args:
         decay: the half-life of a weight is ln 2 / (1 - decay) steps.
@@ -32,7 +32,8 @@ class EMA:
     def __init__(self, inner: Strategy, decay: float) -> None:
         self._inner = inner
         self._decay = decay
-        self._averages: dict[tuple[str, int], torch.Tensor] = {}
+        self._kept: list[tuple[Shard, torch.Tensor]] = []
+        """This rank's ranges of the weights, as views into the engine's memory, and the average of each."""
         self.name = inner.name
         # What an average changes nothing of is the engine's own, called without a detour.
         self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
@@ -51,13 +52,14 @@ class EMA:
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         self._inner.setup(model, blocks, make_optimizer, weights)
-        self._averages = {key: local.clone() for key, local in self._weights().items()}
+        weights = (shard for shard in self._inner.shards() if shard.name.startswith(_MODEL))
+        self._kept = [(shard, shard.local.clone()) for shard in weights]
 
     @torch.no_grad()
     def step(self, max_norm: float | None) -> torch.Tensor:
         norm = self._inner.step(max_norm)
         if self._inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
-            lerp_all(list(self._averages.values()), list(self._weights().values()), 1 - self._decay)
+            lerp_all([average for _, average in self._kept], [s.local for s, _ in self._kept], 1 - self._decay)
         return norm
 
     @contextmanager
@@ -70,43 +72,29 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for key, local in self._weights().items():
-            average = self._averages[key]
+        for shard, average in self._kept:
             kept = average.clone()
-            average.copy_(local)
-            local.copy_(kept)
+            average.copy_(shard.local)
+            shard.local.copy_(kept)
         self._inner.weights_changed()
-
-    def _weights(self) -> dict[tuple[str, int], torch.Tensor]:
-        """(name, start) → what this rank holds of each weight, always in the same order."""
-        held = (shard for shard in self._inner.load_targets() if _is_weight(shard))
-        return {(shard.name, shard.start): shard.local for shard in held}
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from self._inner.state_tensors()
-        for average in self._averages.values():
+        for _, average in self._kept:
             yield "optimizer", average
 
     def shards(self) -> Iterator[Shard]:
-        return self._with_averages(self._inner.shards())
+        yield from self._inner.shards()
+        yield from self._own()
 
     def load_targets(self) -> Iterator[Shard]:
-        return self._with_averages(self._inner.load_targets())
+        yield from self._inner.load_targets()
+        yield from self._own()
 
-    def _with_averages(self, shards: Iterator[Shard]) -> Iterator[Shard]:
-        held = {name: (start, average) for (name, start), average in self._averages.items()}
-        for shard in shards:
-            yield shard
-            if _is_weight(shard):
-                start, average = held[shard.name]  # what is written is a part of the one range that is held
-                first = shard.start - start
-                mine = average[first : first + shard.local.numel()]
-                yield replace(shard, name=_EMA + shard.name.removeprefix(_MODEL), local=mine)
+    def _own(self) -> Iterator[Shard]:
+        for shard, average in self._kept:
+            yield replace(shard, name=_EMA + shard.name.removeprefix(_MODEL), local=average)
 
     def teardown(self) -> None:
-        self._averages.clear()
+        self._kept.clear()
         self._inner.teardown()
-
-
-def _is_weight(shard: Shard) -> bool:
-    return shard.name.startswith(_MODEL)

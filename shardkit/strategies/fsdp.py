@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
+from ..errors import ConfigError
 from ..memory.rows import StateKind
-from ..parallel.blocks import refuse_ties_across_blocks
+from ..parallel.blocks import chosen_by_data, refuse_ties_across_blocks
 from ..parallel.compat import gathered_params, unreduced_grads
-from ..parallel.precision import compute_dtype, loss_scaler, master_dtype, reduce_dtype
+from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard
-from .states import TorchStates, buffer_shards
+from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
+
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
+"""Whether a gradient that a rank lacks can count as zero; else FSDP2 would add it up with another parameter's."""
 
 
 class FSDP(TorchStates):
@@ -40,10 +45,13 @@ class FSDP(TorchStates):
         self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
+        self._used: dict[str, bool] = {}
+        """Whether this rank used a parameter in this step, of those that the data may choose (experts)."""
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
+        self._scalars = weights.scalars
         on_meta = any(p.is_meta for p in model.parameters())
         options: dict[str, Any] = {
             "mesh": self._mesh(),
@@ -51,6 +59,7 @@ class FSDP(TorchStates):
             "offload_policy": self._offload_policy(),
         }
         refuse_ties_across_blocks(model, blocks)
+        engine_forward(model, self._world.device, self._config.precision, self.name)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._config.parallel.reshard_after_forward, **options)
         if self._config.precision.output_dtype == "fp32":
@@ -59,6 +68,9 @@ class FSDP(TorchStates):
         fully_shard(model, reshard_after_forward=False, **options)
         assert isinstance(model, FSDPModule)
         self._prefetch(blocks)
+        if self._world.size > 1:
+            self._used = dict.fromkeys(sorted(chosen_by_data(model, blocks)), False)
+            self._let_ranks_choose(model)
         if on_meta:
             self._materialise(model, weights)
         self._wrapped = model
@@ -77,6 +89,52 @@ class FSDP(TorchStates):
             for index, block in enumerate(order):
                 assert isinstance(block, FSDPModule)
                 prefetch(block, [b for b in order[index + 1 : index + 1 + ahead] if isinstance(b, FSDPModule)])
+
+    def _let_ranks_choose(self, model: nn.Module) -> None:
+        """Count a gradient that this rank lacks as zero where a unit has parameters that the data may choose."""
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        unit_of = {id(inner): unit for unit in units for inner in unit.modules()}  # the innermost comes last
+        chosen: dict[FSDPModule, list[tuple[str, nn.Module, str]]] = {}
+        for prefix, module in model.named_modules():
+            for name, _ in module.named_parameters(recurse=False):
+                if (fqn := f"{prefix}.{name}") in self._used:
+                    chosen.setdefault(unit_of[id(module)], []).append((fqn, module, name))
+        for unit, parameters in chosen.items():
+            if REDUCES_UNUSED:
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+            self._note_uses(unit, parameters)
+
+    def _note_uses(self, unit: Any, chosen: list[tuple[str, nn.Module, str]]) -> None:
+        """Give the unit's gathered parameters, which exist from its first forward on, hooks that note their use."""
+
+        def first_forward(*_: Any) -> None:
+            handle.remove()
+            for fqn, module, name in chosen:
+                getattr(module, name).register_hook(partial(self._note_use, fqn))
+
+        handle = unit.register_forward_pre_hook(first_forward)
+
+    def _note_use(self, fqn: str, grad: torch.Tensor) -> None:
+        self._used[fqn] = True
+
+    def _forget_unused(self) -> None:
+        """Drop the zero gradients of parameters that no rank used, which one process would leave alone; collective.
+
+        Raises:
+            ConfigError: some ranks used one, and this torch adds their gradients up with those of another.
+        """
+        used = self._world.sum([float(value) for value in self._used.values()])
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for fqn, count in zip(self._used, used, strict=True):
+            if not REDUCES_UNUSED and 0 < count < self._world.size:
+                raise ConfigError(
+                    f"{int(count)} of {self._world.size} ranks used {fqn} in this step, which parallel.strategy="
+                    f"{self.name} cannot train with torch {torch.__version__}",
+                    "install torch 2.13 or later, or set parallel.strategy=ddp with parallel.find_unused=true",
+                )
+            if not count:
+                parameters[fqn].grad = None
+            self._used[fqn] = False
 
     def _mesh(self) -> DeviceMesh:
         device_type = self._world.device.type
@@ -119,8 +177,9 @@ class FSDP(TorchStates):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self._used:
+            self._forget_unused()
+        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()
@@ -135,10 +194,17 @@ class FSDP(TorchStates):
             if isinstance(module, FSDPModule):
                 yield from gathered_params(module)
 
-    def shards(self) -> Iterator[Shard]:
+    def weights_changed(self) -> None:
+        """Let go of gathered parameters: an evaluation leaves those that only a backward would release."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation leaves gathered what only a backward would release
+                module.reshard()
+
+    def shards(self) -> Iterator[Shard]:
+        return with_scalars(self._shards(), self._scalars)
+
+    def _shards(self) -> Iterator[Shard]:
+        self.weights_changed()
         for fqn, param in self.model.named_parameters():
             assert isinstance(param, DTensor)
             replica = param.device_mesh.get_local_rank("dp_replicate") if param.device_mesh.ndim == 2 else 0

@@ -3,8 +3,9 @@ share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +98,13 @@ class TorchStates:
 def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
     """Start and end of one of `parts` nearly equal ranges of `numel` elements."""
     return numel * part // parts, numel * (part + 1) // parts
+
+
+def with_scalars(shards: Iterator[Shard], scalars: Collection[str]) -> Iterator[Shard]:
+    """`shards`, where 0-d parameters that an engine holds with shape [1] have the shape they have elsewhere: ()."""
+    for shard in shards:
+        fqn = shard.name.partition(".")[2]
+        yield replace(shard, shape=()) if fqn in scalars or fqn.rpartition(".")[0] in scalars else shard
 
 
 def is_scalar(value: object) -> bool:

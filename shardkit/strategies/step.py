@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from ..errors import ConfigError
 from ..memory.phases import Phases
 from . import Strategy
 
@@ -36,32 +38,44 @@ class HostValue:
         return float(self._host)
 
 
+class Mark:
+    """A moment: on a GPU when the work given to it so far is done, else now. `later - earlier` is in seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> Mark:
+        """Return once the moment has come."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self
+
+    def __sub__(self, earlier: Mark) -> float:
+        if self._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
 class Stopwatch:
     """Time that a device spends on something that recurs; reading waits for nothing but the last `stop`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-        self._began: Any = None
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        self._device = device
+        self._spans: list[tuple[Mark, Mark]] = []
 
     def start(self) -> None:
-        self._began = self._now()
+        self._began = Mark(self._device)
 
     def stop(self) -> None:
-        self._spans.append((self._began, self._now()))
+        self._spans.append((self._began, Mark(self._device)))
 
     def seconds(self) -> float:
-        if not self._on_cuda:
-            return float(sum(end - begin for begin, end in self._spans))
-        self._spans[-1][1].synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in self._spans)) / 1000
+        self._spans[-1][1].wait()
+        return float(sum(end - begin for begin, end in self._spans))
 
 
 @dataclass(frozen=True)
@@ -72,11 +86,13 @@ class StepOutput:
         loss_sum: this rank's summed loss, before division by the global target count.
         grad_norm: global gradient norm before clipping.
         forward: time in forward, all micro-batches.
+        ended: when the update is made.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
     forward: Stopwatch
+    ended: Mark
 
 
 def train_step(
@@ -89,7 +105,24 @@ def train_step(
     device: torch.device,
     max_norm: float | None,
 ) -> StepOutput:
-    """Accumulate, clip, update.
+    """Accumulate, clip, update."""
+    loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
+    ledger.sample_state(strategy)
+    with ledger.phase("step"):
+        grad_norm = HostValue(strategy.step(max_norm))
+    return StepOutput(loss_sum, grad_norm, forward, Mark(device))
+
+
+def accumulate(
+    strategy: Strategy,
+    ledger: Phases,
+    micro_batches: Sequence[MicroBatch],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    n_targets: float,
+    world_size: int,
+    device: torch.device,
+) -> tuple[HostValue, Stopwatch]:
+    """Forward and backward of a step's micro-batches: this rank's summed loss, and the time in forward.
 
     Gradients equal those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
     ranks, so each rank's sum is scaled by world_size / n_targets, once, in fp32. A mean of per-micro-batch means would
@@ -102,7 +135,7 @@ def train_step(
         with strategy.accumulate(is_last=index == len(micro_batches) - 1):
             with ledger.phase("forward"):
                 forward.start()
-                loss = loss_fn(strategy.model, to_device(batch, device)).float()
+                loss = one_number(loss_fn(strategy.model, to_device(batch, device)))
                 weight = 0.0 if is_filler else 1.0
                 total += loss.detach() * weight
                 if index == len(micro_batches) - 1:
@@ -111,29 +144,73 @@ def train_step(
             with ledger.phase("backward"):
                 strategy.backward(loss * (weight * scale))
                 del loss
-    ledger.sample_state(strategy)
-    with ledger.phase("step"):
-        grad_norm = HostValue(strategy.step(max_norm))
-    return StepOutput(loss_sum, grad_norm, forward)
+    return loss_sum, forward
+
+
+def one_number(loss: Any) -> torch.Tensor:
+    """What a loss function returned, in fp32.
+
+    Raises:
+        ConfigError: it is not a tensor of no dimensions.
+    """
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss.float()
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise ConfigError(
+        f"the loss function returned {found}, not one number (a tensor without dimensions)",
+        "return the loss summed over the batch's targets, for example loss.sum()",
+    )
 
 
 def clip_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
 ) -> torch.Tensor:
-    """Unscale, clip the total 2-norm, update, drop gradients; the norm before clipping, 0-d (a DTensor for shards).
+    """Unscale, clip the total 2-norm, update, drop gradients; the norm before clipping over all ranks, 0-d.
 
     With loss scaling, a gradient that is not finite on any rank skips the update on all, and the norm is not finite.
     """
     scaler.unscale_(optimizer)
     params = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes 0.4 s to import
+        norm = norm.full_tensor()
     if max_norm is not None:
-        norm = nn.utils.clip_grad_norm_(params, max_norm)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    if scaler.is_enabled():
+        scaler.step(optimizer)
+        scaler.update()
     else:
-        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    scaler.step(optimizer)
-    scaler.update()
+        step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """Update unless the gradients' norm is not finite, as far as that needs no wait.
+
+    On the CPU the norm is at hand. On a GPU torch's fused optimizers are told by a tensor; the others update all the
+    same, and what they leave must not be saved.
+    """
+    bad = norm.isfinite().logical_not()
+    if norm.device.type == "cpu":
+        if not bad:
+            optimizer.step()
+        return
+    with skipping(optimizer, bad):
+        optimizer.step()
+
+
+@contextmanager
+def skipping(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> Iterator[None]:
+    """Inside, a step of a fused optimizer of torch's does nothing where `bad` is true; read on the device."""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        yield
+        return
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the attribute that GradScaler sets as well
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -32,7 +32,7 @@ class CausalLM:
 
     @cached_property
     def corpus(self) -> Corpus:
-        return open_covered(self.config.data, self.config.model.vocab_size, "model.vocab_size")
+        return open_covered(self.config, self.config.model.vocab_size, "model.vocab_size")
 
     def build_model(self) -> Transformer:
         return Transformer(self.config.model)

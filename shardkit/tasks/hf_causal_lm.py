@@ -42,7 +42,7 @@ class HFCausalLM:
 
     @cached_property
     def corpus(self) -> Corpus:
-        return open_covered(self.config.data, self.hf.config.vocab_size, "model.hf.vocab_size")
+        return open_covered(self.config, self.hf.config.vocab_size, "model.hf.vocab_size")
 
     def build_model(self) -> nn.Module:
         return attach_loss(self.hf.build(), self.config.model.loss_chunk_size)

@@ -46,7 +46,7 @@ class HFMaskedLM:
     @cached_property
     def corpus(self) -> Corpus:
         reserved = 1 if self.config.data.mask_token is None else 0
-        corpus = open_covered(self.config.data, self.hf.config.vocab_size, "model.hf.vocab_size", reserved)
+        corpus = open_covered(self.config, self.hf.config.vocab_size, "model.hf.vocab_size", reserved)
         if corpus.occurs(self.mask_token):
             raise ConfigError(
                 f"data.mask_token={self.mask_token} occurs in {corpus.source}",

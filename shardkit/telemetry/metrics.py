@@ -21,9 +21,9 @@ class MetricsWriter:
     """Appends one JSON object per optimizer step; TensorBoard gets the same numbers, and every gather's memory.
 
     A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
-    in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss after an
-    evaluation, and save_s after a save (how long training stood still for it before this step). A norm that is not
-    finite is written as null.
+    in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss and eval_s after
+    an evaluation, profile_s after a profile's export, and save_s after a save (how long training stood still for it
+    before this step). The norm of a step that fp16's loss scaling skipped is written as null.
 
     Args:
         wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.

@@ -192,7 +192,7 @@ plain = st.recursive(
 
 
 @given(args=st.dictionaries(st.text(max_size=6), plain, max_size=4), folder=st.text(min_size=1, max_size=20))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_config_survives_print_config(tmp_path: Path, args: dict[str, Any], folder: str) -> None:
     loaded = load_config(overrides={"task.factory": "a:B", "task.args": args, "run.dir": folder})
     path = tmp_path / "resolved.yaml"
@@ -445,7 +445,7 @@ def load_or_error(path: Path | None, overrides: Any) -> LoadedConfig | ConfigErr
         return error
 
 
-fuzz = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(st.dictionaries(keys, values, max_size=4))

@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from tests.cuda.parity_ranks import distance, held, join, train, worst, wrap
 from tests.cuda.steady import elsewhere, measure
 
 CASE = Case("single@1", offload=True)
+IN_HALF = replace(CASE, mode="bf16")
 LEAK = 24 << 20
 
 
@@ -35,9 +37,11 @@ def outcomes(root: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def seen(root: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Differences from the CPU's run, bytes on other devices, growth from step to step."""
+    """Differences from the CPU's run, losses in half precision, bytes on other devices, growth from step to step."""
     nan = float("nan")
-    found: dict[str, Any] = {"error": "", "elsewhere": -elsewhere(), "loss": nan, "weights": nan, "grown": 0}
+    found: dict[str, Any] = {
+        "error": "", "elsewhere": -elsewhere(), "loss": nan, "weights": nan, "in half": [], "grown": 0
+    }  # fmt: skip
     try:
         with start(None, CASE.settings()) as job:
             wrap(job, CASE)
@@ -45,6 +49,9 @@ def seen(root: str, wanted: dict[str, Any]) -> dict[str, Any]:
             far = distance(torch.load(f"{root}/{CASE.wanted}.pt"), list(held(job)))
         found["loss"] = worst(losses, wanted["losses"][CASE.wanted])
         found["weights"] = (far["square"] / far["norm"]) ** 0.5
+        with start(None, IN_HALF.settings()) as job:
+            wrap(job, IN_HALF)
+            found["in half"], _ = train(job, IN_HALF)
         with start(None, CASE.settings()) as job:
             memory = measure(job, CASE)["memory"]
         found["grown"] = memory[-1]["allocated"] - memory[0]["allocated"]

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from shardkit.strategies.local import SCALE
 
 from shardkit.checkpoint.format import layout
 from shardkit.checkpoint.format.manifest import RunState
@@ -21,6 +20,8 @@ from shardkit.run.job import Job, start
 from tests.checkpoint import cases
 from tests.cuda.parity_ranks import join
 
+SCALE = "engine.loss_scaler.cur_scale"
+"""Name under which a checkpoint has fp16's loss scale."""
 Found = tuple[str, str, list[str], list[float]]
 """Source, target case, names of what was not loaded or written as it was, losses of the next steps."""
 Piece = tuple[str, int, torch.Tensor]

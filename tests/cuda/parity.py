@@ -145,6 +145,7 @@ PATHS = [
     Case("hsdp+param@4", accum=1),
 ]
 """Each way in which something is copied between host and device, or gathered ahead."""
+HALF = [replace(case, mode="bf16") for case in PATHS]
 
 
 AXES: dict[str, Sequence[Any]] = {
@@ -197,9 +198,9 @@ def _candidates(pair: Pair, axes: dict[str, Sequence[Any]], draw: random.Random)
             return
 
 
-def everything() -> list[Case]:
-    """`full` and `covering`, each case once, in the order in which ranks can be shared."""
-    return sorted(set(full()) | set(covering()), key=lambda case: (pool(case), ENGINES.index(case.engine), str(case)))
+def ordered(cases: Iterable[Case]) -> list[Case]:
+    """Each case once, in the order in which ranks can be shared."""
+    return sorted(set(cases), key=lambda case: (pool(case), ENGINES.index(case.engine), str(case)))
 
 
 def pool(case: Case) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from tests.cuda import gpu_ranks
 from tests.cuda.parity import BASE, OFFLOADED, Case, pool
 from tests.emulated_cuda import needs_emulation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(1200), needs_emulation]
 
 CASES = [*map(Case, BASE), *map(Case, OFFLOADED), Case("single@1", offload=True), Case("fsdp@2", offload=True)]
 
@@ -24,7 +24,7 @@ CASES = [*map(Case, BASE), *map(Case, OFFLOADED), Case("single@1", offload=True)
 def found() -> dict[str, dict[str, list[Any]]]:
     out: dict[str, dict[str, list[Any]]] = {}
     for (world, backend), group in groupby(sorted(CASES, key=pool), pool):
-        ranks = gpu_ranks(world, "tests.cuda.steady:counted", todo=list(group), backend=backend)
+        ranks = gpu_ranks(world, "tests.cuda.steady:counted", timeout=600, todo=list(group), backend=backend)
         out |= {named(case): result for case, result in ranks[0].items()}
     return out
 

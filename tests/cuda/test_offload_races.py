@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.cuda import broken, gpu_ranks, pools
-from tests.cuda.parity import LATE, PATHS
+from tests.cuda.parity import HALF, LATE, PATHS
 from tests.cuda.verdict import EXACT, EXACT_WEIGHTS, problems
 from tests.emulated_cuda import needs_emulation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, pytest.mark.timeout(900), needs_emulation]
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,17 @@ def wanted(root: Path) -> dict[str, Any]:
     return pools.reference(root)
 
 
-@pytest.mark.timeout(900)
 def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict[str, Any]) -> None:
     found = pools.run(PATHS, root, root / "late.jsonl", **LATE)
     assert [f"{case}: {p}" for case in PATHS for p in problems(case, found[case], wanted)] == []
+
+
+def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
+    late = pools.run(HALF, root, root / "half_late.jsonl", **LATE)
+    assert [f"{case}: {p}" for case in HALF for p in problems(case, late[case], wanted)] == []
+    plain = pools.run(HALF, root, root / "half.jsonl")
+    for case in HALF:  # the limits of half precision would hide much
+        assert (late[case]["losses"], late[case]["weights"]) == (plain[case]["losses"], plain[case]["weights"]), case
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,13 @@ def test_the_product_as_it_is(outcomes: dict[str, Any]) -> None:
     found = outcomes["nothing"]
     assert found["loss"] <= EXACT and found["weights"] <= EXACT_WEIGHTS
     assert found["elsewhere"] == 0 and found["grown"] == 0
+    assert found["in half"] == outcomes["a leak"]["in half"] != [], "which changes no number"
 
 
 @pytest.mark.parametrize("wait", ["no wait for what comes back", "no wait before memory is let go"])
 def test_a_missing_wait_is_caught(wait: str, outcomes: dict[str, Any]) -> None:
     assert not outcomes[wait]["weights"] <= EXACT_WEIGHTS
+    assert outcomes[wait]["in half"] != outcomes["nothing"]["in half"]
 
 
 def test_a_copy_that_nobody_waits_for_writes_to_nobody_elses_memory() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardkit.config.schema import DataConfig
+from shardkit.config.schema import DataConfig, RunConfig
 from shardkit.data.corpus import Corpus, open_corpus
 from shardkit.data.sources import find_text_files, split_files
-from shardkit.data.windows import IGNORE_INDEX, Windows
-from shardkit.errors import DataError
+from shardkit.data.windows import IGNORE_INDEX, Windows, open_covered
+from shardkit.errors import ConfigError, DataError
 
 
 def data(tmp_path: Path, path: Path | str | None, **settings: object) -> DataConfig:
@@ -286,3 +286,56 @@ def test_windows_travel_to_workers_without_their_data(tmp_path: Path) -> None:
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
     assert pickle.loads(sent)[3]["tokens"].tolist() == windows[3]["tokens"].tolist()
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.JSONL", "train.ndjson", "part-0.parquet", "data-0.arrow"])
+def test_records_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / name).write_text('{"text": "a line"}\n' * 9)
+    for path in (folder / name, folder / "*", folder):
+        with pytest.raises(DataError, match=rf"holds records, not text \({name}\).*\n  fix: .*\.bin") as found:
+            open_corpus(data(tmp_path, path))
+        assert str(path) in found.value.cause
+    with pytest.raises(DataError, match="holds records"):
+        open_corpus(data(tmp_path, write_tree(tmp_path / "text"), val_path=str(folder / name)))
+
+
+def test_lines_of_json_beside_text_are_text(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "text")
+    (root / "cases.jsonl").write_text('{"text": "a line"}\n')
+    assert open_corpus(data(tmp_path, root)).n_train_files > 30
+
+
+def judged(tmp_path: Path, vocab_size: int, path: Path, **model: object) -> Corpus:
+    config = RunConfig.model_validate(
+        {"data": {"path": str(path), "cache_dir": str(tmp_path / "cache")}, "model": model}
+    )
+    return open_covered(config, vocab_size, "model.hf.vocab_size")
+
+
+def test_bytes_are_refused_for_weights_that_know_a_tokenizers_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, tokens = write_tree(tmp_path / "text"), write_tokens(tmp_path / "ids.bin", [5, 900] * 99)
+    llama, own = tmp_path / "llama", tmp_path / "own"
+    for folder in (llama, own):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"model\.init_from=.*llama.*read as bytes.*\n  fix: tokenize .*\.bin"):
+        judged(tmp_path, 32000, text, init_from=str(llama))
+    (llama / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"made by the tokenizer beside them \(tokenizer\.json\)"):
+        judged(tmp_path, 300, text, init_from=str(llama))
+    assert judged(tmp_path, 32000, tokens, init_from=str(llama)).max_token == 900
+    assert judged(tmp_path, 256, text, init_from=str(own)).max_token < 256, "weights that were trained on bytes"
+    assert caplog.messages == []
+
+
+def test_a_large_vocabulary_on_bytes_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    judged(tmp_path, 50257, write_tree(tmp_path / "text"))
+    (said,) = caplog.messages
+    assert "text is read as bytes: of the 50,257 tokens of model.hf.vocab_size only 256 occur" in said
+    judged(tmp_path, 257, tmp_path / "text")
+    judged(tmp_path, 50257, write_tokens(tmp_path / "ids.bin", [5, 900] * 99))
+    assert len(caplog.messages) == 1

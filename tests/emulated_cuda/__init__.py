@@ -28,7 +28,12 @@ def call(function: Callable[..., Any], *args: Any, **env: str) -> Any:
 
 def start(function: Callable[..., Any], *args: Any, **env: str) -> subprocess.Popen[str]:
     """The process that `call` waits for; its last line on stdout is the result."""
-    code = f"import json; from {function.__module__} import {function.__name__} as f; print(json.dumps(f(*{args!r})))"
+    # Python's own end is left out: it ends a thread of autograd's that still wants its lock, and C++ aborts then
+    # (pytorch/pytorch#38228).
+    code = (
+        f"import json, os; from {function.__module__} import {function.__name__} as f; "
+        f"print(json.dumps(f(*{args!r})), flush=True); os._exit(0)"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

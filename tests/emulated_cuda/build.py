@@ -224,10 +224,11 @@ def failing(wanted: set[str], objects: list[Path], result: int) -> str:
 def succeeding(wanted: set[str], objects: list[Path]) -> str:
     """cuBLAS's functions that are not in cublas.cpp: products are counted, all succeed."""
     product = re.compile("gemm|gemv|dot|trsm|geqrf|getrf|getrs|gels", re.IGNORECASE)
-    lines = ["void emucuda_count_gemm(void);"]
+    lines = ["void emucuda_gemm(void* stream);"]
     for name in sorted(wanted - defined(objects)):
-        body = "emucuda_count_gemm(); return 0;" if product.search(name) else "return 0;"
-        lines.append(f'__attribute__((visibility("default"))) int {name}() {{ {body} }}')
+        # A handle begins with its stream.
+        body = "emucuda_gemm(*handle); return 0;" if product.search(name) else "return 0;"
+        lines.append(f'__attribute__((visibility("default"))) int {name}(void** handle) {{ {body} }}')
     return "\n".join(lines) + "\n"
 
 

@@ -122,6 +122,10 @@ def test_a_rank_that_torchrun_had_to_kill_does_not_hide_another_ranks_exception(
             "[rank2]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 6000 milliseconds\n",
             ["Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "NCCL's watchdog after a collective"],
         ),
+        (  # since torch 2.15
+            "[rank2]:[E WorkNCCL.cpp:372] [TC][rank=2][name=0] Operation timed out after 6001 ms\n",
+            ["(exit code -6): Operation timed out after 6001 ms\n", "NCCL's watchdog after a collective"],
+        ),
         (
             "what(): [Rank 2] terminated with exception: CUDA error: unspecified launch failure\nmore\n",
             ["(exit code -6): CUDA error: unspecified launch failure\n", "likely cause: its GPU failed"],

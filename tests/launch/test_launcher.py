@@ -30,7 +30,8 @@ FIXED = dict(train__deterministic="true", checkpoint__every_steps=1, train__max_
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run that nothing disturbs, in place of an earlier one in a directory of a hostile name."""
     folder = tmp_path_factory.mktemp("plain") / "my 'run' $(touch hacked)"
-    (folder / "logs/earlier").mkdir(parents=True)
+    (folder / "logs/20260101-000000-node0-1").mkdir(parents=True)
+    (folder / ".shardkit").mkdir()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder, run(command(*TWO, *settings(folder, run__overwrite="true", **FIXED)))
 
@@ -41,7 +42,7 @@ def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.
     assert "files written:" in done.stdout and "step 8/8" in done.stderr
     logs = list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))
     assert len(logs) == 2, "overwriting a run leaves the logs of the launcher that is writing there"
-    assert not (folder / "logs/earlier").exists() and not (REPO / "hacked").exists()
+    assert not (folder / "logs/20260101-000000-node0-1").exists() and not (REPO / "hacked").exists()
     assert sorted(losses(folder)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
     shown = done.stdout.splitlines()[0]

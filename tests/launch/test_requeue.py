@@ -24,6 +24,7 @@ JOB = "JobId=7 Restarts={restarts} EndTime={end} PreemptTime={preempt} ExcNodeLi
 ECC = Failure(rank=3, exit_code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered", node="n4")
 CRASH = Failure(rank=3, exit_code=1, message="ValueError: x", node="n4")
 USER = Failure(rank=0, exit_code=2, message="sample 7 is empty", is_error=True)
+UNSAVED = Failure(rank=0, exit_code=5, message="the last save, of step 9, failed: x", is_error=True)
 SAVED = Failure(rank=0, exit_code=75, message="saved and stopped for SIGUSR2")
 
 
@@ -87,6 +88,9 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(
     ("came", "failures", "preempt", "why"),
     [
         ([signal.SIGUSR2], [SAVED], "None", "saved after USR2"),
+        ([signal.SIGUSR2], [UNSAVED], "None", "the last save failed, goes on from step 5"),
+        ([signal.SIGTERM], [UNSAVED], "2026-01-01T00:00:00", "the last save failed, goes on from step 5"),
+        ([signal.SIGTERM], [UNSAVED], "None", None),
         ([signal.SIGTERM], [SAVED], "None", None),  # a user's scancel
         ([signal.SIGTERM], [SAVED], "2026-01-01T00:00:00", "preempted"),
         ([], [CRASH], "2026-01-01T00:00:00", "preempted"),
@@ -102,15 +106,36 @@ def test_what_goes_back_to_the_queue(
     came: list[signal.Signals], failures: list[Failure], preempt: str, why: str | None, scontrol: Callable[..., Path]
 ) -> None:
     scontrol(preempt=preempt)
-    assert requeue.reason("7", came, failures, stopped=SAVED in failures) == why
+    assert requeue.reason("7", came, failures, SAVED in failures, saved=5) == why
+
+
+@pytest.mark.parametrize("failures", [[SAVED], [UNSAVED]])
+def test_without_a_checkpoint_of_this_start_usr2_queues_nothing(
+    failures: list[Failure], scontrol: Callable[..., Path]
+) -> None:
+    """The next start would stand where this one began."""
+    scontrol()
+    assert requeue.reason("7", [signal.SIGUSR2], failures, SAVED in failures, saved=None) is None
+
+
+def test_a_checkpoint_of_this_start_is_told_from_an_earlier_one(tmp_path: Path) -> None:
+    assert job_starts.newest_checkpoint(tmp_path) is None
+    manifest = tmp_path / "checkpoints/step_00000005/manifest.json"
+    for name in ("step_00000009.tmp", "step_00000009.corrupt", "step_00000005"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    before = job_starts.newest_checkpoint(tmp_path)
+    assert before is not None and before[0] == 5
+    os.utime(manifest, (1, 1))
+    assert job_starts.newest_checkpoint(tmp_path) != before, "the same step, saved anew"
 
 
 def test_what_slurm_has_queued_again_by_itself_is_its_doing(scontrol: Callable[..., Path]) -> None:
     """Without a GraceTime there is no PreemptTime: the job is back in the queue when the signals come."""
     calls = scontrol(restarts=3)
-    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, restart=2) == "taken back by Slurm"
-    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, restart=3) is None
-    assert requeue.reason("7", [], [USER], stopped=False, restart=2) is None
+    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, saved=None, restart=2) == "taken back by Slurm"
+    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, saved=None, restart=3) is None
+    assert requeue.reason("7", [], [USER], stopped=False, saved=None, restart=2) is None
     assert requeue.queue_again("7", restart=2) == "Slurm has queued it again"
     assert not calls.exists(), "a second requeue would be refused"
 
@@ -298,4 +323,4 @@ os.kill(os.getpid(), signal.SIGUSR2)  # while it ends
 
 def test_a_signal_while_ranks_start_is_kept_and_ends_no_child() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], cwd=REPO, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "alive [0.0, 1.0]\n"), done
+    assert (done.returncode, done.stdout) == (0, "alive [0.0, 1.0, 0.0]\n"), done

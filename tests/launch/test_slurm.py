@@ -10,10 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import startup
+from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.slurm import commands, submit
@@ -216,13 +218,58 @@ def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> 
 
 
 def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:
-    submit.write_snapshot(tmp_path / "run", "a: 1\n", "#!/bin/bash\n")
-    submit.write_snapshot(tmp_path / "run", "a: 2\n", "#!/bin/bash\n")
-    assert (tmp_path / "run/submit/config.yaml").read_text() == "a: 2\n"
-    assert (tmp_path / "run/submit.1/config.yaml").read_text() == "a: 1\n"
-    submit.write_snapshot(tmp_path / "new", "a: 1\n", "")
-    submit.remove_snapshot(tmp_path / "new")
+    for content in ("a: 1\n", "a: 2\n"):
+        submit.write_snapshot(submit.reserve(tmp_path / "run"), content, "#!/bin/bash\n")
+    assert (tmp_path / "run/submit/1/config.yaml").read_text() == "a: 1\n", "of a job that may still be queued"
+    assert (tmp_path / "run/submit/2/config.yaml").read_text() == "a: 2\n"
+    folder = submit.reserve(tmp_path / "new")
+    submit.write_snapshot(folder, "a: 1\n", "")
+    submit.remove_snapshot(folder)
     assert not (tmp_path / "new").exists()
+    submit.remove_snapshot(submit.reserve(tmp_path / "run"))
+    assert {path.name for path in (tmp_path / "run/submit").iterdir()} == {"1", "2"}
+
+
+FAKE_SBATCH = '#!/bin/bash\ncat "${@: -1}" > "$FAKE/job.$(ls "$FAKE" | wc -l)"\necho 7\n'
+
+
+def test_a_later_submission_leaves_an_earlier_job_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "bin/sbatch").write_text(FAKE_SBATCH)
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE", f"{tmp_path}/jobs")
+    sizes: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "gpus_per_node": 1}
+    for rate in ("0.25", "0.5"):
+        submit.submit(submit.prepare("-", [f"run.dir={tmp_path}/run", f"optim.lr={rate}"], **sizes))
+    for number, rate in enumerate((0.25, 0.5)):
+        line = next(x for x in (tmp_path / f"jobs/job.{number}").read_text().splitlines() if x.startswith("set -- "))
+        assert load_config(line.split()[2], []).config.optim.lr == rate
+
+
+def test_a_job_that_is_queued_again_runs_what_it_ran_first(tmp_path: Path) -> None:
+    """Whatever became of the file that was submitted; a user's copy of a template passes it on as it is."""
+    config, run_dir = tmp_path / "mine.yaml", tmp_path / "run"
+    config.write_text(f"run: {{dir: {run_dir}}}\noptim: {{lr: 0.25}}\n")
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+
+    def trained(environ: dict[str, str]) -> tuple[float, int]:
+        batch = read_batch(["srun", str(config), "train.seed=3"], environ)
+        argv = step_argv(batch.pin(), environ)
+        found = load_config(argv[argv.index("--config") + 1], argv[argv.index("--config") + 2 :]).config
+        return found.optim.lr, found.train.seed
+
+    assert trained(environ) == (0.25, 3)
+    config.write_text(f"run: {{dir: {run_dir}}}\noptim: {{lr: 0.5}}\n")
+    assert trained({**environ, "SLURM_RESTART_COUNT": "1"}) == (0.25, 3)
+    assert trained({**environ, "SLURM_JOB_ID": "8"}) == (0.5, 3)
+    assert trained({**environ, "SLURM_RESTART_COUNT": "2"}) == (0.25, 3)
+    array = {**environ, "SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
+    assert trained(array) == (0.5, 3)
+    config.unlink()
+    config.write_text(f"run: {{dir: {run_dir}}}\n")
+    assert trained({**array, "SLURM_RESTART_COUNT": "1"}) == (0.5, 3)
 
 
 def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

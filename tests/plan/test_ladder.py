@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +23,7 @@ from shardkit.plan.search.ladder import _stacked, climb, default_rungs, parse_ru
 from shardkit.plan.search.max_model import FINEST, batch_sizes, largest, model_sizes
 from shardkit.plan.search.trial import Trial, run_trial
 from shardkit.plan.target import Target
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 CPU = Target(1, None, 1)
@@ -31,7 +31,7 @@ SMALL = ["model.preset=debug", "run.device=cpu", "train.micro_batch_size=8", "op
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "shardkit.cli", *args], capture_output=True, text=True, cwd=REPO)
+    return python_m("shardkit.cli", *args)
 
 
 def test_rungs_build_on_each_other_and_own_ones_are_read() -> None:

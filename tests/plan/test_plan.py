@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from shardkit.plan.model.estimate import MemoryEstimate
 from shardkit.plan.show import show
 from shardkit.plan.simulate.step import sample_batch
 from shardkit.plan.target import choose_target
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -88,9 +88,7 @@ def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
 
 
 def run(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shardkit.cli", "plan", *args], capture_output=True, text=True, cwd=cwd
-    )
+    return python_m("shardkit.cli", "plan", *args, cwd=cwd)
 
 
 def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None:
@@ -231,7 +229,11 @@ class Task:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
 
     def build_model(self):
-        return Model(self.branch)
+        model = Model(self.branch)
+        if self.branch == "number":
+            model.number = nn.Parameter(torch.tensor(0.5))
+            model.register_forward_hook(lambda model, _, y: y * model.number)
+        return model
 
     def dataset(self, split):
         return [] if self.branch == "no data" else [torch.ones(32)] * 8
@@ -290,6 +292,12 @@ def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(
     for strategy in ("fsdp", "hsdp"):
         offloaded = for_users(branch, f"parallel.strategy={strategy}", "parallel.offload_param=cpu")
         assert offloaded.host_peak > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Callable[..., MemoryEstimate]) -> None:
+    plain, number = (for_users(branch, f"parallel.strategy={strategy}") for branch in ("plain", "number"))
+    assert number.n_params == plain.n_params + 1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

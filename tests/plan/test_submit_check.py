@@ -11,14 +11,14 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.plan import history
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = ["model.preset=debug", "train.micro_batch_size=64", "parallel.strategy=ddp", "--gpus-per-node", "2"]
 
 
 def submit(run_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardkit.cli", "submit", "-", f"run.dir={run_dir}", "--dry-run", *SMALL, *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    return python_m("shardkit.cli", "submit", "-", f"run.dir={run_dir}", "--dry-run", *SMALL, *args)
 
 
 @pytest.mark.slow
@@ -50,5 +50,5 @@ def test_what_fits_is_submitted_and_what_was_planned_is_kept(tmp_path: Path) -> 
     said = json.loads((run_dir / "plan.json").read_text())
     assert said["verdict"] == "fits"
     assert said["ranks"][0]["world_size"] == 2
-    queued = load_config(run_dir / "submit" / "config.yaml", []).config
+    queued = load_config(run_dir / "submit" / "1" / "config.yaml", []).config
     assert said["config"] == history.digest(queued), "the job takes the plan for its own"

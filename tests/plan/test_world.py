@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.plan.client import Planner
 from shardkit.plan.target import choose_target
+from tests.commands import python_m
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -72,9 +70,8 @@ def test_a_share_of_the_optimizer_states_is_planned_on_each_side(h100: Planner) 
 
 
 def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardkit.cli", "plan", str(REPO / "configs" / "quickstart.yaml")]
     target = ["--gpus", "2", "--gpu", "h100", "--json", "--no-advice"]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, *target], capture_output=True, text=True, cwd=tmp_path, env=env)
+    env = {"PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+    done = python_m("shardkit.cli", "plan", REPO / "configs" / "quickstart.yaml", *target, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["method"] == "cuda"

@@ -35,7 +35,7 @@ def planners() -> list[psutil.Process]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(0, "ddp"), pytest.param(2, "fsdp", marks=pytest.mark.slow)])
 def test_a_run_shows_its_plan_beside_what_was_measured(
     ranks: int, strategy: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from shardkit.train import main
+from tests.commands import environment, python_m
 
 REPO = Path(__file__).resolve().parents[2]
-LAUNCHER_VARIABLES = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|GROUP_|OMPI_|PMI)")
 
 
 @pytest.fixture
@@ -44,16 +44,7 @@ def settings(tmp_path: Path, text: Path, **extra: Any) -> list[str]:
 def run(
     args: list[str], ranks: int = 0, env: dict[str, str] | None = None, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "shardkit.train", *args],
-        cwd=REPO, env=environment(env), capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-
-
-def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.match(k)}
-    return {**clean, "OMP_NUM_THREADS": "1", **(extra or {})}
+    return python_m("shardkit.train", *args, ranks=ranks, env=env, timeout=timeout)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -112,12 +103,7 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), SLOW("fsdp"), "zero2", SLOW("zero3")])
 def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
-    command = [sys.executable, "docs/examples/own_loop.py", strategy]
-    if strategy != "single":
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        command, cwd=REPO, env=environment({"PYTHONPATH": str(REPO)}), capture_output=True, text=True, timeout=120
-    )
+    done = python_m("docs/examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2)
     assert done.returncode == 0, done.stderr
     loss = float(re.search(r"loss ([\d.]+)", done.stdout).group(1))  # type: ignore[union-attr]
     assert loss < 1.2, "starts near ln 4 = 1.386"
@@ -178,7 +164,7 @@ def test_bad_settings_are_refused_in_two_lines(
     overrides, said = BAD[case]
     if case == "no gpu" and _has_gpu():
         pytest.skip("needs a machine without a GPU")
-    for name in filter(LAUNCHER_VARIABLES.match, list(os.environ)):
+    for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
     code = main([*settings(tmp_path, text), *overrides])
@@ -211,7 +197,7 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> None:
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".shardkit").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     user_error(run(settings(tmp_path, text)), "already holds a run", "overwrite")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
@@ -219,7 +205,7 @@ def test_a_directory_that_holds_a_run_is_kept(tmp_path: Path, text: Path) -> Non
 
 def test_overwrite_deletes_the_old_run_only(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / ".shardkit").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 99}\n')
     (folder / "notes.txt").write_text("mine")
     done = run(settings(tmp_path, text, run__overwrite="true", train__max_steps=1))
@@ -278,7 +264,10 @@ def test_zero_without_deepspeed_is_refused(tmp_path: Path, text: Path) -> None:
         "    return None if name.split('.')[0] == 'deepspeed' else find(name, path, target)\n"
         "PathFinder.find_spec = hide\n"
     )
-    done = run([*settings(tmp_path, text), "parallel.strategy=zero2"], env={"PYTHONPATH": str(tmp_path / "site")})
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit.train", *settings(tmp_path, text), "parallel.strategy=zero2"],
+        cwd=REPO, env=environment({"PYTHONPATH": str(tmp_path / "site")}), capture_output=True, text=True,
+    )  # fmt: skip
     user_error(done, "deepspeed", "pip install")
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +195,65 @@ def test_a_job_whose_node_dies_is_queued_again_and_finishes(
     assert cluster.wait(job, output) == "COMPLETED", read(output)
     assert losses(run_dir) == undisturbed
     assert "started 2 times; ended before: " in read(output)
+
+
+@pytest.mark.slow
+def test_ranks_that_outlive_their_node_give_way_to_the_queued_job(
+    cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """slurmd dies, its tasks live on; Slurm queues the job again, and starts it elsewhere."""
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    job = cluster.sbatch("srun", output, steady(run_dir, steps=2000, checkpoint__every_steps=50), nodes=1, ranks=2)
+    cluster.wait_for_step(run_dir, 60, output)
+    node = cluster.field(job, "NodeList")
+    os.kill(int((cluster.folder / "pids" / node).read_text()), signal.SIGKILL)
+    try:
+        until(lambda: len(errors_of(run_dir, job, 0)) == 2, 120, lambda: read(output))
+        until(lambda: cluster.field(job, "Restarts") == "1", 60, lambda: read(output))
+    finally:
+        cluster.call("bash", str(SCRIPT), "start-node", str(cluster.folder), node)
+    for error in errors_of(run_dir, job, 0):
+        assert error["exit_code"] == 6 and f"Slurm job {job} of test (restart 1)" in error["message"], error
+    cluster.wait_for_step(run_dir, max(losses(run_dir)) + 20, output)
+    assert sorted(losses(run_dir)) == list(range(1, max(losses(run_dir)) + 1)), "each step once"
+    cluster.call("scancel", job)
+    cluster.wait(job, output)
+
+
+def errors_of(run_dir: Path, job: str, restart: int) -> list[dict[str, Any]]:
+    """What the ranks of a start recorded."""
+    folder = run_dir / f"logs/slurm-{job}.{restart}/errors"
+    return [json.loads(path.read_text())["shardkit"] for path in folder.glob("*.json")]
+
+
+def test_a_save_that_finds_no_room_is_no_reason_to_queue_again(
+    cluster: Cluster, tmp_path: Path, small_disk: Path
+) -> None:
+    output, run_dir = tmp_path / "out", tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(small_disk)
+    job = cluster.sbatch("srun", output, steady(run_dir, steps=100_000), nodes=1, ranks=1)
+    after = cluster.call("sbatch", "--parsable", f"--dependency=afterok:{job}", f"-o{tmp_path}/after", "--wrap=id")
+    cluster.wait_for_step(run_dir, 3, output)
+    cluster.call("scancel", "--batch", "--signal=USR2", job)
+    assert cluster.wait(job, output) == "FAILED", read(output)
+    assert cluster.field(job, "ExitCode") == "5:0" and cluster.field(job, "Restarts") == "0"
+    assert f"error: the last save, of step {last_step(run_dir)}, failed: rank 0: " in read(output)
+    assert "queued again" not in read(output) and "saved and stopped" not in read(output)
+    assert reasons(run_dir)[0].startswith("failed: the last save, of step")
+    until(lambda: cluster.field(after.strip(), "Reason") == "DependencyNeverSatisfied", 20, lambda: read(output))
+    cluster.call("scancel", after.strip())
+    assert not (tmp_path / "after").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system too small for a checkpoint."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.slow

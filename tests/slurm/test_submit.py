@@ -25,7 +25,7 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     followed = cluster.shardkit("logs", "-f", job)
     assert "files written:" in followed.stdout and "step 6/6" in followed.stdout, followed
     assert cluster.field(job, "JobState") == "COMPLETED"
-    assert {p.name for p in (folder / "submit").iterdir()} >= {"config.yaml", "job.sbatch", "code.json", "job_id"}
+    assert {p.name for p in (folder / "submit/1").iterdir()} >= {"config.yaml", "job.sbatch", "code.json", "job_id"}
     assert not list(REPO.glob("hacked")) and not list(tmp_path.glob("hacked"))
     assert cluster.shardkit("logs", str(folder)).stdout == (folder / f"logs/slurm-{job}.out").read_text()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +106,32 @@ def averages(names: list[str], decay: float, steps: int = 4) -> dict[str, Any]:
             out[name] = (local, judged, plain, after)
         gc.collect()
     return out
+
+
+def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, int]]:
+    """(weights of the model, elements of averages that this rank keeps, times a step looked at all of the state)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = {}
+    for name in names:
+        with start(None, settings(name, world) | {"train.ema_decay": decay}) as job:
+            cases.wrap(job)
+            job.step(cases.micro_batches(0, rank, world), cases.loss_fn, cases.n_targets)
+            kept = sum(s.local.numel() for s in job.strategy.load_targets() if s.name.startswith("ema."))
+            whole = sum(math.prod(s) for s in {s.name: s.shape for s in shapes(job.strategy)}.values())
+            looked: list[str] = []
+            for verb in ("shards", "load_targets"):
+                look = getattr(job.strategy._inner, verb)  # type: ignore[attr-defined]
+                seen = partial(lambda out, verb, look: out.append(verb) or look(), looked, verb, look)
+                setattr(job.strategy._inner, verb, seen)  # type: ignore[attr-defined]
+            job.step(cases.micro_batches(1, rank, world), cases.loss_fn, cases.n_targets)
+            out[name] = whole, kept, len(looked)
+        gc.collect()
+    return out
+
+
+def shapes(strategy: Any) -> list[Any]:
+    """The weights, whole or in parts."""
+    return [shard for shard in strategy.load_targets() if shard.name.startswith("model.")]
 
 
 def held_out(model: torch.nn.Module, rank: int, world: int) -> float:

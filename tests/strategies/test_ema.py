@@ -47,3 +47,14 @@ def test_a_checkpoint_carries_the_averages_to_any_strategy(tmp_path: Path) -> No
     assert any(abs(saved[key] - saved["model" + key[3:]]) > 1e-6 for key in saved if key.startswith("ema."))
     for name in ("fsdp", "zero3"):
         assert whole(name) == pytest.approx(saved, rel=1e-9), name
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_rank_averages_its_own_part_and_looks_at_nothing_else() -> None:
+    names = ["ddp", "fsdp", "zero2", "zero3"]
+    ranks = run_ranks(2, "tests.strategies.precision_cases:averaged", names=names)
+    for name in names:
+        weights = ranks[0][name][0]
+        assert sum(rank[name][1] for rank in ranks) == weights, f"{name}: each average is kept once"
+        assert [rank[name][2] for rank in ranks] == [0, 0], f"{name}: a step goes through the whole state"

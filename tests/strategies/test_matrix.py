@@ -39,6 +39,7 @@ def agree(found: Curves, single: Curves) -> None:
         assert worst(curve, want) <= limit, f"{key}: {curve} instead of {want}"
 
 
+@pytest.mark.slow
 def test_one_process(single: Curves) -> None:
     assert len(single) == 3 * len(POLICIES) * 2
     agree(single, single)

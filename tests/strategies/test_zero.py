@@ -16,7 +16,8 @@ from shardkit.errors import ConfigError
 from shardkit.strategies.zero.config import build_ds_config
 from shardkit.strategies.zero.cpu_adam import first_compiler_error, sole_builder
 from shardkit.strategies.zero.state import masters, share_rates, zero3_shards, zero_scalars
-from tests.run.test_train import REPO, environment, user_error
+from tests.commands import python_m
+from tests.run.test_train import REPO, user_error
 
 
 def built(world: int = 4, accum: int = 3, numel: int | None = 1001, **settings: Any) -> dict[str, Any]:
@@ -98,11 +99,10 @@ def test_a_build_that_fails_says_why_and_what_to_do(tmp_path: Path) -> None:
         "exit 1\n"
     )
     compiler.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "shardkit.train", "parallel.strategy=zero2", "parallel.offload_optimizer=cpu",
-         f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=1"],
-        cwd=REPO, capture_output=True, text=True, timeout=200,
-        env=environment({"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}),
+    done = python_m(
+        "shardkit.train", "parallel.strategy=zero2", "parallel.offload_optimizer=cpu",
+        f"run.dir={tmp_path}/run", "run.device=cpu", "train.max_steps=1",
+        env={"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}, timeout=200,
     )  # fmt: skip
     assert "building DeepSpeedCPUAdam" in done.stderr
     user_error(done, "fatal error: no such header", "apt-get install g++")

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata as packages
@@ -38,9 +38,17 @@ class RangeWriter(StorageWriter):
     """Storage of one save: `<final>.tmp` until rank 0 has the manifest on disk, then `<final>`."""
 
     def __init__(
-        self, final: Path, rank: int, run: RunState, strategy: str, world_size: int, scalars: dict[str, float]
+        self,
+        final: Path,
+        rank: int,
+        run: RunState,
+        strategy: str,
+        world_size: int,
+        scalars: dict[str, float],
+        fence: Callable[[], None] | None = None,
     ) -> None:
         self.final = final
+        self._fence = fence or (lambda: None)
         self.draft = final.with_suffix(TMP)
         self._rank = rank
         self._about: dict[str, Any] = dict(run=run, strategy=strategy, world_size=world_size, scalars=scalars)
@@ -60,6 +68,7 @@ class RangeWriter(StorageWriter):
         Raises:
             OSError: no space for the checkpoint beside those that are there, or the folder cannot be made.
         """
+        self._fence()
         needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
         self.final.parent.mkdir(parents=True, exist_ok=True)
         check_space(self.final.parent, needed)
@@ -89,6 +98,7 @@ class RangeWriter(StorageWriter):
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(self.draft)
+        self._fence()
         publish(self.draft, self.final)
 
     def _manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:

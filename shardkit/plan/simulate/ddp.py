@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...strategies.ddp import own_or_models
+
 _FIRST_BUCKET_MB = 1.0
 
 
 class StandInDDP(nn.Module):
-    """Takes what `DistributedDataParallel` takes from the ddp strategy.
+    """Takes what `DistributedDataParallel` takes from the ddp strategy; every parameter gets a gradient.
 
     Gradient buckets of `bucket_cap_mb` (the first 1 MiB) are allocated with the wrapper and live as long as it does.
     A finished gradient is copied into its bucket and becomes a view of it; a full bucket is given to the hook.
     """
+
+    __getattr__ = own_or_models
 
     def __init__(
         self,
@@ -26,6 +30,7 @@ class StandInDDP(nn.Module):
         device_ids: Sequence[torch.device] | None = None,
         bucket_cap_mb: float = 25.0,
         gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
         assert gradient_as_bucket_view

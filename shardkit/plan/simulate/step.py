@@ -26,11 +26,11 @@ from ...tasks.base import Batch, Task
 @contextmanager
 def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> Iterator[Strategy]:
     """The task's model, wrapped as training would."""
-    strategy = make_strategy(config, world)
+    strategy, blocks = make_strategy(config, world), getattr(task, "block_classes", ())
     try:
         parallelize(
-            config, world.device, strategy, task.build_model, lambda model: make_optimizer(config.optim, model),
-            weights, getattr(task, "block_classes", ()), getattr(task, "attention_classes", ()),
+            config, world.device, strategy, task.build_model, lambda model: make_optimizer(config.optim, model, blocks),
+            weights, blocks, getattr(task, "attention_classes", ()),
         )  # fmt: skip
         yield strategy
     finally:

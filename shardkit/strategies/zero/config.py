@@ -123,8 +123,8 @@ def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict
         if getattr(parallel, key) != "none":
             zero[key] = {"pin_memory": on_cuda}
     return {
-        # Without it a bf16 or fp32 step whose gradients are not finite would be skipped without a word.
-        "bf16": {"check_grad_overflow": False},
+        # A pass over all gradients and a wait: only where the update cannot be skipped on the device (`GroupNorms`).
+        "bf16": {"check_grad_overflow": parallel.offload_optimizer != "none"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions
         "zero_force_ds_cpu_optimizer": False,

@@ -17,13 +17,16 @@ from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.rows import StateKind
+from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ..base import OptimizerFactory, Shard
-from ..states import buffer_shards
+from ..states import buffer_shards, with_scalars
+from ..step import skipping
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
+    GroupNorms,
     accounted,
     create_zero_states,
     frozen_shards,
@@ -61,6 +64,9 @@ class ZeRO:
     def construction(self) -> AbstractContextManager[object] | None:
         if self.stage < 3:
             return None
+        # Its import checks the signature of Tensor.__new__, which zero.Init replaces: too late while a model is built.
+        import torch._dynamo  # noqa: F401
+
         # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
         return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
 
@@ -68,6 +74,7 @@ class ZeRO:
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         deepspeed = _deepspeed(self._world)
+        self._scalars = weights.scalars
         named = list(model.named_parameters())
         self._fqns = {id(param): fqn for fqn, param in named}
         if any(hasattr(param, "ds_tensor") for _, param in named):
@@ -77,6 +84,7 @@ class ZeRO:
             weights.materialise(model, self._world.device)
             named = list(model.named_parameters())
             self._fqns = {id(param): fqn for fqn, param in named}
+        engine_forward(model, self._world.device, self._config.precision, self.name)
         numel = sum(getattr(param, "ds_numel", param.numel()) for _, param in named)
         optimizer = make_optimizer(model)
         if self._config.parallel.offload_optimizer != "none":
@@ -86,6 +94,7 @@ class ZeRO:
         )
         self.model = self._engine
         self.optimizer = self._zero.optimizer
+        self._norms = GroupNorms(self._zero, self._world.device)
 
     def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
         """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind is padding."""
@@ -121,10 +130,13 @@ class ZeRO:
     def step(self, max_norm: float | None) -> torch.Tensor:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
         share_rates(self._zero)
-        self._engine.step()
+        self._norms.forget()
+        with skipping(self._zero.optimizer, self._norms.bad):
+            self._engine.step()
+        if self._config.precision.mode != "fp16":
+            return self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
         # Of a step that loss scaling skipped, DeepSpeed up to 0.19.6 says the norm of an earlier one.
-        skipped = self._config.precision.mode == "fp16" and self._zero.overflow
-        return torch.as_tensor(math.inf if skipped else self._engine.get_global_grad_norm())
+        return torch.as_tensor(math.inf if self._zero.overflow else self._engine.get_global_grad_norm())
 
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)
@@ -140,7 +152,7 @@ class ZeRO:
         return accounted(self._zero, self.stage, own)
 
     def shards(self) -> Iterator[Shard]:
-        return self._shards(self._world.rank, self._world.size)
+        return with_scalars(self._shards(self._world.rank, self._world.size), self._scalars)
 
     def _shards(self, part: int, parts: int) -> Iterator[Shard]:
         """This rank's partitions, and one of `parts` ranges of what every rank holds whole."""
@@ -153,7 +165,7 @@ class ZeRO:
         create_zero_states(self._zero, self.stage)
 
     def load_targets(self) -> Iterator[Shard]:
-        return self._shards(0, 1)
+        return with_scalars(self._shards(0, 1), self._scalars)
 
     def scalars(self) -> dict[str, float]:
         return zero_scalars(self._zero, self.stage, self._fqns)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..states import create_states, even_range, flat, scalars_of, set_scalars
 
 ACCOUNT = Feature("ZeRO's state in memory's categories, and its checkpoints")
 ENGINE = Feature("training under ZeRO")
+GROUP_NORMS = "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"
 _STAGES = {
     2: ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", (
         "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "averaged_gradients",
@@ -31,13 +33,14 @@ _NAMES = {
     for stage, (optimizer, names) in _STAGES.items()
 }
 for _optimizer, _ in _STAGES.values():
-    for _name in ("clip_grad", "overflow", "optimizer"):
+    for _name in ("clip_grad", "overflow", "optimizer", *GROUP_NORMS):
         ENGINE.use(f"{_optimizer}.{_name}")
 # offload_ratio below 1: a second optimizer, whose learning rate DeepSpeed (0.19) does not change.
 ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
 for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
+ENGINE.use("torch._dynamo")  # imported before zero.Init replaces what its import looks at
 ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.ds_opt_adam")
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.opt_id")
@@ -64,6 +67,46 @@ def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
     """What updates a master partition: with offload_ratio DeepSpeed has a second optimizer, for those on the GPU."""
     on_gpu = getattr(zero, "backup_optimizer", None)
     return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
+
+
+class GroupNorms:
+    """Whether the norm of some group of gradients is not finite, noticed where DeepSpeed computes it.
+
+    DeepSpeed writes -1 for such a norm, and up to 0.19.6 takes that for 1 when it combines groups; the step is made.
+
+    Attributes:
+        bad: 1 if one was not finite since `forget`, else 0; on the device, before the update's kernels run.
+    """
+
+    def __init__(self, zero: Any, device: torch.device) -> None:
+        self.bad = torch.zeros((), device=device)
+        self._bad_on_host = False
+        for name in GROUP_NORMS:
+            setattr(zero, name, self._noting(getattr(zero, name)))
+
+    def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found = compute(*args, **kwargs)
+            norm = torch.as_tensor(found)
+            bad = (norm.isfinite() & (norm >= 0)).logical_not()
+            if norm.device == self.bad.device:
+                self.bad.copy_(torch.maximum(self.bad, bad.float()))
+            elif bad:
+                self._bad_on_host = True
+                self.bad.fill_(1.0)
+            return found
+
+        return noted
+
+    def forget(self) -> None:
+        self._bad_on_host = False
+        self.bad.zero_()
+
+    def checked(self, norm: torch.Tensor) -> torch.Tensor:
+        """DeepSpeed's norm of all groups, infinite if that of one was not finite."""
+        if norm.device != self.bad.device:
+            return torch.full_like(norm, math.inf) if self._bad_on_host else norm
+        return norm.masked_fill(self.bad > 0, math.inf)
 
 
 def share_rates(zero: Any) -> None:

@@ -4,14 +4,19 @@
 #include <cstdint>
 
 extern "C" {
-void emucuda_drain(void* stream);  // wait until everything queued on the stream has run
+void emucuda_drain(void* stream);  // wait until everything queued on the stream has run; its virtual time goes on
+void emucuda_synchronise(void* stream);  // wait for its virtual time too, as the program would
 void emucuda_enqueue(void* stream, void (*task)(void*), void* argument);
 unsigned emucuda_stream_id(void* stream);
+// Virtual time (streams.h). A kernel that was called at `called_ms` and has run keeps the stream busy.
+double emucuda_now_ms(void);
+double emucuda_clock_ms(void* stream);
+void emucuda_spend(void* stream, double called_ms, int product);
 int emucuda_current_device(void);
 size_t emucuda_used_memory(int device);
 size_t emucuda_skip_above(void);  // see Settings::skip_above
 void emucuda_count_operator(int synchronises);
-void emucuda_count_gemm(void);
+void emucuda_gemm(void* stream);  // a matrix product of no-compute mode
 
 // CUPTI records what runs while a profiler is attached.
 enum ActivityKind { ACTIVITY_KERNEL, ACTIVITY_COPY_TO_DEVICE, ACTIVITY_COPY_TO_HOST };

@@ -22,7 +22,6 @@ using namespace emu;
 EMU_EXPORT int emucuda_counter_number(void) { return N_COUNTERS; }
 EMU_EXPORT const char* emucuda_counter_name(int index) { return NAMES[index]; }
 EMU_EXPORT unsigned long long emucuda_counter_value(int index) { return values[index].load(); }
-EMU_EXPORT void emucuda_count_gemm(void) { count(Counter::gemm); }
 EMU_EXPORT void emucuda_count_operator(int synchronises) {
   count(Counter::emulated_operator);
   if (synchronises) count(Counter::stream_sync);

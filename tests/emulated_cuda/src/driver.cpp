@@ -36,6 +36,14 @@ EMU_EXPORT CUresult cuGetErrorString(CUresult error, const char** text) {
                                             : error_name(error);
   return CUDA_SUCCESS;
 }
+// Messages of the driver about errors: there are none.
+#if CUDA_VERSION >= 13000
+EMU_EXPORT CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* made) {
+  if (made) *made = nullptr;
+  return CUDA_SUCCESS;
+}
+EMU_EXPORT CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
+#endif
 
 EMU_EXPORT CUresult cuDeviceGetCount(int* number) {
   *number = settings().devices();

@@ -121,7 +121,7 @@ EMU_EXPORT CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmem
 }
 EMU_EXPORT CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
   count(Counter::mem_unmap);
-  drain_all_devices();
+  synchronise_all_devices();
   std::lock_guard<std::mutex> lock(mappings_mutex);
   auto entry = mappings().lower_bound(pointer);
   while (entry != mappings().end() && entry->first < pointer + size) {
@@ -173,6 +173,7 @@ EMU_EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* 
 EMU_EXPORT CUresult cuMemsetD32Async(CUdeviceptr pointer, unsigned value, size_t number, CUstream stream) {
   EMU_DRIVER_NEEDS(stream_of(stream)->device);
   count(Counter::memset);
+  launched(stream_of(stream), settings().kernel_ms);
   stream_of(stream)->drain();
   std::fill_n(static_cast<unsigned*>(address_of(pointer)), number, value);
   return CUDA_SUCCESS;

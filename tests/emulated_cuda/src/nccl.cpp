@@ -31,6 +31,7 @@ struct Operation {
   cudaStream_t stream;
   double scale = 1;
   size_t bytes_done = 0;  // of a message
+  double ready_ms = 0;
 };
 
 bool ranks_agree(const Operation& op) {
@@ -90,13 +91,14 @@ void take(const Operation& op, size_t begin, size_t number, size_t stride) {
 // False: aborted, or the device was lost.
 bool run_collective(Operation& op) {
   ncclComm& comm = *op.comm;
-  comm.shared->calls[comm.rank] = {op.kind, op.type, op.peer, op.number};
+  comm.shared->calls[comm.rank] = {op.kind, op.type, op.peer, op.number, op.ready_ms};
   if (!comm.meet(comm.shared->data)) return false;
   if (!ranks_agree(op)) {
     comm.error = ncclInvalidUsage;
     comm.aborted = true;
     return false;
   }
+  for (int rank = 0; rank < comm.ranks; rank++) op.ready_ms = std::max(op.ready_ms, comm.shared->calls[rank].ready_ms);
   size_t width = width_of(op.type);
   // None may write its next call before all have read this one; a collective of data meets below.
   if (!op.number || op.number * width > emucuda_skip_above()) return comm.meet(comm.shared->data);
@@ -125,10 +127,12 @@ bool move_message(Operation& op) {
     std::memcpy(mailbox.body(), op.from + op.bytes_done, bytes);
     mailbox.bytes = static_cast<uint32_t>(bytes);
     op.bytes_done += bytes;
+    mailbox.ready_ms = op.ready_ms;
     mailbox.full = 1;
   } else {
     std::memcpy(op.to + op.bytes_done, mailbox.body(), mailbox.bytes);
     op.bytes_done += mailbox.bytes;
+    op.ready_ms = std::max(op.ready_ms, mailbox.ready_ms);
     mailbox.full = 0;
   }
   comm.shared->mail++;
@@ -160,6 +164,7 @@ struct Task {
   cudaStream_t stream;
   std::vector<Operation> operations;
   uint32_t correlation;
+  double called_ms;
 };
 
 void run(void* argument) {
@@ -172,13 +177,17 @@ void run(void* argument) {
   const Profiler* profiler = emucuda_profiler();
   uint64_t begin = profiler ? profiler->now() : 0;
   std::vector<Operation*> messages;
+  double ready = std::max(task->called_ms, emucuda_clock_ms(task->stream));
   for (auto& op : task->operations) {
+    op.ready_ms = ready;
     if (op.kind == SEND || op.kind == RECEIVE)
       messages.push_back(&op);
     else if (comm.aborted || lost(comm.device) || !run_collective(op))
       break;
   }
   run_messages(comm, messages);
+  for (auto& op : task->operations) ready = std::max(ready, op.ready_ms);
+  emucuda_spend(task->stream, ready, 0);
   if (profiler) {
     std::string name = std::string("ncclDevKernel_") + NAMES[task->operations[0].kind];
     Activity done{ACTIVITY_KERNEL, name.c_str(), comm.device, emucuda_stream_id(task->stream), 0, task->correlation,
@@ -199,7 +208,7 @@ void submit_group() {
   for (auto& op : group) {
     auto same = [&](Task* task) { return task->comm == op.comm && task->stream == op.stream; };
     auto found = std::find_if(tasks.begin(), tasks.end(), same);
-    if (found == tasks.end()) found = tasks.insert(found, new Task{op.comm, 0, op.stream, {}, 0});
+    if (found == tasks.end()) found = tasks.insert(found, new Task{op.comm, 0, op.stream, {}, 0, emucuda_now_ms()});
     (*found)->operations.push_back(op);
   }
   group.clear();
@@ -218,6 +227,7 @@ ncclResult_t call(Kind kind, const void* from, void* to, size_t number, ncclData
                   ncclComm* comm, cudaStream_t stream) {
   if (!comm || peer < 0 || peer >= comm->ranks) return ncclInvalidArgument;
   if (lost(comm->device)) return ncclUnhandledCudaError;
+  if (comm->error != ncclSuccess) return comm->error;  // an earlier operation's
   if (settings().trace)
     std::fprintf(stderr, "[emucuda] NCCL rank %d of %d: %s of %zu (type %d)\n", comm->rank, comm->ranks, NAMES[kind],
                  number, type);

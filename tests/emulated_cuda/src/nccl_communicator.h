@@ -25,6 +25,7 @@ struct Barrier {
 struct Call {  // what a rank is about to do, for the others to compare
   int kind, type, root;
   unsigned long long number;
+  double ready_ms;  // in virtual time (streams.h): when its stream is there
 };
 struct Shared {
   Barrier data, host;
@@ -35,6 +36,7 @@ struct Shared {
 struct Mailbox {
   std::atomic<uint32_t> full;
   uint32_t bytes;
+  double ready_ms;  // the sender's
   char* body() { return reinterpret_cast<char*>(this + 1); }
 };
 

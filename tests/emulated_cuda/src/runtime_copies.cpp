@@ -23,8 +23,9 @@ static void copy_in_stream(void* to, const void* from, size_t bytes, Stream* str
   const Profiler* recorded = profiler;
   ActivityKind kind = to_device ? ACTIVITY_COPY_TO_DEVICE : ACTIVITY_COPY_TO_HOST;
   uint32_t correlation = recorded ? recorded->launched(kind, recorded->now(), recorded->now()) : 0;
-  stream->enqueue([=] {
+  stream->enqueue([=, called = now_ms()] {
     if (settings().copy_delay_us) usleep(settings().copy_delay_us);
+    stream->spend(called, settings().copy_delay_us / 1e3);
     uint64_t begin = recorded ? recorded->now() : 0;
     std::memmove(to, from, bytes);
     if (recorded) {
@@ -46,12 +47,13 @@ static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStre
   bool skip = bytes > settings().skip_above && (from_device || to_device);
   if (from_device && to_device) {
     // Kernels run as they are called, so a copy among device memory does too, once the stream is there.
+    launched(stream, settings().kernel_ms);
     if (skip) return cudaSuccess;
     if (!stream->drain()) return failed(LOST);
     std::memmove(to, from, bytes);
   } else if (!source_known || !target_known) {
     // The driver stages pageable memory before the call returns.
-    if (!stream->drain()) return failed(LOST);
+    if (!stream->synchronise()) return failed(LOST);
     if (!skip) std::memmove(to, from, bytes);
   } else if (!skip) {
     copy_in_stream(to, from, bytes, stream, to_device);
@@ -62,7 +64,7 @@ static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStre
 static cudaError_t copy_blocking(void* to, const void* from, size_t bytes) {
   count(Counter::copy_blocking);
   EMU_NEEDS(current_device());
-  if (!stream_of(nullptr)->drain()) return failed(LOST);
+  if (!stream_of(nullptr)->synchronise()) return failed(LOST);
   Block block;
   bool device = (memory().find(to, &block) && block.on_device()) || (memory().find(from, &block) && block.on_device());
   if (!(device && bytes > settings().skip_above)) std::memmove(to, from, bytes);
@@ -72,6 +74,7 @@ static cudaError_t copy_blocking(void* to, const void* from, size_t bytes) {
 static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
   count(Counter::memset);
   EMU_NEEDS(stream->device);
+  launched(stream, settings().kernel_ms);
   if (bytes > settings().skip_above) return cudaSuccess;
   if (!stream->drain()) return failed(LOST);
   std::memset(at, value, bytes);
@@ -103,6 +106,7 @@ EMU_EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int,
 EMU_EXPORT cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                                     size_t height, cudaMemcpyKind) {
   count(Counter::copy_blocking);
+  if (!stream_of(nullptr)->synchronise()) return failed(LOST);
   return copy_rows(to, to_pitch, from, from_pitch, width, height, stream_of(nullptr));
 }
 EMU_EXPORT cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,

@@ -42,7 +42,7 @@ EMU_EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
 EMU_EXPORT cudaError_t cudaDeviceSynchronize(void) {
   EMU_NEEDS(current_device());
   count(Counter::device_sync);
-  return drain_device(current_device()) ? cudaSuccess : failed(LOST);
+  return synchronise_device(current_device()) ? cudaSuccess : failed(LOST);
 }
 EMU_EXPORT cudaError_t cudaDeviceReset(void) { return cudaSuccess; }
 EMU_EXPORT cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }

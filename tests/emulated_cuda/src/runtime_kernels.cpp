@@ -34,10 +34,13 @@ static std::string name_of(const void* kernel) {
   return name;
 }
 
-static cudaError_t launch(const void* kernel) {
+static cudaError_t launch(const void* kernel, cudaStream_t stream) {
   count(Counter::launch);
   EMU_NEEDS(current_device());
-  if (!settings().compute) return cudaSuccess;
+  if (!settings().compute) {
+    launched(stream_of(stream), settings().kernel_ms);
+    return cudaSuccess;
+  }
   std::string text = "a kernel was launched that is not emulated: " + name_of(kernel);
   std::fprintf(stderr, "[emucuda] %s\n", text.c_str());  // for callers that do not look at errors
   return failed(cudaErrorNotSupported, text);
@@ -86,17 +89,18 @@ EMU_EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* functio
 EMU_EXPORT cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return __cudaGetKernel(kernel, function);
 }
-EMU_EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launch(kernel);
+EMU_EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
 }
-EMU_EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launch(kernel);
+EMU_EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
 }
-EMU_EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* kernel, void**) {
-  return launch(kernel);
+EMU_EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* with, const void* kernel, void**) {
+  return launch(kernel, with->stream);
 }
-EMU_EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
-  return launch(kernel);
+EMU_EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3, dim3, void**, size_t,
+                                                    cudaStream_t stream) {
+  return launch(kernel, stream);
 }
 // Constants that kernels read: none runs.
 EMU_EXPORT cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) {
@@ -154,9 +158,9 @@ EMU_EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribut
 EMU_EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 EMU_EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 EMU_EXPORT CUresult cuLaunchKernel(CUfunction kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                   unsigned, CUstream, void**, void**) {
-  return static_cast<CUresult>(launch(kernel));
+                                   unsigned, CUstream stream, void**, void**) {
+  return static_cast<CUresult>(launch(kernel, stream));
 }
-EMU_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction kernel, void**, void**) {
-  return static_cast<CUresult>(launch(kernel));
+EMU_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* with, CUfunction kernel, void**, void**) {
+  return static_cast<CUresult>(launch(kernel, with->hStream));
 }

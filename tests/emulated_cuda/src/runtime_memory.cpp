@@ -34,7 +34,7 @@ EMU_EXPORT cudaError_t cudaFree(void* address) {
   Block block;
   if (!memory().find(address, &block)) return failed(cudaErrorInvalidValue);
   EMU_NEEDS(block.device);
-  if (!drain_device(block.device)) return failed(LOST);  // cudaFree waits for the device
+  if (!synchronise_device(block.device)) return failed(LOST);  // cudaFree waits for the device
   if (settings().trace) std::fprintf(stderr, "[emucuda] cudaFree(%p)\n", address);
   return memory().free(address, false) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
@@ -57,7 +57,7 @@ EMU_EXPORT cudaError_t cudaMallocHost(void** address, size_t bytes) { return cud
 EMU_EXPORT cudaError_t cudaFreeHost(void* address) {
   if (!address) return cudaSuccess;
   count(Counter::host_free);
-  drain_all_devices();
+  synchronise_all_devices();
   return memory().free(address, true) ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
 EMU_EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
@@ -70,7 +70,7 @@ EMU_EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned fl
   return failed(cudaErrorHostMemoryAlreadyRegistered);
 }
 EMU_EXPORT cudaError_t cudaHostUnregister(void* address) {
-  drain_all_devices();
+  synchronise_all_devices();
   bool known = memory().forget(address, MemoryKind::registered);
   return known ? cudaSuccess : failed(cudaErrorHostMemoryNotRegistered);
 }

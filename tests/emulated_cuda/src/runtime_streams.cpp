@@ -26,19 +26,27 @@ EMU_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 EMU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_sync);
-  return stream_of(stream)->drain() ? cudaSuccess : failed(LOST);
+  return stream_of(stream)->synchronise() ? cudaSuccess : failed(LOST);
 }
 EMU_EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
   EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_query);
-  return stream_of(stream)->idle() ? cudaSuccess : cudaErrorNotReady;
+  return stream_of(stream)->done() ? cudaSuccess : cudaErrorNotReady;
 }
-EMU_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  EMU_NEEDS(stream_of(stream)->device);
+EMU_EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
+  Stream* stream = stream_of(handle);
+  EMU_NEEDS(stream->device);
   count(Counter::stream_wait_event);
   int device = reinterpret_cast<Event*>(event)->device;
   auto marker = reinterpret_cast<Event*>(event)->recorded();
-  if (marker && !marker->reached()) stream_of(stream)->enqueue([marker, device] { marker->wait(device); });
+  if (!marker) return cudaSuccess;
+  auto pass = [=] { stream->spend(marker->at_ms(), 0); };
+  if (marker->reached())
+    stream->when_there(pass);
+  else
+    stream->enqueue([=] {
+      if (marker->wait(device)) pass();
+    });
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
@@ -124,10 +132,7 @@ EMU_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_h
     std::lock_guard<std::mutex> lock(event->mutex);
     event->marker = marker;
   }
-  if (stream->idle())
-    marker->reach();  // no need for a thread
-  else
-    stream->enqueue([marker] { marker->reach(); });
+  stream->mark(marker);
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -137,14 +142,15 @@ EMU_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   EMU_NEEDS(reinterpret_cast<Event*>(event)->device);
   count(Counter::event_query);
   auto marker = reinterpret_cast<Event*>(event)->recorded();
-  return !marker || marker->reached() ? cudaSuccess : cudaErrorNotReady;
+  return !marker || marker->passed() ? cudaSuccess : cudaErrorNotReady;
 }
 EMU_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   EMU_NEEDS(reinterpret_cast<Event*>(event)->device);
   count(Counter::event_sync);
   int device = reinterpret_cast<Event*>(event)->device;
   auto marker = reinterpret_cast<Event*>(event)->recorded();
-  return !marker || marker->wait(device) ? cudaSuccess : failed(LOST);
+  if (!marker || (marker->wait(device) && sleep_until(marker->at_ms(), device))) return cudaSuccess;
+  return failed(LOST);
 }
 // CUDA 12.8's headers rename this to cudaEventElapsedTime_v2.
 EMU_EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
@@ -153,7 +159,7 @@ EMU_EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEve
   auto begin = first->recorded(), end = second->recorded();
   if (!begin || !end || ((first->flags | second->flags) & cudaEventDisableTiming))
     return failed(cudaErrorInvalidResourceHandle);
-  if (!begin->reached() || !end->reached()) return cudaErrorNotReady;
-  *ms = static_cast<float>(end->reached_at_ms() - begin->reached_at_ms());
+  if (!begin->passed() || !end->passed()) return cudaErrorNotReady;
+  *ms = static_cast<float>(end->at_ms() - begin->at_ms());
   return cudaSuccess;
 }

@@ -37,8 +37,10 @@ struct Settings {
   int major = 9, minor = 0;
   bool compute, poison, trace;
   unsigned copy_delay_us;
+  double kernel_ms, product_ms;  // virtual time that a kernel, or a matrix product, keeps its stream busy
   size_t skip_above;  // no-compute mode: copies and collectives of more bytes than this move nothing
 
+  bool virtual_time() const { return kernel_ms > 0 || product_ms > 0; }
   int devices() const { return static_cast<int>(visible.size()); }
 
   Settings() {
@@ -69,6 +71,9 @@ struct Settings {
     poison = flag_from_env("EMUCUDA_POISON");
     trace = flag_from_env("EMUCUDA_TRACE");
     copy_delay_us = static_cast<unsigned>(size_from_env("EMUCUDA_COPY_DELAY_US", 0));
+    kernel_ms = static_cast<double>(size_from_env("EMUCUDA_KERNEL_US", 0)) / 1e3;
+    const char* product = std::getenv("EMUCUDA_GEMM_US");
+    product_ms = product && *product ? static_cast<double>(size_from_env("EMUCUDA_GEMM_US", 0)) / 1e3 : kernel_ms;
     skip_above = compute ? static_cast<size_t>(-1) : size_from_env("EMUCUDA_SKIP_ABOVE", 32 << 10);
   }
 };

@@ -74,7 +74,7 @@ struct Forward {
 };
 Forward forward(const char* name, const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias,
                 double dropout, bool causal, const std::optional<double>& scale) {
-  Kernel kernel(name, query.device());
+  Kernel kernel(name, query.device(), Kernel::PRODUCT);
   uint64_t seed = dropout > 0 ? draw_seed(std::nullopt, query.device()) : 0;
   Inputs in = inputs_of(query, key, value);
   Weights weights = weights_of(in, {bias, dropout, causal, scale_of(scale, query), seed});
@@ -87,7 +87,7 @@ struct Backward {
 };
 Backward backward(const char* name, const Tensor& grad_out, const Tensor& query, const Tensor& key,
                   const Tensor& value, const Options& options) {
-  Kernel kernel(name, query.device());
+  Kernel kernel(name, query.device(), Kernel::PRODUCT);
   Inputs in = inputs_of(query, key, value);
   Weights weights = weights_of(in, options);
   Tensor grad = float_on_host(grad_out);

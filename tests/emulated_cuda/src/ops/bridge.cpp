@@ -45,11 +45,14 @@ static c10::DispatchKeySet above_kernels() {
          c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch});
 }
 
-Kernel::Kernel(const char* name, c10::Device device, bool synchronises)
+Kernel::Kernel(const char* name, c10::Device device, Kind kind)
     : below_(above_kernels()), name_(name), device_(device) {
+  double called = emucuda_now_ms();
   drain_current_stream(device);
+  emucuda_spend(current_stream(device), called, kind == PRODUCT);
+  if (kind == SYNCHRONISES) emucuda_synchronise(current_stream(device));
   if (lost(device.index())) C10_CUDA_CHECK(LOST);
-  emucuda_count_operator(synchronises);
+  emucuda_count_operator(kind == SYNCHRONISES);
   if (const Profiler* profiler = emucuda_profiler()) {
     begin_ = profiler->now();
     correlation_ = profiler->launched(ACTIVITY_KERNEL, begin_, profiler->now());

@@ -25,10 +25,12 @@ Tensor float_on_host(const Tensor& tensor);
 Tensor to_device(const Tensor& tensor, c10::Device device);
 
 // The scope of an emulated kernel: it starts when the device's current stream has run what it holds, and what it calls
-// reaches the CPU's kernels plainly, below autograd, autocast and modes. Profilers see it.
+// reaches the CPU's kernels plainly, below autograd, autocast and modes. Profilers see it. In virtual time it is one
+// kernel, or a matrix product.
 class Kernel {
  public:
-  Kernel(const char* name, c10::Device device, bool synchronises = false);
+  enum Kind { PLAIN, SYNCHRONISES, PRODUCT };
+  Kernel(const char* name, c10::Device device, Kind kind = PLAIN);
   ~Kernel();
   Kernel(const Kernel&) = delete;
 

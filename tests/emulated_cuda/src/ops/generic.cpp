@@ -59,6 +59,11 @@ const Names MATMULS = {
     "aten::baddbmm", "aten::baddbmm.out", "aten::baddbmm_", "aten::addmv", "aten::addmv.out", "aten::dot",
     "aten::_addmm_activation", "aten::_addmm_activation.out", "aten::_scaled_mm"};
 
+Kernel::Kind kind_of(const std::string& name) {
+  if (SYNCHRONISES.count(name)) return Kernel::SYNCHRONISES;
+  return MATMULS.count(name) || CHOOSES_CUDNN.count(name) ? Kernel::PRODUCT : Kernel::PLAIN;
+}
+
 bool sums_in_float32(const std::string& name) {  // as tensor cores do; the CPU's kernels would be slow as well
   return (MATMULS.count(name) && name != "aten::_scaled_mm") || CHOOSES_CUDNN.count(name);
 }
@@ -229,7 +234,7 @@ void emulated(const OperatorHandle& op, Stack* stack) {
   }
   refuse_mixed_devices(found, name);
   if (found.other) drain_current_stream(*found.other);
-  Kernel kernel(name.c_str(), *found.device, SYNCHRONISES.count(name));
+  Kernel kernel(name.c_str(), *found.device, kind_of(name));
   if (MATMULS.count(name)) hold_cublas_workspace(*found.device);
 
   // Arguments to the host.

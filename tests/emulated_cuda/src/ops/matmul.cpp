@@ -8,13 +8,13 @@ namespace {
 using namespace emu;
 
 Tensor product(const Tensor& left, const Tensor& right, at::ScalarType type) {
-  Kernel kernel("aten::mm.dtype", left.device());
+  Kernel kernel("aten::mm.dtype", left.device(), Kernel::PRODUCT);
   return to_device(at::matmul(float_on_host(left), float_on_host(right)).to(type), left.device());
 }
 
 Tensor product_added(const Tensor& to, const Tensor& left, const Tensor& right, at::ScalarType type,
                      const at::Scalar& beta, const at::Scalar& alpha) {
-  Kernel kernel("aten::addmm.dtype", left.device());
+  Kernel kernel("aten::addmm.dtype", left.device(), Kernel::PRODUCT);
   Tensor sum = float_on_host(to) * beta + at::matmul(float_on_host(left), float_on_host(right)) * alpha;
   return to_device(sum.to(type), left.device());
 }

@@ -2,6 +2,7 @@
 // run here, is replaced: by allocations of the same outputs, without cuDNN's workspaces.
 #include <ATen/ATen.h>
 #include <ATen/native/ConvUtils.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,12 +16,14 @@ namespace {
 using namespace emu;
 using c10::SymInt;
 
+void product(const Tensor& of) { emucuda_gemm(c10::cuda::getCurrentCUDAStream(of.device().index()).stream()); }
+
 Tensor convolution(const Tensor& x, const Tensor& weight, at::IntArrayRef padding, at::IntArrayRef stride,
                    at::IntArrayRef dilation, int64_t, bool, bool, bool) {
   auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
   Tensor copies[] = {x.contiguous(format), weight.contiguous(format)};  // held while the result is made
   auto size = at::native::conv_output_size(x.sizes(), weight.sizes(), padding, stride, dilation);
-  emucuda_count_gemm();
+  product(x);
   return at::empty(size, x.options().memory_format(format));
 }
 
@@ -33,12 +36,12 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_out, 
   if (needed[0]) {
     Tensor held = weight.contiguous(format);
     grad_x = at::empty(x.sizes(), x.options().memory_format(format));
-    emucuda_count_gemm();
+    product(x);
   }
   if (needed[1]) {
     Tensor held = x.contiguous(format);
     grad_weight = at::empty(weight.sizes(), weight.options().memory_format(format));
-    emucuda_count_gemm();
+    product(x);
   }
   if (needed[2]) {
     std::vector<int64_t> dims{0};
@@ -67,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tenso
   Tensor out = laid_out_like(query, {query.size(0), query.size(1), query.size(2), value.size(3)}), sums;
   if (log_sum_exp)
     sums = at::empty({query.size(0), query.size(1), query.size(2), 1}, query.options().dtype(at::kFloat));
-  emucuda_count_gemm();
+  product(query);
   auto number = query.options().dtype(at::kLong);
   return {out, sums, Tensor(), Tensor(), query.size(2), key.size(2), at::empty({}, number), at::empty({}, number),
           Tensor()};
@@ -80,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out, co
                                                       std::optional<double>) {
   Tensor grads[] = {at::empty_like(query), at::empty_like(key), at::empty_like(value)};
   Tensor relaid = grad_out.strides() == out.strides() ? Tensor() : at::empty_like(out);
-  emucuda_count_gemm();
+  product(query);
   return {grads[0], grads[1], grads[2]};
 }
 

@@ -1,0 +1,643 @@
+"""Runs that are ended anywhere: what is lost, and whether what they said is true.
+
+`python -m benchmarks.crashes` ends small training runs at seeded points, goes on with each, and compares. `--forked`:
+processes forked from one that has loaded torch, killed before, in the middle of, or after a change on disk. `--real`:
+two ranks under torchrun or on a Slurm cluster of emulated nodes (needs root), with kills, signals, full disks and
+second writers. Every word of success ("saved", "queued again", exit code 0) is compared with what is on disk, and the
+run that goes on must have each step once, with the losses of a run that nothing disturbed.
+
+Cases that are done are kept in build/crashes.jsonl: started again with the same seed it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardkit.checkpoint import manage
+from shardkit.checkpoint.format import layout
+from shardkit.launch.local import restart
+
+from .common import REPO, write_result
+
+PROGRESS = REPO / "build" / "crashes.jsonl"
+STEPS = 6
+CHANGES = ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link", "utime", "ftruncate")
+"""Functions of `os` through which a run changes what is on disk; files that are opened to be written count as well."""
+WHERE = ("before", "torn", "after")
+USERS = ("notes.txt", "logs/notes.txt", "checkpoints/README", "wandb/mine")
+
+
+class Small:
+    """A linear model on fixed samples; a step takes `pace` seconds."""
+
+    def __init__(self, config: Any, pace: float = 0.0) -> None:
+        self.pace = pace
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(8, 4)
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(8, generator=generator) for _ in range(64)] if split == "train" else None
+
+    def n_targets(self, batch: torch.Tensor) -> int:
+        return len(batch)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pace)
+        return model(batch).square().sum()  # type: ignore[no-any-return]
+
+
+def settings(run_dir: Path, **extra: Any) -> list[str]:
+    values = {
+        "run.dir": run_dir, "run.device": "cpu", "task.factory": "benchmarks.crashes:Small", "train.max_steps": STEPS,
+        "train.micro_batch_size": 2, "train.grad_accum_steps": 1, "train.deterministic": "true",
+        "logging.tensorboard": "false", "memory.interval": 3, "memory.plan": "false", "checkpoint.every_steps": 2,
+        "checkpoint.keep_last": 2, **{key.replace("__", "."): value for key, value in extra.items()},
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step → loss; a step that stands there twice is an error."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = Counter(int(record["step"]) for record in found)
+    twice = [step for step, count in steps.items() if count > 1]
+    if twice:
+        raise AssertionError(f"metrics.jsonl has step {twice[0]} twice")
+    return {int(record["step"]): record["loss"] for record in found}
+
+
+def check(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
+
+
+def newest(run_dir: Path) -> int:
+    """The newest checkpoint's step; every folder that looks like a checkpoint must be one."""
+    found = layout.checkpoints(run_dir / "checkpoints")
+    for path in found:
+        problems = manage.verify(path)
+        check(not problems, f"{path.name}: {problems[:1]}")
+    return max([layout.step_of(path) or 0 for path in found], default=0)
+
+
+# ---- forked processes, killed at a change on disk
+
+
+def fork(
+    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
+) -> int:
+    """Train in a forked process; its exit code, −9 for one that was killed at its `crash[0]`-th change on disk.
+
+    What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
+    """
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        os.setsid()
+        os.environ.update(environ or {})
+        with said.with_suffix(".out").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        code = _train(args, os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), crash)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 99
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    os._exit(code)
+
+
+def _train(args: list[str], promises: int, crash: tuple[int, str] | None) -> int:
+    from shardkit.checkpoint.save import Checkpointer
+    from shardkit.run import directory
+    from shardkit.train import main
+
+    directory.environment = dict  # asks git, twice for each case
+    write, finished = os.write, Checkpointer._finished
+
+    def promise(self: Checkpointer, report: Any) -> Any:
+        report = finished(self, report)
+        if report.error is None:
+            write(promises, f"saved {report.step}\n".encode())
+        return report
+
+    Checkpointer._finished = promise  # type: ignore[method-assign]
+    count = _count_changes(crash)
+    code = main(args)
+    write(promises, f"changes {count[0]}\n".encode())
+    write(promises, f"modules {' '.join(sys.modules)}\n".encode())
+    return code
+
+
+def _count_changes(crash: tuple[int, str] | None) -> list[int]:
+    """Count what changes the disk from now on, and end this process at the chosen change."""
+    count, write, opened = [0], os.write, io.open
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            where = crash[1] if crash is not None and count[0] == crash[0] else None
+            if where == "torn" and function is write:
+                write(args[0], bytes(args[1])[: len(args[1]) // 2])
+            if where in ("before", "torn"):
+                end()
+            found = function(*args, **kwargs)
+            if where == "after":
+                end()
+            return found
+
+        return call
+
+    def open_counted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        counted = guarded(opened) if set(mode) & set("wxa+") else opened
+        return counted(file, mode, *args, **kwargs)
+
+    for name in CHANGES:
+        setattr(os, name, guarded(getattr(os, name)))
+    io.open = open_counted  # type: ignore[assignment]  # what pathlib opens files with
+    return count
+
+
+class Scenario:
+    """What is there before a run, how it is started, and how somebody goes on after a crash."""
+
+    def __init__(
+        self, work: Path, name: str, make: Callable[[Path], None], steps: int, *start: str, **extra: Any
+    ) -> None:
+        self.name, self.work, self.steps, self.start = name, work / name, steps, start
+        self.extra = extra
+        self.work.mkdir()
+        make(self.work / "template")
+        self.changes = 0
+
+    def args(self, run_dir: Path, *more: str) -> list[str]:
+        start = [item.replace("TEMPLATE", str(self.work / "template")) for item in (*self.start, *more)]
+        return [*settings(run_dir, train__max_steps=self.steps, **self.extra), *start]
+
+    def place(self, number: int | str) -> Path:
+        """A run directory with what is there before."""
+        run_dir = self.work / f"run{number}"
+        if self.name != "from another run" and (self.work / "template").exists():
+            shutil.copytree(self.work / "template", run_dir, symlinks=True)
+        return run_dir
+
+
+def scenarios(work: Path) -> list[Scenario]:
+    """Each has been run once to its end, for the number of its changes."""
+
+    def nothing(run_dir: Path) -> None:
+        pass
+
+    def half(run_dir: Path) -> None:
+        check(fork(settings(run_dir, train__max_steps=4), work / "half") == 0, "the first half failed")
+
+    def damaged(run_dir: Path) -> None:
+        half(run_dir)
+        os.truncate(run_dir / "checkpoints/step_00000004/rank_00000.bin", 100)
+
+    def users(run_dir: Path) -> None:
+        half(run_dir)
+        for name in USERS:
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            (run_dir / name).write_text("mine")
+        (work / "precious").mkdir(exist_ok=True)
+        (work / "precious/rank0.json").write_text("mine")
+        (run_dir / "trace").symlink_to(work / "precious")
+
+    fork(settings(work / "first"), work / "first.said")
+    _load((work / "first.said").read_text().splitlines()[-1].split()[1:])
+    found = [
+        Scenario(work, "new", nothing, STEPS),
+        Scenario(work, "saved in the background", nothing, STEPS, checkpoint__async_save="true"),
+        Scenario(work, "resumed", half, STEPS, "run.resume=true"),
+        Scenario(work, "resumed, the newest damaged", damaged, STEPS, "run.resume=true"),
+        Scenario(work, "from another run", half, STEPS, "run.resume=TEMPLATE"),
+        Scenario(work, "overwritten", users, STEPS, "run.overwrite=true", optim__lr=0.01),
+    ]
+    for one in found:
+        said = one.work / "count"
+        code = fork(one.args(one.place("whole")), said)
+        check(code == 0, f"{one.name}: exit code {code}: {said.with_suffix('.out').read_text()[-2000:]}")
+        lines = said.read_text().splitlines()
+        one.changes = int(lines[-2].split()[1])
+        _load(lines[-1].split()[1:])
+    return found
+
+
+def _load(modules: list[str]) -> None:
+    """Load what a forked run loaded, so that the next ones find it."""
+    for name in modules:
+        if name not in sys.modules and name != "__main__":
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def forked_case(number: int, seed: int, all_of: list[Scenario]) -> dict[str, Any]:
+    chance = random.Random(f"{seed}.{number}")
+    one = chance.choice(all_of)
+    crash = chance.randint(1, one.changes), chance.choice(WHERE)
+    run_dir, said = one.place(number), one.work / f"said{number}"
+    began = {"case": number, "seed": seed, "scenario": one.name, "change": crash[0], "where": crash[1]}
+    try:
+        code = fork(one.args(run_dir), said, crash)
+        check(code in (-9, 0), f"exit code {code}")  # a thread that saves counts a little differently each time
+        promised = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("saved ")]
+        _look(one, run_dir, max(promised, default=0))
+        again = _go_on(one, run_dir)
+        done = fork(one.args(run_dir, *again), said.with_suffix(".again"))
+        out = said.with_suffix(".out").with_stem(f"said{number}")
+        check(done == 0, f"went on with exit code {done}: {out.read_text()[-600:]}")
+        check(newest(run_dir) == STEPS, "the run went on, and its last checkpoint is not there")
+        check(losses(run_dir) == losses(one.work / "runwhole"), "the losses are not those of an undisturbed run")
+        _users_files(one, run_dir)
+    except (AssertionError, OSError, ValueError, KeyError) as error:
+        return {**began, "problem": f"{type(error).__name__}: {error}"}
+    shutil.rmtree(run_dir)
+    return {**began, "killed": code == -9, "promised": max(promised, default=0)}
+
+
+def _look(one: Scenario, run_dir: Path, promised: int) -> None:
+    """What is on disk right after the crash."""
+    damaged = one.name == "resumed, the newest damaged"
+    with _aside(run_dir / "checkpoints/step_00000004", damaged and _is_cut(run_dir)):
+        found = newest(run_dir)
+    check(found >= promised, f"step {promised} was said to be saved, {found} is the newest")
+    if one.name == "resumed":
+        check(found >= 4, f"the checkpoint of step 4 is lost, {found} is the newest")
+    if damaged:
+        check(found >= 2, f"the checkpoint of step 2 is lost, {found} is the newest")
+    _users_files(one, run_dir)
+
+
+def _is_cut(run_dir: Path) -> bool:
+    path = run_dir / "checkpoints/step_00000004/rank_00000.bin"
+    return path.exists() and path.stat().st_size == 100
+
+
+@contextlib.contextmanager
+def _aside(path: Path, wanted: bool) -> Iterator[None]:
+    """Without the checkpoint that the scenario itself damaged."""
+    if wanted:
+        path.rename(path.with_suffix(".mine"))
+    yield
+    if wanted:
+        path.with_suffix(".mine").rename(path)
+
+
+def _users_files(one: Scenario, run_dir: Path) -> None:
+    if one.name == "overwritten":
+        check(all((run_dir / name).read_text() == "mine" for name in USERS), "a user's file is lost")
+        check((one.work.parent / "precious/rank0.json").read_text() == "mine", "a link was followed")
+
+
+def _go_on(one: Scenario, run_dir: Path) -> list[str]:
+    """How a launcher starts it again; what somebody typed is typed again where no launcher would."""
+    if one.name == "overwritten":  # half-way it is still the old run, and said to be one
+        own = run_dir / "config.yaml"
+        return ["run.overwrite=false", "run.resume=true"] if own.exists() and "lr: 0.01" in own.read_text() else []
+    resume = one.name != "from another run" or str(one.work / "template")
+    return restart.overrides(str(run_dir), resume, {})
+
+
+# ---- real ranks
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        check(time.monotonic() < deadline, f"waited {seconds:g} s until {what}")
+        time.sleep(0.05)
+
+
+def last_step(run_dir: Path) -> int:
+    try:
+        return max(losses(run_dir), default=0)
+    except (OSError, ValueError):
+        return 0
+
+
+def saved_word(text: str) -> bool:
+    return re.search(r"saved and stopped|saved after USR2", text) is not None
+
+
+class Real:
+    """Runs of two ranks that are disturbed, and go on."""
+
+    def __init__(self, work: Path) -> None:
+        self.work, self.whole = work, dict[int, float]()
+        drop = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|SHARDKIT_)")
+        self.env = {name: value for name, value in os.environ.items() if not drop.match(name)}
+        self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+
+    def launch(self, run_dir: Path, *more: str, pace: float = 0.03) -> subprocess.Popen[str]:
+        args = settings(run_dir, train__max_steps=60, checkpoint__every_steps=7, task__args__pace=pace)
+        argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args, *more]
+        return subprocess.Popen(
+            [*argv, "parallel.strategy=ddp"], cwd=REPO, env=self.env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def reference(self) -> None:
+        process = self.launch(self.work / "whole", pace=0.0)
+        said = process.communicate()[0]
+        check(process.returncode == 0, said[-2000:])
+        self.whole = losses(self.work / "whole")
+
+    def finish(self, run_dir: Path) -> None:
+        """Go on to the end; nothing may be missing."""
+        process = self.launch(run_dir, "run.resume=true", pace=0.0)
+        said = process.communicate()[0]
+        check(process.returncode == 0, said[-2000:])
+        self.complete(run_dir)
+
+    def complete(self, run_dir: Path) -> None:
+        check(losses(run_dir) == self.whole, "the losses are not those of an undisturbed run")
+        check(newest(run_dir) == 60, "the last checkpoint is not there")
+
+    def stopped(self, run_dir: Path, said: str, code: int) -> None:
+        """What a run that was told to end said."""
+        at, saved = last_step(run_dir), newest(run_dir)
+        check((code == 75) == saved_word(said), f"exit code {code}, but it said: {said[-300:]}")
+        if code == 75:
+            check(saved == at, f"saved and stopped at step {at}, but the newest checkpoint is {saved}")
+
+    def kill(self, run_dir: Path, chance: random.Random) -> None:
+        """kill −9 of a rank; torchrun starts it again, or the user does."""
+        again = chance.random() < 0.5
+        process = self.launch(run_dir, *(["--max-restarts", "1"] if again else []))
+        until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
+        victims = [pid for pid in ranks_of(run_dir) if pid != process.pid]
+        os.kill(chance.choice(victims), signal.SIGKILL)
+        said = process.communicate(timeout=180)[0]
+        check((process.returncode == 0) == again, f"exit code {process.returncode}: {said[-600:]}")
+        self.finish(run_dir)
+
+    def signal(self, run_dir: Path, chance: random.Random) -> None:
+        """TERM, HUP or Ctrl-C of the launcher."""
+        process = self.launch(run_dir)
+        until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
+        number = chance.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+        process.send_signal(number)
+        said = process.communicate(timeout=120)[0]
+        check(process.returncode == (130 if number == signal.SIGINT else 75), f"{number.name}: {said[-600:]}")
+        self.stopped(run_dir, said, process.returncode)
+        self.finish(run_dir)
+
+    def full_disk(self, run_dir: Path, chance: random.Random) -> None:
+        """Checkpoints lie on a disk that is too small: saves fail until there is room."""
+        disk = run_dir.with_suffix(".disk")
+        disk.mkdir()
+        run_dir.mkdir()
+        (run_dir / "checkpoints").symlink_to(disk)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        try:
+            told = chance.random() < 0.5
+            process = self.launch(run_dir, f"checkpoint.async_save={chance.choice(['true', 'false'])}")
+            if told:
+                until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
+                process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=120)[0]
+            check(process.returncode == 5, f"exit code {process.returncode}: {said[-600:]}")
+            check("the last save, of step" in said and not saved_word(said), said[-600:])
+            subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+            self.finish(run_dir)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+    def second_writer(self, run_dir: Path, chance: random.Random) -> None:
+        """Another run is started in the directory."""
+        first = self.launch(run_dir)
+        until(lambda: last_step(run_dir) >= chance.randint(1, 30), "some step")
+        second = self.launch(run_dir, chance.choice(["run.resume=true", "run.overwrite=true"]))
+        said = second.communicate(timeout=120)[0]
+        told = first.communicate(timeout=180)[0]
+        check(second.returncode == 2 and "is being written by process" in said, f"{second.returncode}: {said[-600:]}")
+        check(first.returncode == 0, told[-600:])
+        self.complete(run_dir)
+
+
+def ranks_of(run_dir: Path) -> list[int]:
+    """Processes that train in `run_dir`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"shardkit.train" in words and f"run.dir={run_dir}".encode() in words and b"torch" not in words[2]:
+                found.append(int(path.parent.name))
+    return found
+
+
+class OnSlurm(Real):
+    """The same as jobs of a Slurm cluster."""
+
+    def __init__(self, work: Path, cluster: Any) -> None:
+        super().__init__(work)
+        self.cluster = cluster
+
+    def queue(self, run_dir: Path, *more: str) -> str:
+        args = settings(run_dir, train__max_steps=60, checkpoint__every_steps=7, task__args__pace=0.03)
+        output = run_dir.with_suffix(".out")
+        options = [*args, "parallel.strategy=ddp", *more]
+        return str(self.cluster.sbatch("srun", output, options, nodes=1, ranks=2))
+
+    def usr2(self, run_dir: Path, chance: random.Random) -> None:
+        """Slurm's warning before the time limit, or a preemption."""
+        job, output = self.queue(run_dir), run_dir.with_suffix(".out")
+        self.cluster.wait_for_step(run_dir, chance.randint(1, 40), output)
+        if chance.random() < 0.3:
+            self.cluster.preempt()
+        else:
+            self.cluster.call("scancel", "--batch", "--signal=USR2", job)
+        state = self.cluster.wait(job, output)
+        said = output.read_text()
+        check(state == "COMPLETED", f"{state}: {said[-600:]}")
+        check(said.count("queued again") == int(self.cluster.field(job, "Restarts")), "said to be queued again")
+        self.complete(run_dir)
+
+    def usr2_without_room(self, run_dir: Path, chance: random.Random) -> None:
+        """The warning, and no room for the save."""
+        disk = run_dir.with_suffix(".disk")
+        disk.mkdir()
+        run_dir.mkdir()
+        (run_dir / "checkpoints").symlink_to(disk)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        try:
+            job, output = self.queue(run_dir), run_dir.with_suffix(".out")
+            self.cluster.wait_for_step(run_dir, chance.randint(1, 30), output)
+            self.cluster.call("scancel", "--batch", "--signal=USR2", job)
+            state = self.cluster.wait(job, output)
+            said = output.read_text()
+            check(state == "FAILED" and self.cluster.field(job, "ExitCode") == "5:0", f"{state}: {said[-600:]}")
+            check("queued again" not in said and not saved_word(said), said[-600:])
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+    def orphans(self, run_dir: Path, chance: random.Random) -> None:
+        """slurmd dies, the ranks live on, the job is started elsewhere."""
+        job, output = (
+            self.queue(run_dir, "train.max_steps=3000", "checkpoint.every_steps=50"),
+            run_dir.with_suffix(".out"),
+        )
+        self.cluster.wait_for_step(run_dir, chance.randint(1, 100), output)
+        node = self.cluster.field(job, "NodeList")
+        script = REPO / "tests/slurm/cluster.sh"
+        os.kill(int((self.cluster.folder / "pids" / node).read_text()), signal.SIGKILL)
+        errors = run_dir / f"logs/slurm-{job}.0/errors"
+        try:
+            until(lambda: len(list(errors.glob("*.json"))) == 2, "the orphans ended")
+        finally:
+            self.cluster.call("bash", str(script), "start-node", str(self.cluster.folder), node)
+        codes = [json.loads(path.read_text())["shardkit"]["exit_code"] for path in errors.glob("*.json")]
+        check(codes == [6, 6], f"the orphans ended with {codes}")
+        step = last_step(run_dir)
+        self.cluster.wait_for_step(run_dir, step + 5, output)
+        self.cluster.call("scancel", job)
+        self.cluster.wait(job, output)
+        check(sorted(losses(run_dir)) == list(range(1, last_step(run_dir) + 1)), "a step is missing")
+
+
+LOCAL = ("kill", "kill", "signal", "signal", "full_disk", "second_writer")
+SLURM = ("usr2", "usr2", "usr2_without_room", "orphans")
+
+
+def real_case(number: int, seed: int, local: Real, slurm: OnSlurm | None) -> dict[str, Any]:
+    chance = random.Random(f"real {seed}.{number}")
+    on_slurm = slurm is not None and chance.random() < 0.3
+    where: Real = slurm if on_slurm and slurm is not None else local
+    what = chance.choice(SLURM if on_slurm else LOCAL)
+    run_dir = where.work / f"real{number}"
+    began = {"case": number, "seed": seed, "scenario": f"{'Slurm' if on_slurm else 'torchrun'}: {what}", "real": True}
+    try:
+        getattr(where, what)(run_dir, chance)
+    except (AssertionError, OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        return {**began, "problem": f"{type(error).__name__}: {error}"}
+    shutil.rmtree(run_dir)
+    return began
+
+
+@contextlib.contextmanager
+def a_cluster(work: Path, wanted: bool) -> Iterator[OnSlurm | None]:
+    from tests.slurm.cluster import SCRIPT, Cluster, why_not
+
+    missing = why_not() if wanted else "not asked for"
+    if missing is not None:
+        print(f"without Slurm: {missing}", flush=True)
+        yield None
+        return
+    folder = work / "slurm"
+    folder.mkdir()
+    subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL)
+    try:
+        yield OnSlurm(work, Cluster(folder))
+    finally:
+        subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
+
+
+# ---- both
+
+
+def known(seed: int) -> dict[tuple[bool, int], dict[str, Any]]:
+    """Cases of this seed that are done."""
+    if not PROGRESS.exists():
+        return {}
+    found = [json.loads(line) for line in PROGRESS.read_text().splitlines() if line.endswith("}")]
+    return {(bool(one.get("real")), one["case"]): one for one in found if one["seed"] == seed}
+
+
+def keep(one: dict[str, Any], work: Path) -> None:
+    if "problem" in one:
+        one["problem"] = one["problem"].replace(str(work), "WORK")
+        print(f"case {one['case']}, {one['scenario']}: {one['problem']}", flush=True)
+    PROGRESS.parent.mkdir(exist_ok=True)
+    with PROGRESS.open("a") as file:
+        file.write(json.dumps(one) + "\n")
+
+
+def table(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    names = sorted({one["scenario"] for one in found})
+    of = {name: [one for one in found if one["scenario"] == name] for name in names}
+    return {
+        name: {"cases": len(cases), "problems": sum("problem" in one for one in cases)} for name, cases in of.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.crashes", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--forked", type=int, default=1000, metavar="N", help="cases in forked processes")
+    parser.add_argument("--real", type=int, default=100, metavar="N", help="cases with real ranks")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-slurm", action="store_true", help="leave out the cases on a Slurm cluster")
+    parser.add_argument(
+        "--limit", type=float, default=1e9, metavar="S", help="stop after so many seconds, to go on later"
+    )
+    args = parser.parse_args()
+    until_s, done = time.monotonic() + args.limit, known(args.seed)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="crashes-") as folder:
+        work = Path(folder)
+        todo = [number for number in range(args.forked) if (False, number) not in done]
+        if todo:
+            all_of = scenarios(work)
+            for number in todo:
+                if time.monotonic() > until_s:
+                    break
+                done[False, number] = one = forked_case(number, args.seed, all_of)
+                keep(one, work)
+        todo = [number for number in range(args.real) if (True, number) not in done]
+        if todo and time.monotonic() < until_s:
+            with a_cluster(work, not args.no_slurm) as slurm:
+                local = Real(work)
+                local.reference()
+                if slurm is not None:
+                    slurm.whole = local.whole
+                for number in todo:
+                    if time.monotonic() > until_s:
+                        break
+                    done[True, number] = one = real_case(number, args.seed, local, slurm)
+                    keep(one, work)
+    kinds = {
+        kind: [one for (is_real, _), one in done.items() if is_real == (kind == "real")] for kind in ("forked", "real")
+    }
+    problems = [one for one in done.values() if "problem" in one]
+    write_result("crashes", {
+        "seed": args.seed,
+        "asked": {"forked": args.forked, "real": args.real},
+        **{kind: {"cases": len(found), "by_scenario": table(found)} for kind, found in kinds.items()},
+        "problems": problems,
+    })  # fmt: skip
+    print(f"{len(kinds['forked'])} forked, {len(kinds['real'])} real, {len(problems)} with a problem", flush=True)
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

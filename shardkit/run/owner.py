@@ -1,0 +1,350 @@
+"""One writer per run directory: RUN_DIR/.shardkit/owner.N.json names it, and the highest N is the owner's.
+
+A start becomes the owner by making the next number's file, which is atomic on NFS too (a hard link): of several that
+try, one succeeds. The owner touches its file every 5 s and looks for a higher number; one that finds it has been
+superseded. An owner is dead when it said that it ended, when its process is gone (seen from the same machine), or when
+its file did not change for 30 s by the clock of who looks: clocks of different machines are never compared. A later
+start of the same job takes over at once, and waits until the earlier one has noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import ConfigError, SupersededError
+from ..files import write_whole
+from ..launch.local import restart
+
+FOLDER = ".shardkit"
+"""Marks a run directory as one that shardkit made."""
+BEAT_S = 5.0
+STALE_S = 30.0
+"""Six beats: how long an owner's file stands still before its owner counts as dead."""
+_LOOK_S = 0.25
+_NAME = re.compile(r"owner\.(\d+)\.json")
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A start of a run.
+
+    Attributes:
+        token: differs between any two starts.
+        host: the machine's name.
+        space: the machine's boot and process namespace: where `pid` means something.
+        born: when the process began, in the kernel's ticks: another process may get the same `pid` later.
+        job: what a scheduler or launcher starts again under the same name; None for a process by itself.
+        restart: how often Slurm queued the job again before.
+        step: Slurm's number of the step within the job.
+        attempt: how often torchrun started the ranks again before.
+        ended: whether the owner said that it is done.
+    """
+
+    token: str
+    host: str
+    pid: int
+    space: str = ""
+    born: int = 0
+    job: str | None = None
+    restart: int = 0
+    step: str = ""
+    attempt: int = 0
+    ended: bool = False
+
+    @property
+    def name(self) -> str:
+        """How messages call it: `Slurm job 12 (restart 1), process 4711 on n1`."""
+        process = f"process {self.pid} on {self.host}"
+        if self.job is None or not self.job.startswith("Slurm"):
+            return process
+        return f"{self.job} (restart {self.restart}), {process}"
+
+    def is_earlier_start(self, other: Record) -> bool:
+        """Whether this is an earlier start of the other's job, which the other replaces."""
+        if self.job is None or self.job != other.job:
+            return False
+        if self.restart != other.restart:
+            return self.restart < other.restart
+        return self.step == other.step and self.attempt < other.attempt
+
+
+def this_process(environ: Mapping[str, str] | None = None) -> Record:
+    """The record of this process, in the job that its environment speaks of."""
+    environ = os.environ if environ is None else environ
+    host, pid = platform.node(), os.getpid()
+    job, again, step = None, 0, ""
+    if "SLURM_JOB_ID" in environ:
+        cluster = environ.get("SLURM_CLUSTER_NAME", "")
+        job = f"Slurm job {environ['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
+        again, step = int(environ.get("SLURM_RESTART_COUNT") or 0), environ.get("SLURM_STEP_ID", "")
+    elif (agent := restart.agent(environ)) is not None:  # its run id may be anybody's, its process is not
+        job = f"torchrun {agent}"
+    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return Record(os.urandom(8).hex(), host, pid, _space(), _born(pid), job, again, step, attempt)
+
+
+class Owner:
+    """This run's right to write to its directory, from `claim` to `close`."""
+
+    def __init__(self, path: Path, number: int, record: Record) -> None:
+        self._path, self._number, self._record = path, number, record
+        self._lost: str | None = None
+        self._looked = time.monotonic()
+        self._busy, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="owner", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str | None:
+        """Why this run may not write any more; None while it may. Costs a look at the clock.
+
+        The thread's last answer, unless that is old: then the process was suspended, and looks anew.
+        """
+        if time.monotonic() - self._looked > 2 * BEAT_S and self._busy.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._busy.release()
+        return self._lost
+
+    def fence(self) -> None:
+        """Look now, before something is published.
+
+        Raises:
+            SupersededError: another start owns the directory.
+        """
+        with self._busy:
+            self._look()
+        if self._lost is not None:
+            raise superseded(self._lost)
+
+    def close(self) -> None:
+        """Say that this run is done: the next one need not wait."""
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        if self._lost is None:
+            with suppress(OSError):  # a full disk: the next start sees that the process is gone, or waits
+                _write(self._path, replace(self._record, ended=True))
+        self._lost = self._lost or "this run has ended"
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with self._busy:
+                self._look()
+
+    def _look(self) -> None:
+        """Find out whether this run still owns the directory, and say that it lives if so."""
+        if self._lost is None:
+            try:
+                self._lost = self._why_lost()
+                if self._lost is None:
+                    now = time.time_ns()
+                    os.utime(self._path, ns=(now, now))  # needs no room on a full disk
+            except OSError as error:  # a file system that is away for a moment says nothing
+                _LOG.debug("%s: %s", self._path, error)
+        self._looked = time.monotonic()
+
+    def _why_lost(self) -> str | None:
+        newest = _newest(self._path.parent)
+        if newest is not None and newest[0] > self._number:
+            other = _read(newest[1])
+            return f"{'another start' if other is None else other.name} owns it now"
+        own = _read(self._path)
+        if own is not None and own.token == self._record.token:
+            return None
+        return f"somebody deleted {self._path}"
+
+
+def superseded(why: str) -> SupersededError:
+    """The error of a run whose directory is not its own any more."""
+    return SupersededError(
+        f"this run may not write to its directory any more: {why}",
+        "nothing to do if a later start of the same job goes on there; this one saved nothing after it noticed",
+    )
+
+
+def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S) -> Owner:
+    """Become the owner of a run directory.
+
+    Raises:
+        ConfigError: another run that is alive owns it.
+        SupersededError: a later start of this job does.
+        OSError: it cannot be written.
+    """
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    record = this_process() if record is None else record
+    while True:
+        newest = _newest(folder)
+        number = 0 if newest is None else newest[0]
+        before = None if newest is None else _read(newest[1])
+        if before is not None and record.is_earlier_start(before):
+            raise superseded(f"{before.name} owns it")
+        inherits = before is not None and before.is_earlier_start(record)
+        if newest is not None and not inherits and not _is_over(newest[1], before, stale_s):
+            raise _refusal(run_dir, before)
+        path = folder / f"owner.{number + 1}.json"
+        if not _create(path, record):
+            continue  # another start was faster: is it alive?
+        highest = _newest(folder)
+        if highest is not None and highest[0] > number + 1:  # the listing was old
+            path.unlink(missing_ok=True)
+            continue
+        owner = Owner(path, number + 1, record)
+        if newest is not None and before is not None and inherits:
+            while not _is_over(newest[1], before, stale_s, process=False):
+                _LOG.warning("waiting until an earlier start of this job has ended: %s", before.name)
+        _tidy(folder, number)
+        return owner
+
+
+def _refusal(run_dir: Path, owner: Record | None) -> ConfigError:
+    if owner is None:
+        return ConfigError(f"run.dir={run_dir} is being written by another run", "wait for it, or set another run.dir")
+    end = f"scancel {owner.job.split()[2]}" if owner.name.startswith("Slurm") and owner.job else f"kill {owner.pid}"
+    return ConfigError(
+        f"run.dir={run_dir} is being written by {owner.name}",
+        f"wait until it has ended, end it ({end}), or set another run.dir",
+    )
+
+
+def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = True) -> bool:
+    """Whether an owner has ended or is dead; False as soon as it shows that it lives.
+
+    Args:
+        process: take a process that is there for a living one. A superseded one may be stuck, but writes nothing.
+    """
+    if owner is not None and owner.ended:
+        return True
+    here = owner is not None and owner.space != "" and owner.space == _space()
+    if owner is not None and here and not _runs(owner):
+        return True
+    if here and process:
+        return False
+    beat, deadline = _beat(path), time.monotonic() + stale_s
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        now = _read(path)
+        if (now is not None and now.ended) or (owner is not None and here and not _runs(owner)):
+            return True
+        if _beat(path) != beat:
+            return False
+    return True
+
+
+def _runs(owner: Record) -> bool:
+    """Whether the owner's process is there; only for one of this machine and process namespace."""
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    born = _born(owner.pid)
+    return born != -1 and (0 in (born, owner.born) or born == owner.born)
+
+
+def _born(pid: int) -> int:
+    """When a process began, in ticks since the boot; 0 where the kernel does not say, -1 for one that is dead."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return -1 if words[0] in "ZX" else int(words[19])
+
+
+def _space() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _newest(folder: Path) -> tuple[int, Path] | None:
+    """The highest number, and its file."""
+    found = [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
+    return max(found, default=None)
+
+
+def _beat(path: Path) -> tuple[int, int] | None:
+    """What changes whenever the owner shows that it lives. Opened anew: NFS asks its server only then."""
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino
+
+
+def _read(path: Path) -> Record | None:
+    """The record in an owner's file; None while it is being written, for one that is gone, and for a damaged one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        known = {field.name for field in fields(Record)}  # a later version may write more
+        return Record(**{key: value for key, value in found.items() if key in known})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, record: Record) -> None:
+    write_whole(path, json.dumps(asdict(record)) + "\n", durable=True)
+
+
+def _create(path: Path, record: Record) -> bool:
+    """Make an owner's file, unless it is there already: of several that try, one succeeds."""
+    draft = path.with_name(f"claim.{record.token}")
+    _write(draft, record)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return draft.stat().st_nlink > 1  # NFS may have lost its first answer, and refused the second request
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_without_links(path, record)
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def _create_without_links(path: Path, record: Record) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except FileExistsError:
+        return False
+    _write(path, record)
+    return True
+
+
+def _tidy(folder: Path, number: int) -> None:
+    """Delete what starts before the last one left."""
+    for name in os.listdir(folder):
+        match = _NAME.fullmatch(name)
+        if match and int(match[1]) < number:
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,363 @@
+"""Who may write to a run directory, who has to give way, and what `run.overwrite` deletes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardkit.config.load import load_config
+from shardkit.errors import ConfigError, SupersededError
+from shardkit.run import directory, owner
+from tests.launch.jobs import REPO, environment, losses, settings
+
+HERE = owner.this_process({})
+ELSEWHERE = replace(HERE, host="far", space="another boot", token="far")
+
+
+def train(*args: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(**env),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def until_step(process: subprocess.Popen[str], step: int) -> None:
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if line.startswith(f"step {step}/"):
+            return
+    pytest.fail(seen)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Any:
+    """Claims tmp_path/run for a run with these overrides, and gives it back."""
+
+    def prepare(*overrides: str) -> Path:
+        world: Any = SimpleNamespace(is_main=True, gather=lambda found: [found])
+        path, claimed = directory.prepare(load_config(None, [f"run.dir={tmp_path}/run", *overrides]), world)
+        assert claimed is not None
+        claimed.close()
+        return path
+
+    return prepare
+
+
+def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_path: Path) -> None:
+    args = settings(tmp_path / "run", "wait", train__max_steps=100_000, checkpoint__every_steps=5, logging__every=6)
+    first = train(*args)
+    try:
+        until_step(first, 6)
+        for flag in ("run.resume=true", "run.overwrite=true"):
+            second = train(*args, flag)
+            said = second.communicate(timeout=60)[1]
+            assert second.returncode == 2, said
+            assert f"run.dir={tmp_path}/run is being written by process {first.pid} on {os.uname().nodename}" in said
+            assert f"kill {first.pid}" in said and "Traceback" not in said
+        assert first.poll() is None and max(losses(tmp_path / "run")) >= 6, "the first was not disturbed"
+    finally:
+        first.kill()
+        first.communicate()
+    again = train(*settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
+    said = again.communicate(timeout=60)[1]
+    assert again.returncode == 0, said
+    assert "resuming from" in said
+
+
+@pytest.mark.dist
+def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Path) -> None:
+    """A requeued Slurm job, whose ranks of the start before went on without Slurm."""
+    run_dir = tmp_path / "run"
+    args = settings(run_dir, "wait", train__max_steps=100_000, checkpoint__every_steps=2, logging__every=1)
+    orphan = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3",
+         f"--log-dir={tmp_path}/torchrun", "-m", "shardkit.train", *args],
+        cwd=REPO, env=environment(SLURM_JOB_ID="7"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until(lambda: (run_dir / "checkpoints/latest").exists())
+        more = ["task.args.how=nothing", "train.max_steps=900", "checkpoint.every_steps=300"]
+        again = train(*args, *more, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+        said = again.communicate(timeout=120)[1]
+        assert again.returncode == 0, said
+        assert orphan.wait(60) != 0
+    finally:
+        orphan.terminate()
+        orphan.wait()
+    assert sorted(losses(run_dir)) == list(range(1, 901)), "no step twice"
+    errors = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun/*/attempt_0/*/error.json")]
+    assert [error["shardkit"]["exit_code"] for error in errors] == [6, 6]
+    for error in errors:
+        assert "Slurm job 7 (restart 1), process" in error["shardkit"]["message"]
+
+
+def until(condition: Any, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_of_many_that_start_at_once_one_becomes_the_owner(tmp_path: Path) -> None:
+    found: list[owner.Owner | Exception] = []
+
+    def start(number: int) -> None:
+        try:
+            found.append(owner.claim(tmp_path, replace(HERE, token=str(number)), stale_s=0.5))
+        except ConfigError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owners = [one for one in found if isinstance(one, owner.Owner)]
+    assert len(owners) == 1 and len(found) == 8, found
+    owners[0].close()
+
+
+def test_an_owner_elsewhere_lives_as_long_as_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of who looks: the file's own times are of another machine, hours ahead or behind."""
+    monkeypatch.setattr(owner, "BEAT_S", 0.05)
+    far = owner.claim(tmp_path, ELSEWHERE)
+    os.utime(far._path, (1, 1))
+    with pytest.raises(ConfigError, match=f"being written by process {HERE.pid} on far"):
+        owner.claim(tmp_path, HERE, stale_s=2)
+    far._ended.set()  # its machine died
+    far._thread.join()
+    os.utime(far._path, (4e9, 4e9))
+    near = owner.claim(tmp_path, HERE, stale_s=0.5)
+    far._look()
+    assert far.lost() == f"{HERE.name} owns it now"
+    with pytest.raises(SupersededError, match=r"may not write to its directory any more"):
+        far.fence()
+    near.close()
+    third = owner.claim(tmp_path, ELSEWHERE, stale_s=1e6)
+    third.close()  # at once: the one before said that it had ended
+
+
+def test_a_process_id_that_another_process_got_is_no_life_sign(tmp_path: Path) -> None:
+    gone = owner.claim(tmp_path, replace(HERE, born=HERE.born - 1))
+    owner.claim(tmp_path, replace(HERE, token="new"), stale_s=1e6).close()
+    gone._ended.set()
+
+
+def test_an_orphan_that_comes_late_gives_way(tmp_path: Path) -> None:
+    later = owner.claim(tmp_path, replace(HERE, job="Slurm job 7", restart=2))
+    with pytest.raises(SupersededError, match=r"restart 2"):
+        owner.claim(tmp_path, replace(HERE, token="old", job="Slurm job 7", restart=1))
+    assert later.lost() is None
+    later.close()
+
+
+def test_a_later_start_waits_until_the_earlier_one_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "BEAT_S", 0.1)
+    first = owner.claim(tmp_path, replace(HERE, job="Slurm job 7"))
+    second = owner.claim(tmp_path, replace(HERE, token="new", job="Slurm job 7", restart=1), stale_s=1)
+    assert first.lost() is not None, "by then it knew"
+    first.close()
+    assert second.lost() is None
+    second.close()
+
+
+def test_a_run_whose_mark_was_deleted_stops(tmp_path: Path) -> None:
+    mine = owner.claim(tmp_path, HERE)
+    mine._path.unlink()
+    with pytest.raises(SupersededError, match=r"somebody deleted"):
+        mine.fence()
+    mine.close()
+
+
+def test_a_suspended_run_looks_again_before_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = owner.claim(tmp_path, ELSEWHERE)
+    mine._ended.set()  # as long as a process is stopped, its threads are
+    mine._thread.join()
+    owner.claim(tmp_path, HERE, stale_s=0.3).close()
+    monkeypatch.setattr(mine, "_looked", time.monotonic() - 60)
+    assert mine.lost() == f"{HERE.name} owns it now"
+
+
+def test_without_hard_links_one_becomes_the_owner_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    mine = owner.claim(tmp_path, HERE)
+    with pytest.raises(ConfigError, match=r"being written"):
+        owner.claim(tmp_path, replace(HERE, token="other"))
+    mine.close()
+
+
+def test_a_start_again_by_the_same_torchrun_is_no_second_writer() -> None:
+    agent = {"TORCHELASTIC_RUN_ID": "shardkit", "GROUP_WORLD_SIZE": "1"}
+    first = owner.this_process({**agent, "TORCHELASTIC_RESTART_COUNT": "0"})
+    assert first.is_earlier_start(owner.this_process({**agent, "TORCHELASTIC_RESTART_COUNT": "1"}))
+    assert not first.is_earlier_start(owner.this_process({**agent, "TORCHELASTIC_RESTART_COUNT": "0"}))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    first = owner.this_process(slurm)
+    assert first.is_earlier_start(owner.this_process({**slurm, "SLURM_RESTART_COUNT": "1"}))
+    assert first.is_earlier_start(owner.this_process({**slurm, "TORCHELASTIC_RESTART_COUNT": "1"}))
+    assert not first.is_earlier_start(owner.this_process({**slurm, "SLURM_STEP_ID": "1"})), "two steps of one job"
+    assert not first.is_earlier_start(owner.this_process({**slurm, "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}))
+
+
+def old_run(folder: Path, mark: bool = True) -> None:
+    """What a run leaves, and what somebody put beside it."""
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "memory.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}\n")
+    for name in ("checkpoints/step_00000005/manifest.json", "logs/hang/rank_0.txt", "tensorboard/events.out.tfevents.1",
+                 "logs/slurm-7.out", "wandb/run_id", "wandb/run-1/x"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("of the run")
+    if mark:
+        (folder / owner.FOLDER).mkdir()
+
+
+MINE = ("notes.txt", "logs/notes.txt", "checkpoints/README", "wandb/settings", "profile/mine", "tensorboard/a/b")
+
+
+def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(
+    tmp_path: Path, prepared: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old_run(tmp_path / "run")
+    for name in MINE:
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("mine")
+    path = prepared("run.overwrite=true")
+    assert [(path / name).read_text() for name in MINE] == ["mine"] * len(MINE)
+    left = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert left == {*MINE, "config.yaml", "env.json", *(f".shardkit/{p.name}" for p in (path / ".shardkit").iterdir())}
+    assert "run.overwrite leaves in" in (said := capsys.readouterr().err) and "logs/notes.txt" in said
+
+
+def test_overwriting_follows_no_link(tmp_path: Path, prepared: Any) -> None:
+    precious = tmp_path / "precious"
+    (precious / "hang").mkdir(parents=True)
+    (precious / "slurm-1.out").write_text("mine")
+    (precious / "metrics.jsonl").write_text("mine")
+    old_run(tmp_path / "run")
+    for name in ("logs", "wandb"):
+        (tmp_path / "run" / name).rename(tmp_path / f"{name}.old")
+        (tmp_path / "run" / name).symlink_to(precious)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    (tmp_path / "run/metrics.jsonl").symlink_to(precious / "metrics.jsonl")
+    path = prepared("run.overwrite=true")
+    assert sorted(entry.name for entry in precious.iterdir()) == ["hang", "metrics.jsonl", "slurm-1.out"]
+    assert not (path / "logs").is_symlink() and not (path / "metrics.jsonl").is_symlink()
+
+
+def test_checkpoints_may_lie_elsewhere_and_are_not_deleted_there(tmp_path: Path, prepared: Any) -> None:
+    elsewhere = tmp_path / "large"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"is a link to .*large, which is no directory"):
+        prepared()
+    elsewhere.mkdir()
+    path = prepared()
+    assert (path / "checkpoints").is_symlink()
+    (elsewhere / "step_00000005").mkdir()
+    with pytest.raises(ConfigError, match=r"deletes nothing behind links"):
+        prepared("run.overwrite=true")
+    assert (elsewhere / "step_00000005").is_dir() and (path / "config.yaml").exists()
+    prepared("run.resume=true")
+
+
+def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path, prepared: Any) -> None:
+    old_run(tmp_path / "run", mark=False)
+    before = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl, but no \.shardkit/") as caught:
+        prepared("run.overwrite=true")
+    assert "earlier version" in caught.value.fix
+    with pytest.raises(ConfigError, match=r"already holds a run") as caught:
+        prepared()
+    assert "overwrite" not in caught.value.fix
+    assert {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == before
+    prepared("run.resume=true")  # an earlier version's run goes on
+
+
+def test_a_project_with_a_config_of_its_own_is_no_run(tmp_path: Path, prepared: Any) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("mine: 1\n")
+    for overrides in ([], ["run.overwrite=true"], ["run.resume=true"]):
+        with pytest.raises(ConfigError, match=r"config\.yaml"):
+            prepared(*overrides)
+    assert os.listdir(tmp_path / "run") == ["config.yaml"]
+
+
+def test_the_launchers_logs_stay_behind_a_link(tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_run(tmp_path / "run")
+    (tmp_path / "run/logs").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/logs").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("SHARDKIT_KEEP", str(tmp_path / "run/logs/20260101-000000-node0-1"))
+    assert (prepared("run.overwrite=true") / "logs").is_symlink()
+
+
+def test_what_is_half_deleted_still_counts_as_a_run(tmp_path: Path, prepared: Any) -> None:
+    """A crash during an overwrite: the next start must not go on with a rest of checkpoints."""
+    old_run(tmp_path / "run")
+    for name in ("config.yaml", "env.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ConfigError, match=r"already holds a run"):
+        prepared()
+
+
+def test_a_restart_goes_on_from_whole_checkpoints_only(tmp_path: Path) -> None:
+    """Started from another run's checkpoint, and killed in its first save: it has to start from there again."""
+    from shardkit.launch.local import restart
+
+    (tmp_path / "checkpoints/step_00000005.tmp").mkdir(parents=True)
+    assert restart.overrides(str(tmp_path), "other/run", {}) == ["run.overwrite=true"]
+
+
+def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
+    import pty
+
+    args = settings(tmp_path / "run", "wait", train__max_steps=100_000, logging__every=1)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(REPO)
+        os.execve(sys.executable, [sys.executable, "-m", "shardkit.train", *args], environment())
+    try:
+        seen = b""
+        while b"step 3/" not in seen and b"3/100000" not in seen:
+            seen += os.read(terminal, 4096)
+        os.close(terminal)  # what it prints from now on has nowhere to go
+        deadline = time.monotonic() + 60
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pid = 0
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 75
+    saved = int((tmp_path / "run/checkpoints/latest").read_text().strip().removeprefix("step_"))
+    assert saved == max(losses(tmp_path / "run")) >= 3
+
+
+def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
+    args = settings(tmp_path / "run", "wait", train__max_steps=30, logging__every=1)
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until_step(process, 3)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and max(losses(tmp_path / "run")) == 30

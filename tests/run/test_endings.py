@@ -1,0 +1,124 @@
+"""How a run ends: what it says about its last save, and that its error is recorded before anything waits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.jobs import settings
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+# Six steps, saved every second: which save finds no room, whether the run is told to end after step 3, its exit code.
+ENDS: dict[str, tuple[int, bool, int, dict[str, str]]] = {
+    "the last save fails": (3, False, 5, {}),
+    "the last save fails in the background": (3, False, 5, {"checkpoint.async_save": "true"}),
+    "told to end, and the save fails": (2, True, 5, {}),
+    "told to end, and the save fails in the background": (2, True, 5, {"checkpoint.async_save": "true"}),
+    "told to end": (9, True, 75, {}),
+    "an earlier save fails": (1, False, 0, {}),
+    "without a save at the end": (2, False, 0, {"checkpoint.at_end": "false", "checkpoint.every_steps": "4"}),
+}
+
+
+def test_a_last_save_that_fails_is_a_failure(tmp_path: Path) -> None:
+    found = run_ranks(2, "tests.run.test_endings:end_each", folder=str(tmp_path))
+    codes = {name: case[2] for name, case in ENDS.items()}
+    assert found == [codes, codes]
+    for number, (name, case) in enumerate(ENDS.items()):
+        error = tmp_path / f"{number}.rank0.json"
+        if case[2] != 5:
+            assert not error.exists(), name
+            continue
+        said = json.loads(error.read_text())["shardkit"]
+        step = 3 if case[1] else 6
+        assert said["exit_code"] == 5 and said["message"].startswith(f"the last save, of step {step}, failed: rank 0: ")
+        left = json.loads((tmp_path / f"{number}.left.json").read_text())
+        assert said["fix"].endswith(f"it goes on from {left[-1]}"), "the newest checkpoint that is there"
+
+
+def end_each(folder: str) -> dict[str, int]:
+    """Exit code of each case, on one rank."""
+    from shardkit.checkpoint.format import writer
+    from shardkit.run.preemption import StopRequest
+    from shardkit.train import main
+
+    check, flags, rank = writer.check_space, StopRequest.flags, int(os.environ["RANK"])
+    codes = {}
+    for number, (name, (fails, told, _, more)) in enumerate(ENDS.items()):
+        steps, saves = [0], [0]
+
+        def no_room(path: Path, needed: int, fails: int = fails, saves: list[int] = saves) -> None:
+            saves[0] += 1
+            if saves[0] == fails:
+                raise OSError(errno.ENOSPC, "no room, for a test")
+            check(path, needed)
+
+        def told_to_end(self: StopRequest, told: bool = told, steps: list[int] = steps) -> list[float]:
+            steps[0] += 1
+            return [float(told and steps[0] == 3), *flags(self)[1:]]
+
+        writer.check_space, StopRequest.flags = no_room, told_to_end  # type: ignore[assignment]
+        os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{number}.rank{rank}.json"
+        run_dir = Path(folder, str(number))
+        saving = {"checkpoint.every_steps": "2", **more}
+        codes[name] = main([*settings(run_dir), *(f"{key}={value}" for key, value in saving.items())])
+        if rank == 0:
+            left = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+            Path(folder, f"{number}.left.json").write_text(json.dumps(left))
+    return codes
+
+
+def test_an_error_is_recorded_before_a_save_in_the_background_is_waited_for(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.run.test_endings:recorded_when_closing", folder=str(tmp_path)) == [[True], [True]]
+
+
+def recorded_when_closing(folder: str) -> list[bool]:
+    """Whether the error's file was there when the checkpointer was closed, and told the same afterwards."""
+    from shardkit.checkpoint.save import Checkpointer
+    from shardkit.train import main
+
+    error, close, found = Path(folder, f"error{os.environ['RANK']}.json"), Checkpointer.close, []
+
+    def look(self: Checkpointer, failed: bool = False) -> None:
+        found.append(error.read_text() if error.exists() else "")
+        close(self, failed)
+
+    Checkpointer.close = look  # type: ignore[method-assign]
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(error)
+    with pytest.raises(ValueError, match="the cat"):
+        main([*settings(Path(folder, "run"), "raise"), f"task.args.rank={os.environ['RANK']}"])
+    return ["the cat sat on the GPU" in text and text == error.read_text() for text in found]
+
+
+def test_a_long_export_of_a_profile_holds_up_no_save(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.run.test_endings:profile_while_saving", folder=str(tmp_path)) == [[0, 0], [0, 0]]
+    for rank in (0, 1):
+        assert (tmp_path / f"run{rank}/profile/rank{rank}_summary.json").exists()
+        assert (tmp_path / f"run{rank}/checkpoints/step_00000002/manifest.json").exists()
+
+
+def profile_while_saving(folder: str) -> list[int]:
+    """Each rank in turn exports for longer than ranks may be late for a save, and than a step may take."""
+    from torch.profiler import profile
+
+    from shardkit.checkpoint.save import Checkpointer
+    from shardkit.train import main
+
+    export: Any = profile.export_chrome_trace
+
+    def slow(self: profile, path: str) -> None:
+        time.sleep(5)
+        export(self, path)
+
+    profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]
+    Checkpointer.__init__.__kwdefaults__["meeting_s"] = 2
+    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=4"]
+    return [main([*settings(Path(folder, f"run{rank}")), *more, f"profile.ranks=[{rank}]"]) for rank in (0, 1)]

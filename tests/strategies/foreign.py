@@ -1,0 +1,532 @@
+"""Models that nobody tuned shardkit for, one small training job for each, and what its ranks report."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardkit.errors import ConfigError
+from shardkit.run.job import start
+from tests.strategies.cases import PARTITION_ALL
+
+WIDTH, VOCAB, LENGTH, ROWS = 16, 40, 8, 4
+
+
+class Expert(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+class ExpertLayer(nn.Module):
+    """One expert a sample, chosen by the data: by the first token modulo their number."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList([Expert() for _ in range(experts)])
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        for index in (choice % len(self.experts)).unique().tolist():  # others are not even called
+            rows = choice % len(self.experts) == index
+            out[rows] = x[rows] + self.experts[index](self.norm(x[rows]))
+        return out
+
+
+class Experts(nn.Module):
+    """Next-token prediction by layers with a list of experts each."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList([ExpertLayer() for _ in range(layers)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, tokens[:, 0])
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class TopExperts(nn.Module):
+    """The same, but the experts are the model's only list: what `find_blocks` takes for its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.mixture = ExpertLayer()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.mixture(self.embed(tokens), tokens[:, 0]))
+        return logits
+
+
+class Plain(nn.Module):
+    """Every rank calls every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList([Expert() for _ in range(4)])
+
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.chosen(tokens):
+            x = x + block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Leaver(Plain):
+    """Ranks leave the model at different depths: the number of blocks follows the data."""
+
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return list(self.blocks[: 2 + int(tokens[0, 0]) % 3])
+
+
+class Late(Plain):
+    """Calls another block, and as many, where the first token is above 30: no engine would notice."""
+
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        return [*self.blocks[:2], self.blocks[3 if int(tokens[0, 0]) > 30 else 2]]
+
+
+def tokens(step: int, rows: int) -> torch.Tensor:
+    """Token rows of a step's global batch; the first tokens differ from row to row, so that experts do too."""
+    generator = torch.Generator().manual_seed(step)
+    found = torch.randint(0, 30, (rows, LENGTH), generator=generator)
+    found[:, 0] = torch.arange(rows)
+    return found
+
+
+def next_token(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(batch)
+    logits = getattr(logits, "logits", logits)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+
+
+def settings(strategy: str, **extra: Any) -> dict[str, Any]:
+    found = {"parallel.strategy": strategy, "run.device": "cpu", "optim.lr": 1e-2, "optim.weight_decay": 0.1} | extra
+    if strategy == "zero3":
+        found["parallel.ds_config"] = PARTITION_ALL
+    return found
+
+
+def train(
+    build: Callable[[], nn.Module],
+    strategy: str,
+    batches: Callable[[int, int], Any] = tokens,
+    loss: Callable[[Any, Any], torch.Tensor] = next_token,
+    block_classes: tuple[type[nn.Module], ...] = (),
+    init: Any = None,
+    steps: int = 4,
+    **extra: Any,
+) -> list[float] | str:
+    """Losses of each step over the same global batches, or the words of the refusal."""
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    try:
+        with start(None, settings(strategy, **extra)) as job:
+            job.wrap(build, block_classes=block_classes, init_parameter=init)
+            found = []
+            for step in range(steps):
+                whole = batches(step, ROWS)
+                mine = _rows(whole, rank, world)
+                found.append(job.step([mine], loss, lambda batch: _first(batch).numel()).loss)
+            return found
+    except ConfigError as error:
+        return str(error)
+    finally:
+        gc.collect()
+
+
+def _rows(batch: Any, rank: int, world: int) -> Any:
+    if isinstance(batch, dict):
+        return {key: value.chunk(world)[rank] for key, value in batch.items()}
+    return batch.chunk(world)[rank]
+
+
+def _first(batch: Any) -> torch.Tensor:
+    found: torch.Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    return found
+
+
+CHOOSING = {"nested": Experts, "top": TopExperts, "leaver": Leaver}
+
+
+def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
+    """ "<strategy> <case>" → losses or refusal, of models whose ranks use different parts."""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        for case in cases:
+            out[f"{name} {case}"] = train(CHOOSING[case], name)
+            if name == "ddp":
+                out[f"ddp+unused {case}"] = train(CHOOSING[case], name, **{"parallel.find_unused": True})
+        if name == "fsdp":
+            out["fsdp+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
+            out["fsdp late"] = train(Late, name, batches=late, steps=5)
+    return out
+
+
+def late(step: int, rows: int) -> torch.Tensor:
+    """Only the fourth step's tokens let one rank of `Late` call another block."""
+    found = tokens(step, rows)
+    if step == 3:
+        found[0, 0] = 35
+    return found
+
+
+class Scaled(nn.Module):
+    """A 0-d parameter in the model, another in a block, a frozen third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(2)])
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+        self.offset = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.logit_scale.shape == () and self.blocks[0].gate.shape == (), "the model's own code sees a number"
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x) * self.logit_scale.exp() + self.offset
+        return logits
+
+
+class ScaledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = Expert(), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate * self.inner(x)
+
+
+def draw(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+    """Weights of `Scaled`; a 0-d parameter has to arrive as one."""
+    if fqn.rpartition(".")[2] in ("logit_scale", "gate", "offset"):
+        assert full.shape == ()
+        full.fill_(0.3)
+    else:
+        full.normal_(std=0.1, generator=generator)
+
+
+def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
+    """Losses with 0-d parameters, drawn or built; and those of step 3 of each strategy from every one's checkpoint."""
+    import torch.distributed as dist
+
+    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.save import Checkpointer
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out: dict[str, Any] = {}
+
+    def steps(name: str, init: Any, source: str | None, target: str | None, numbers: range) -> list[float]:
+        with start(None, settings(name)) as job:
+            job.wrap(Scaled, init_parameter=init)
+            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, source or target, timeout_s=60)
+            if source is not None:
+                assert checkpoints.resume(source) is not None
+            found = [job.step([_rows(tokens(i, ROWS), rank, world)], next_token, torch.numel).loss for i in numbers]
+            if target is not None:
+                checkpoints.save(RunState(step=2, seed=0))
+            checkpoints.close()
+        gc.collect()
+        return found
+
+    for name in strategies:
+        out[f"{name} built"] = train(Scaled, name)
+        out[f"{name} drawn"] = steps(name, draw, None, f"{root}/{name}", range(2))
+    for name in strategies:
+        for saver in strategies:
+            out[f"{saver} to {name}"] = steps(name, draw, f"{root}/{saver}", None, range(2, 3))
+    return out
+
+
+class Mixed(Plain):
+    """Multiplies by an fp32 tensor that its forward makes itself, as window attention with a computed mask does."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        mean = torch.full((LENGTH, LENGTH), 1 / LENGTH, device=tokens.device).tril()
+        logits: torch.Tensor = self.head(mean @ x)
+        return logits
+
+
+def mixed(strategies: list[str]) -> dict[str, Any]:
+    """bf16 losses of `Mixed`, and with precision.autocast."""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Mixed, name, **{"precision.mode": "bf16"})
+        if name not in ("single", "ddp"):
+            out[f"{name}+autocast"] = train(Mixed, name, **{"precision.mode": "bf16", "precision.autocast": True})
+    return out
+
+
+class Preprocessed(Plain):
+    """Has what its loss asks for beside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 1
+
+    def prepare(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch.roll(self.shift, 1)
+
+
+def normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+    full.normal_(std=0.1, generator=generator)
+
+
+def attributes(strategies: list[str]) -> dict[str, Any]:
+    """Losses of a task that uses attributes of its model; the refusal of one that goes round the model's call."""
+
+    def prepared(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return next_token(model, model.prepare(batch))
+
+    def round_it(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return next_token(lambda tokens: model.head(model.embed(tokens)), batch)
+
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Preprocessed, name, loss=prepared, init=normal)
+        if name != "single":
+            out[f"{name} round"] = train(Plain, name, loss=round_it)
+    return out
+
+
+class Lazy(Plain):
+    """Imports what changes torch's own functions only when it is built."""
+
+    def __init__(self) -> None:
+        importlib.import_module("torch._dynamo")
+        super().__init__()
+
+
+def lazy() -> list[float] | str:
+    assert "torch._dynamo" not in sys.modules, "nothing is lazy in this process"
+    return train(Lazy, "zero3", init=normal, steps=1)
+
+
+# The matrix: small configurations of other people's models, none of which anything here was tuned for.
+
+
+def hf(name: str, head: str, **config: Any) -> Callable[[], nn.Module]:
+    """A model of transformers of random weights, without anything that drops values at random."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        found = getattr(transformers, f"{name}Config")(**config)
+        for part in [found, *(value for value in vars(found).values() if hasattr(value, "to_dict"))]:
+            for key, value in vars(part).items():
+                if "drop" in key and isinstance(value, float):
+                    setattr(part, key, 0.0)
+        model: nn.Module = getattr(transformers, f"{name}{head}")(found)
+        return model
+
+    return build
+
+
+def images(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "labels": torch.randint(0, 3, (rows,), generator=generator),
+        "pixel_values": torch.randn(rows, 3, 32, 32, generator=generator),
+    }
+
+
+def pairs(step: int, rows: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(step, rows), "pixel_values": images(step, rows)["pixel_values"]}
+
+
+def sounds(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"tokens": tokens(step, rows), "input_features": torch.randn(rows, 8, 32, generator=generator)}
+
+
+def waves(step: int, rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"labels": images(step, rows)["labels"], "input_values": torch.randn(rows, 400, generator=generator)}
+
+
+def classify(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(*(value for key, value in batch.items() if key != "labels"))
+    logits = getattr(out, "logits", out)
+    return F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
+
+
+def segment(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(batch["pixel_values"]).logits
+    return F.cross_entropy(logits.float().mean((2, 3)), batch["labels"], reduction="sum")
+
+
+def restore(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    image = batch["pixel_values"]
+    return F.mse_loss(model(image + 0.1 * image.roll(1, -1), batch["labels"]), image, reduction="sum") / 1000
+
+
+def translate(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return next_token(lambda _: model(input_ids=batch.flip(1), decoder_input_ids=batch), batch)
+
+
+def transcribe(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    out = model(input_features=batch["input_features"], decoder_input_ids=batch["tokens"])
+    return next_token(lambda _: out, batch["tokens"])
+
+
+def match(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return -F.logsigmoid(model(**batch).logits_per_image.diagonal().float()).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(VOCAB, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.lstm(self.embed(tokens))[0])
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions between group norms, told how noisy its input is."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.GroupNorm(1, inputs), nn.SiLU(), nn.Conv2d(inputs, outputs, 3, padding=1))
+        self.time = nn.Linear(WIDTH, outputs)
+        self.second = nn.Sequential(nn.GroupNorm(1, outputs), nn.SiLU(), nn.Conv2d(outputs, outputs, 3, padding=1))
+        self.skip = nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.skip(x) + self.second(self.first(x) + self.time(time)[..., None, None])
+        return found
+
+
+class UNet(nn.Module):
+    """A diffusion model's: levels down and up with connections between them, attention in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.time = nn.Embedding(3, WIDTH)
+        self.down = nn.ModuleList([nn.ModuleList([Residual(8, 8)]), nn.ModuleList([Residual(8, 16)])])
+        self.middle = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up = nn.ModuleList([Residual(32, 8), Residual(16, 8)])
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        x, seen, told = self.enter(x), [], self.time(time)
+        for level in self.down:
+            for block in level:
+                x = block(x, told)
+            seen.append(x)
+            x = F.avg_pool2d(x, 2)
+        flat = x.flatten(2).transpose(1, 2)
+        x = (flat + self.middle(flat, flat, flat, need_weights=False)[0]).transpose(1, 2).view_as(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), seen.pop()], 1), told)
+        found: torch.Tensor = self.leave(x)
+        return found
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+SEEN: dict[str, Any] = {"image_size": 32, "num_labels": 3}
+FEW: dict[str, Any] = {"num_key_value_heads": 2}
+SPEECH: dict[str, Any] = {
+    "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": VOCAB, "pad_token_id": 2,
+    "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
+TOWER: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+    "image_size": 32,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any], Callable[[Any, Any], torch.Tensor]]] = {
+    "t5": (
+        hf("T5", "ForConditionalGeneration", vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2,
+           num_heads=2), tokens, translate,
+    ),
+    "bart": (hf("Bart", "ForConditionalGeneration", **SPEECH, max_position_embeddings=16), tokens, translate),
+    "whisper": (
+        hf("Whisper", "ForConditionalGeneration", **SPEECH, num_mel_bins=8, max_source_positions=16,
+           max_target_positions=16), sounds, transcribe,
+    ),
+    "wav2vec2": (
+        hf("Wav2Vec2", "ForSequenceClassification", **TEXT, num_labels=3, conv_dim=(8, 8), conv_stride=(4, 4),
+           conv_kernel=(4, 4), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, classifier_proj_size=8,
+           mask_time_prob=0.0, apply_spec_augment=False), waves, classify,
+    ),
+    "clip": (
+        hf("CLIP", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER, projection_dim=8),
+        pairs, match,
+    ),
+    "siglip": (
+        hf("Siglip", "Model", text_config=TEXT | {"max_position_embeddings": 16}, vision_config=TOWER), pairs, match,
+    ),
+    "mixtral": (hf("Mixtral", "ForCausalLM", **TEXT, **FEW, num_local_experts=4), tokens, next_token),
+    "qwen2_moe": (
+        hf("Qwen2Moe", "ForCausalLM", **TEXT, **FEW, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+           shared_expert_intermediate_size=16), tokens, next_token,
+    ),
+    "bert": (hf("Bert", "ForMaskedLM", **TEXT), tokens, next_token),
+    "deberta": (
+        hf("DebertaV2", "ForMaskedLM", **TEXT, relative_attention=True, max_position_embeddings=16,
+           pos_att_type=["p2c", "c2p"]), tokens, next_token,
+    ),
+    "albert": (hf("Albert", "ForMaskedLM", **TEXT, embedding_size=8), tokens, next_token),
+    "gpt_neox": (hf("GPTNeoX", "ForCausalLM", **TEXT), tokens, next_token),
+    "mamba": (hf("Mamba", "ForCausalLM", **TEXT, state_size=4), tokens, next_token),
+    "vit": (hf("ViT", "ForImageClassification", **TOWER, num_labels=3), images, classify),
+    "swin": (
+        hf("Swin", "ForImageClassification", **SEEN, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2],
+           window_size=4), images, classify,
+    ),
+    "convnext": (
+        hf("ConvNext", "ForImageClassification", num_labels=3, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
+        images, classify,
+    ),
+    "segformer": (
+        hf("Segformer", "ForSemanticSegmentation", num_labels=3, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+           hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+           decoder_hidden_size=8), images, segment,
+    ),
+    "lstm": (Recurrent, tokens, next_token),
+    "unet": (UNet, images, restore),
+    "experts": (Experts, tokens, next_token),
+}  # fmt: skip
+
+
+def foreign(models: list[str], strategies: list[str]) -> dict[str, dict[str, Any]]:
+    """model → strategy → losses by SGD (AdamW would hide a wrong scale), or the words of the refusal."""
+    plain = {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.0, "train.max_norm": 1.0}
+    batch_norm = {"segformer": {"model.sync_batchnorm": True}}
+    out: dict[str, dict[str, Any]] = {}
+    for model in models:
+        build, batches, loss = MODELS[model]
+        for name in strategies:
+            extra = plain | batch_norm.get(model, {})
+            out.setdefault(model, {})[name] = train(build, name, batches, loss, **extra)
+    return out

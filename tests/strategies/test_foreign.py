@@ -1,0 +1,168 @@
+"""Models that nobody tuned shardkit for: the losses of one process, or a refusal that says what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardkit.parallel.blocks import describe_blocks, find_blocks
+from shardkit.parallel.optim import matrices_of_blocks
+from tests.ranks import run_ranks
+from tests.strategies.foreign import MODELS, Expert, Experts, TopExperts
+
+SHARED = ["ddp", "fsdp", "zero2", "zero3"]
+SHARDED = ["fsdp", "zero2", "zero3"]
+REFUSED = {(name, "experts"): "rank 0" for name in ("ddp", "zero2", "zero3")}
+"""What the matrix's strategies do not train, and how the refusal begins."""
+FOREIGN_TOLERANCE = 5e-6
+TOLERANCE = 2e-6
+"""Absolute, on the losses of the first steps, near 4: what another order of additions in fp32 makes of them."""
+
+
+FOREIGN = "tests.strategies.foreign:"
+
+
+def both(function: str, **kwargs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What one process finds, and each of two ranks."""
+    (one,) = run_ranks(1, FOREIGN + function, strategies=["single"], **kwargs)
+    return one, run_ranks(2, FOREIGN + function, strategies=SHARED, **kwargs)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_name() -> None:
+    cases = ["nested", "top", "leaver"]
+    (one,) = run_ranks(1, FOREIGN + "by_expert", strategies=["single"], cases=cases)
+    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["ddp", "fsdp", "zero2"], cases=cases)
+    assert first == second, "every rank ends with the same words"
+    for case in ("ddp+unused nested", "ddp+unused top", "ddp+unused leaver", "fsdp nested", "fsdp+class top"):
+        assert first.pop(case) == pytest.approx(one[f"single {case.split()[1]}"], abs=TOLERANCE), case
+    assert all(isinstance(words, str) for words in first.values()), first
+    assert "calls mixture.experts.0 where rank 1 calls mixture.experts.2 (step 1)" in first["fsdp top"]
+    assert "block_classes that every rank calls (ExpertLayer)" in first["fsdp top"]
+    assert "is at the end of forward where rank 1 calls blocks.2 (step 1)" in first["fsdp leaver"]
+    assert "rank 0 calls blocks.3 where rank 1 calls blocks.2 (step 4)" in first["fsdp late"], "found by the step's end"
+    advice = "parallel.find_unused=true, or fsdp with block_classes that every rank calls (ExpertLayer)"
+    assert advice in first["zero2 nested"]
+    assert "depends on 16 parameters that rank 1's does not depend on" in first["ddp nested"]
+    assert all(first[f"ddp {case}"].endswith("fix: set parallel.find_unused=true") for case in cases)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", ["nested", "leaver"])
+def test_zero3_refuses_experts_before_it_gathers_them(case: str) -> None:
+    first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["zero3"], cases=[case], timeout=120)
+    assert first == second
+    said = {"nested": "layers.0.experts.0 where rank 1 calls layers.0.experts.2", "leaver": "rank 1 calls blocks.2"}
+    assert said[case] in first[f"zero3 {case}"], first
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_parameters_that_are_one_number_train_everywhere_and_checkpoints_with_them_travel(tmp_path: Path) -> None:
+    (one,) = run_ranks(1, FOREIGN + "scalars", strategies=["single"], root=str(tmp_path / "one"))
+    found, _ = run_ranks(2, FOREIGN + "scalars", strategies=SHARED, root=str(tmp_path / "two"))
+    for name in SHARED:
+        assert found[f"{name} built"] == pytest.approx(one["single built"], abs=TOLERANCE), name
+        assert found[f"{name} drawn"] == pytest.approx(one["single drawn"], abs=TOLERANCE), name
+        for saver in SHARED:
+            assert found[f"{saver} to {name}"] == pytest.approx(one["single to single"], abs=TOLERANCE), (saver, name)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_model_that_mixes_types_trains_under_autocast_or_is_refused_with_it_as_the_advice() -> None:
+    one, (found, _) = both("mixed")
+    for name in SHARDED:
+        assert "precision.autocast=true" in found[name].splitlines()[1], found[name]
+        assert found[f"{name}+autocast"] == pytest.approx(one["single"], abs=0.02), "two runs in bf16"
+    assert found["ddp"] == pytest.approx(one["single"], abs=0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call() -> None:
+    one, (found, _) = both("attributes")
+    for name in SHARED:
+        assert found[name] == pytest.approx(one["single"], abs=TOLERANCE), name
+        assert "call model(...) in the loss" in found[f"{name} round"], name
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None:
+    (losses,) = run_ranks(1, FOREIGN + "lazy", env={"SHARDKIT_FRESH": "1"})
+    assert isinstance(losses, list), losses
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Any]:
+    return run_ranks(1, FOREIGN + "foreign", models=[*MODELS], strategies=["single"], timeout=600)[0]
+
+
+@pytest.mark.release
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("model", [*MODELS])
+def test_a_foreign_model_has_the_losses_of_one_process_or_is_refused(model: str, one_process: dict[str, Any]) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    first, second = run_ranks(2, FOREIGN + "foreign", models=[model], strategies=SHARED, timeout=400)
+    want = one_process[model]["single"]
+    assert isinstance(want, list) and want[-1] != want[0], want
+    for name in SHARED:
+        if (name, model) in REFUSED:
+            assert REFUSED[name, model] in first[model][name], first[model][name]
+        else:
+            assert first[model][name] == pytest.approx(want, rel=FOREIGN_TOLERANCE, abs=FOREIGN_TOLERANCE), name
+    assert first == second
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_mixtures_of_experts_of_transformers_have_the_losses_of_one_process() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    models = ["mixtral", "qwen2_moe"]
+    (one,) = run_ranks(1, FOREIGN + "foreign", models=models, strategies=["single"])
+    found, _ = run_ranks(2, FOREIGN + "foreign", models=models, strategies=SHARED)
+    for model in models:
+        for name in SHARED:
+            assert found[model][name] == pytest.approx(one[model]["single"], abs=FOREIGN_TOLERANCE), (model, name)
+
+
+class Towers(nn.Module):
+    """An encoder and a decoder of their own classes, experts in each decoder layer, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([Expert() for _ in range(3)])
+        self.decoder = Experts(layers=2)
+        self.head = nn.Linear(16, 16)
+
+
+def test_every_list_of_equal_blocks_counts_and_none_inside_another() -> None:
+    model = Towers()
+    blocks = find_blocks(model)
+    assert blocks == [*model.encoder, *model.decoder.layers]
+    words = describe_blocks(model, blocks)
+    assert words.startswith("3 Expert in encoder, 2 ExpertLayer in decoder.layers; 12% of the parameters are in none: ")
+    assert words.endswith(": decoder.head, decoder.embed, head"), words
+    matrices = matrices_of_blocks(model)
+    assert id(model.encoder[0][0].weight) in matrices and id(model.decoder.layers[1].experts[0][0].weight) in matrices
+    assert id(model.head.weight) not in matrices
+
+
+def test_blocks_in_lists_of_several_kinds() -> None:
+    mixed = nn.Sequential(nn.Embedding(4, 16), Expert(), Experts(), Expert(), nn.Linear(16, 4))
+    assert find_blocks(mixed) == [mixed[1], *mixed[2].layers, mixed[3]]
+    one_layer = Experts(layers=1)
+    assert find_blocks(one_layer) == [], "the experts of a single layer are no blocks either"
+    assert find_blocks(nn.ModuleList([*Experts().layers, Towers()]))[0].__class__.__name__ == "ExpertLayer"
+    linears = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert find_blocks(linears) == list(linears)
+    shared = Expert()
+    assert find_blocks(nn.ModuleList([shared, shared, shared])) == [shared]
+    assert find_blocks(TopExperts())[0].__class__ is Expert, "nothing tells that these are chosen by the data"
