@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import logging
+import math
 import os
 import stat
 import sys
@@ -222,7 +223,28 @@ def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, An
 def parsed(line: str | bytes) -> dict[str, Any]:
     """The object on a line; empty for one that a kill cut short."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What another program may have written; numbers that nothing here can have, as 1e999 and NaN, are None.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=lambda _: None)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _integer(digits: str) -> int | None:
+    return int(digits) if len(digits) < 19 else None
+
+
+def _finite(digits: str) -> float | None:
+    number = float(digits)
+    return number if math.isfinite(number) else None

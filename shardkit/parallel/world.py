@@ -199,6 +199,11 @@ def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     if env.world_size == 1:
         return HashStore()
+    folder = os.environ.get(rendezvous.STORE)
+    if folder and env.source == "torchelastic":
+        file = dist.FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
+        file.set_timeout(timeout)
+        return file
     if env.master_addr is not None and env.master_port is not None:
         # Under torchrun the agent mostly holds the store and every rank, 0 included, is its client.
         kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
