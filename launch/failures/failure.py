@@ -272,7 +272,9 @@ def _own(data: object) -> Failure | None:
         return None
     kinds = get_type_hints(Failure)
     known = {name: data[name] for name in kinds if name in data}
-    whole = all(isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in known.items())
+    whole = all(
+        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in known.items()
+    )
     return Failure(**known) if whole and "rank" in known and "exit_code" in known else None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from ...errors import LaunchError
 from ...files import write_whole
 
-
 STORE = "SHARDKIT_STORE"
 """The variable that tells the ranks of a single node in which folder they meet."""
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def build_argv(spec: JobSpec) -> list[str]:
     """The torchrun command of one node.
 
-    Every rank's output goes to a file below `log_dir`. One node meets itself in a file: torchrun's own store listens
-    on every interface, and unpickles what anybody sends. Nodes that are numbered from outside keep their numbers (static rendezvous) unless workers may restart, which takes c10d.
+    Every rank's output goes to a file below `log_dir`. One node meets itself in a file: torchrun's own store listens on
+    every interface, and unpickles what anybody sends. Nodes that are numbered from outside keep their numbers (static
+    rendezvous) unless workers may restart, which takes c10d.
 
     Raises:
         LaunchError: several nodes without an endpoint, or no ranks.

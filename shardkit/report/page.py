@@ -177,7 +177,10 @@ def _traced(run: Run, page: Page) -> list[Markup]:
         for rank, peak in peaks.items()
     ]  # fmt: skip
     largest = [
-        [n_bytes(number(t.get("bytes"))), *(words(t.get(key) or "–") for key in ("category", "phase", "module", "op", "shape"))]
+        [
+            n_bytes(number(t.get("bytes"))),
+            *(words(t.get(key) or "–") for key in ("category", "phase", "module", "op", "shape")),
+        ]
         for t in map(mapping, sequence(trace.get("largest")))
     ]
     return [

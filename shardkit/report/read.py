@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ..config.presets import targets_called
 from ..errors import DataError
 from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
@@ -70,6 +71,11 @@ class Run:
     @property
     def last_rows(self) -> list[RankRow]:
         return self.gathers[-1].rows if self.gathers else []
+
+    @property
+    def targets(self) -> str:
+        """What the run's throughput counts."""
+        return targets_called(self.setting("task.name"), self.setting("task.factory"))
 
     def setting(self, dotted: str) -> Any:
         """A config value by its dotted name; None if the config does not have it."""

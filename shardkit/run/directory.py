@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..config.load import LoadedConfig
-from ..errors import ConfigError, ShardkitError
+from ..errors import ConfigError, ShardkitError, gib
 from ..files import write_whole
 from ..parallel.world import World
 
@@ -156,9 +156,14 @@ def _clear_but_in_use(folder: Path) -> None:
             entry.unlink()
 
 
-def files_in(path: Path) -> list[Path]:
-    """Every file of the run, sorted."""
-    return sorted(p for p in path.rglob("*") if p.is_file())
+def listed(path: Path) -> str:
+    """The run's files on one line: those at its top, and each folder with how many it holds and how large they are."""
+    parts = []
+    for entry in sorted(path.iterdir()):
+        inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
+        parts += [f"{entry.name}/ ({len(inside)}, {gib(sum(inside))})"] if inside else []
+        parts += [entry.name] if entry.is_file() else []
+    return f"{path}: {', '.join(parts)}"
 
 
 def environment() -> dict[str, Any]:

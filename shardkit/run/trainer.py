@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..memory.rows import gather_json
 from ..parallel.optim import lr_at
 from ..strategies.step import StepOutput, train_step
 from ..tasks.base import Dataset
-from ..tasks.load import load_task
+from ..tasks.load import build_model, load_task
 from . import checks, directory
 from .evaluate import evaluate, report
 from .job import Job, not_finite
@@ -64,6 +65,7 @@ class Trainer:
         self.step = self.skipped_steps = 0
         self._moved = False
         self.tokens_total = 0
+        self._say("reading the data")
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
             data = self.task.dataset("train")
@@ -72,8 +74,10 @@ class Trainer:
             self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
             self.schedule = self._make_schedule(data)
         self.run_dir: Path = directory.prepare(job.loaded, job.world)
+        n_ranks = "1 rank" if job.world.size == 1 else f"{job.world.size} ranks"
+        self._say(f"{len(data):,} samples; building the model for {self.config.parallel.strategy} on {n_ranks}")
         job.wrap(
-            self.task.build_model,
+            partial(build_model, self.config, self.task),
             block_classes=getattr(self.task, "block_classes", ()),
             attention_classes=getattr(self.task, "attention_classes", ()),
             init_parameter=getattr(self.task, "init_parameter", None),
@@ -88,8 +92,14 @@ class Trainer:
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume())
         self.first_step = self.step + 1
+        compiling = ", which compiles the model" if self.config.compile.enabled else ""
+        self._say(f"writing to {self.run_dir}; the first step takes the longest{compiling}")
         profiled = self.config.profile.start is not None
         self.profiler = Profiler(self.config, job.world, job.strategy, job.ledger, self.run_dir) if profiled else None
+
+    def _say(self, doing_now: str) -> None:
+        if self.world.is_main:
+            print(doing_now, flush=True)
 
     def _resume(self) -> State:
         """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
@@ -138,6 +148,12 @@ class Trainer:
 
     def _make_schedule(self, samples: Dataset) -> BatchSchedule:
         train, data = self.config.train, self.config.data
+        if train.micro_batch_size > len(samples):
+            raise DataError(
+                f"train.micro_batch_size={train.micro_batch_size} is more than the {len(samples)} samples of the "
+                "training split",
+                f"set it to {max(1, len(samples) // (self.accum * self.world.size))} or less, or use more data",
+            )
         try:
             return BatchSchedule(
                 n_samples=len(samples),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -168,3 +170,20 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
     assert "saved and stopped for SIGUSR2" in error
     last = max(losses(tmp_path / "run"))
     assert last < 60 and (tmp_path / f"run/checkpoints/step_{last:08d}").is_dir(), error
+
+
+@pytest.mark.parametrize(
+    ("how", "extra", "said", "fix"),
+    [
+        ("build", {}, r"task.factory=\S+: build_model failed at .*/tasks.py:\d+: KeyError: 'no ", "correct that"),
+        ("nothing", {"train__micro_batch_size": 10**8},
+         "train.micro_batch_size=100000000 is more than the 64 samples of the training split", "set it to 64 or less"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_or_filled_is_two_lines(
+    how: str, extra: dict[str, int], said: str, fix: str, tmp_path: Path
+) -> None:
+    done = run([sys.executable, "-m", "shardkit.train", *settings(tmp_path / "run", how, **extra)])
+    assert done.returncode == 2, done.stderr
+    cause, advice = done.stderr.splitlines()
+    assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), done.stderr

@@ -19,7 +19,8 @@ def text(spec: JobSpec) -> str:
 def test_one_node_meets_in_a_file() -> None:
     assert text(ONE) == (
         "--nnodes 1 --nproc-per-node 2 --max-restarts 0 --rdzv-backend c10d --rdzv-id shardkit"
-        " --rdzv-conf store_type=file --log-dir runs/a/logs/1 --redirects 3 -m shardkit.train --config c.yaml optim.lr=1"
+        " --rdzv-conf store_type=file --log-dir runs/a/logs/1 --redirects 3"
+        " -m shardkit.train --config c.yaml optim.lr=1"
     )
 
 

@@ -29,7 +29,9 @@ def _whole(path: Path) -> Path:
     launch = path / "logs" / "20260101-000000-node0-1" / "x" / "attempt_0" / "1"
     launch.mkdir(parents=True)
     own = {"rank": 1, "exit_code": 1, "when": 1.7e9, "message": "lost", "trace": "", "fix": "", "is_error": False}
-    launch.joinpath("error.json").write_text(json.dumps({"message": {"message": "m", "extraInfo": {}}, "shardkit": own}))
+    launch.joinpath("error.json").write_text(
+        json.dumps({"message": {"message": "m", "extraInfo": {}}, "shardkit": own})
+    )
     other = launch.parent / "0"
     other.mkdir()
     other.joinpath("error.json").write_text(json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "17"}}}))
@@ -46,7 +48,9 @@ def _whole(path: Path) -> Path:
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a JSON value."""
     yield at
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    ):
         yield from _places(inner, (*at, key))
 
 

@@ -97,7 +97,9 @@ class Archive:
         entries = {info.filename: info for info in archive.infolist()}
         names = [name for name in entries if name.endswith("/data.pkl")]
         if len(names) != 1 or len(entries) != len(archive.infolist()):
-            raise ValueError(f"{len(names)} entries data.pkl, {len(entries)} names of {len(archive.infolist())} entries")
+            raise ValueError(
+                f"{len(names)} entries data.pkl, {len(entries)} names of {len(archive.infolist())} entries"
+            )
         for info in entries.values():
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                 raise ValueError(f"{info.filename} is compressed")

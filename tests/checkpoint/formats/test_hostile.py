@@ -286,9 +286,11 @@ def _pickles() -> dict[str, bytes]:
         "keys in keys, 100 000 deep": b"\x80\x02})" + 100_000 * b"\x85" + b"K\x01s.",
         "1 000 000 empty sets": b"\x80\x04](" + 1_000_000 * b"\x8f" + b"e.",
         "1 000 000 empty dicts, dropped": b"\x80\x02" + 1_000_000 * b"}0" + b"}.",
-        "50 000 classes": b"\x80\x04]\x8c\x08argparseq\x000\x8c\x09Namespaceq\x010(" + 50_000 * b"h\x00h\x01\x93" + b"e.",
+        "50 000 classes": b"\x80\x04]\x8c\x08argparseq\x000\x8c\x09Namespaceq\x010("
+        + 50_000 * b"h\x00h\x01\x93" + b"e.",
         "100 000 dimensions": b"\x80\x02}X\x01\x00\x00\x00w"
-        + tensor.replace(b"K\x04\x85K\x01\x85", b"(" + 100_000 * b"M\xff\xff" + b"t(" + 100_000 * b"K\x01" + b"t") + b"s.",
+        + tensor.replace(b"K\x04\x85K\x01\x85", b"(" + 100_000 * b"M\xff\xff" + b"t(" + 100_000 * b"K\x01" + b"t")
+        + b"s.",
     }  # fmt: skip
 
 
