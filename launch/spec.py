@@ -17,7 +17,8 @@ class Rendezvous:
     """Where the nodes of one torchrun job meet.
 
     Attributes:
-        endpoint: HOST:PORT of the store; None = one node, on a port that the system picks.
+        endpoint: HOST:PORT of the store; None = one node, whose store is a file.
+        folder: where that file lies, closed to other users; empty = torchrun makes one for itself.
         node_rank: this node's place, for nodes that are numbered from outside (Slurm); None = torchrun numbers them.
         is_host: whether this node holds the store; None = torchrun compares host names.
         run_id: the same on every node, and another for every job that uses the endpoint.
@@ -29,6 +30,7 @@ class Rendezvous:
     is_host: bool | None = None
     run_id: str = "shardkit"
     conf: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ class BuildError(ShardkitError):
 
 
 class CheckpointError(ShardkitError):
-    """A checkpoint that cannot be written, found or trusted."""
+    """A checkpoint that cannot be written, found or trusted. Its names may be a stranger's: each part is one line."""
+
+    def __init__(self, cause: str, fix: str = "") -> None:
+        super().__init__(printable(cause), printable(fix))
 
 
 class SaveError(CheckpointError):
@@ -79,8 +82,24 @@ def report(error: ShardkitError) -> int:
 
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
     fix = f"\n  fix: {error.fix}" if error.fix else ""
-    print(f"error: {error.cause}{fix}", file=sys.stderr, flush=True)
+    lines = f"error: {error.cause}{fix}".split("\n")
+    print("\n".join(map(printable, lines)), file=sys.stderr, flush=True)
     return error.exit_code
+
+
+LONGEST = 1000
+"""Characters of a line that `printable` shows."""
+
+
+def printable(text: object) -> str:
+    """One line that any terminal shows as it is: control characters, line ends and what cannot be encoded are escaped,
+    the middle of a very long text is left out."""
+    line = str(text)
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def gib(n_bytes: float, decimals: int = 2) -> str:

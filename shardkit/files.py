@@ -7,7 +7,9 @@ import fcntl
 import io
 import json
 import logging
+import math
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -122,6 +124,34 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
         time.sleep(0.05)
 
 
+def open_regular(path: str | Path, flags: int = 0) -> IO[bytes]:
+    """Open a file for reading without ever waiting for it, as opening a pipe would.
+
+    Args:
+        flags: more for `os.open`.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | Path, most: int = 2**30) -> bytes:
+    """The content of a file that another program may have written.
+
+    Raises:
+        OSError: it cannot be read, is a pipe, a device or a folder, or holds more than `most` bytes.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+        return file.read()
+
+
 def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
     """Append one line per object, each in one write; whether all were written.
 
@@ -181,7 +211,7 @@ def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, An
         last_bytes: read only the whole lines among so many bytes at the end.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = 0 if last_bytes is None else max(0, file.seek(0, os.SEEK_END) - last_bytes)
             file.seek(start)
             lines = file.read().splitlines()
@@ -193,7 +223,28 @@ def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, An
 def parsed(line: str | bytes) -> dict[str, Any]:
     """The object on a line; empty for one that a kill cut short."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What another program may have written; numbers that nothing here can have, as 1e999 and NaN, are None.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=lambda _: None)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _integer(digits: str) -> int | None:
+    return int(digits) if len(digits) < 19 else None
+
+
+def _finite(digits: str) -> float | None:
+    number = float(digits)
+    return number if math.isfinite(number) else None

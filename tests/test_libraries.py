@@ -291,3 +291,13 @@ if __name__ == "__main__":
     page = REPO / "docs" / "adr" / "009-private-names.md"
     head = page.read_text().partition("| Name |")[0]
     page.write_text(head + table() + "\n")
+
+
+def test_what_libraries_say_to_each_other_is_not_shown() -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    code = "from shardkit.config import libraries; libraries.quiet(); import torch, torchao, torchao.quantization"
+    clean = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, env=clean, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

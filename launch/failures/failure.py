@@ -14,12 +14,12 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...errors import ShardkitError
-from ...files import write_whole
+from ...files import parse_json, read_regular, write_whole
 from . import exit_codes
 
 TORCHRUN_LOG = "torchrun.log"
@@ -110,9 +110,6 @@ class Failure:
         return bool(_LOST_PEER.search(self.message))
 
 
-_FIELDS = [field.name for field in fields(Failure)]
-
-
 def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Path | None:
     """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
     environ = os.environ if environ is None else environ
@@ -187,14 +184,14 @@ def read(paths: Iterable[Path]) -> list[Failure]:
     found = []
     for path in paths:
         try:
-            data = json.loads(path.read_text())
+            data = parse_json(read_regular(path))
         except (OSError, ValueError):  # still being written, or not ours
             continue
-        own = data.get("shardkit") if isinstance(data, dict) else None
-        if isinstance(own, dict) and {"rank", "exit_code"} <= own.keys():
-            # Ranks in a newer image may say more.
-            found.append(Failure(**{name: own[name] for name in _FIELDS if name in own}))
-        elif isinstance(data, dict) and isinstance(data.get("message"), dict):
+        if not isinstance(data, dict):
+            continue
+        if own := _own(data.get("shardkit")):
+            found.append(own)
+        elif isinstance(data.get("message"), dict):
             found.append(_foreign(data["message"], path))
     return sorted(found, key=lambda failure: failure.order)
 
@@ -289,7 +286,8 @@ def ended_in_torchrun_log(text: str) -> list[str]:
 
 def attempts(log_dir: Path) -> list[Path]:
     """The folders of a launcher's attempts, in order of time."""
-    return sorted(log_dir.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    found = {path: path.name.removeprefix("attempt_") for path in log_dir.glob("*/attempt_*")}
+    return sorted((path for path in found if found[path].isdecimal()), key=lambda path: int(found[path]))
 
 
 def in_attempt(folder: Path) -> list[Failure]:
@@ -347,13 +345,27 @@ def exit_code_of(failures: list[Failure]) -> int:
     return exit_codes.shell_code(failures[0].exit_code)
 
 
+def _own(data: object) -> Failure | None:
+    """A rank's record, without what a later version adds; None if it is none."""
+    if not isinstance(data, dict):
+        return None
+    kinds = get_type_hints(Failure)
+    known = {name: data[name] for name in kinds if name in data}
+    whole = all(
+        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in known.items()
+    )
+    return Failure(**known) if whole and "rank" in known and "exit_code" in known else None
+
+
 def _foreign(message: Mapping[str, Any], path: Path) -> Failure:
-    extra = message.get("extraInfo") or {}
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    seconds = str(extra.get("timestamp", ""))
     local_rank = path.parent.name
     return Failure(
         rank=int(local_rank) if local_rank.isdigit() else 0,
         exit_code=exit_codes.FAILED,
-        when=float(extra.get("timestamp", 0)),
+        when=float(seconds) if seconds.isdecimal() and len(seconds) < 19 else 0.0,
         message=str(message.get("message", "")),
         trace=str(extra.get("py_callstack", "")),
     )

@@ -66,9 +66,7 @@ def restarts(run_dir: Path) -> list[tuple[int, str]]:
     """(step, reason) of each restart within jobs; what several nodes saw of one restart counts once."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     seen: Counter[tuple[int, int]] = Counter()
-    for event in read_objects(path(run_dir)):
-        if event.get("event") != "restart":
-            continue
+    for event in _events(run_dir, "restart"):
         seen[(event["step"], event["by"])] += 1
         key = (event["step"], seen[(event["step"], event["by"])])
         if key not in found or found[key]["lost_peer"]:
@@ -78,12 +76,26 @@ def restarts(run_dir: Path) -> list[tuple[int, str]]:
 
 def starts(run_dir: Path) -> list[Start]:
     """Every recorded start, in order."""
-    events = read_objects(path(run_dir))
-    ends = {(e.get("job"), e.get("restart")): e.get("reason") for e in events if e.get("event") == "end"}
+    ends = {(e["job"], e["restart"]): e["reason"] for e in _events(run_dir, "end")}
     return [
         Start(e["job"], e["restart"], e["step"], ends.get((e["job"], e["restart"])), e.get("time", "")[:19])
-        for e in events
-        if e.get("event") == "start"
+        for e in _events(run_dir, "start")
+    ]
+
+
+_FIELDS: dict[str, dict[str, type]] = {
+    "start": {"job": str, "restart": int, "step": int, "time": str},
+    "end": {"job": str, "restart": int, "reason": str},
+    "restart": {"step": int, "by": int, "reason": str, "lost_peer": bool},
+}
+
+
+def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind, without lines that are none."""
+    return [
+        event
+        for event in read_objects(path(run_dir))
+        if event.get("event") == kind and all(isinstance(event.get(k), t) for k, t in _FIELDS[kind].items())
     ]
 
 
@@ -118,7 +130,8 @@ def forget_others(run_dir: Path, job_id: str | None) -> None:
 def last_step(run_dir: Path) -> int:
     """The last optimizer step in metrics.jsonl; 0 before the first."""
     last = read_objects(run_dir / "metrics.jsonl", TAIL)
-    return int(last[-1]["step"]) if last and "step" in last[-1] else 0
+    step = last[-1].get("step") if last else None
+    return step if isinstance(step, int) else 0
 
 
 def _one_line(text: str) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -58,15 +58,20 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         LaunchError: contradicting options, or nodes that do not find each other.
     """
     environ = dict(os.environ if environ is None else environ)
-    reserved: rendezvous.ReservedPort | None = None
-    try:
+    with ExitStack() as left:
         spec, reserved = _with_slurm_meeting(spec, environ, rendezvous_timeout_s)
+        if reserved is not None:
+            left.callback(reserved.close)
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
         cpus = _cpu_shares(spec, environ)
         argv, added = build_argv(spec), added_environment(spec, environ, cpus)
         print(f"$ {command_line(argv, added)}", flush=True)
         if cpus:
             print(affinity.describe(cpus), flush=True)
+        if spec.rendezvous.endpoint is None:
+            folder = left.enter_context(rendezvous.private_folder())
+            argv = build_argv(replace(spec, rendezvous=replace(spec.rendezvous, folder=folder)))
+            added |= rendezvous.one_node_environment(folder, spec.on_gpus, environ)
         oom_before = exit_codes.oom_kill_count()
         endpoint = spec.rendezvous.endpoint if spec.nodes[1] > 1 else None
         patience = math.inf if endpoint is None else rendezvous_timeout_s
@@ -78,9 +83,6 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
                 f"within run.init_timeout_s={rendezvous_timeout_s:g} s; torchrun's log: {spec.log_dir}",
             )
         return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
-    finally:
-        if reserved is not None:
-            reserved.close()
 
 
 def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[Sequence[int]] = ()) -> dict[str, str]:

@@ -1,16 +1,51 @@
-"""Nodes of a Slurm step agree where to meet: node 0 reserves a free port and publishes it through the run directory."""
+"""Where ranks meet: on one node in a folder that is closed to others; nodes of a Slurm step on a free port that node 0
+reserves and publishes through the run directory.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import LaunchError
 from ...files import write_whole
 from ..spec import split_endpoint
+
+STORE = "SHARDKIT_STORE"
+"""The variable that tells the ranks of a single node in which folder they meet."""
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """A folder on this machine that only this user can enter, while it is needed.
+
+    Raises:
+        LaunchError: there is no place for it.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}",
+            "free space there, or set TMPDIR to a folder of this machine that you can write",
+        ) from error
+    with made as folder:
+        yield folder
+
+
+def one_node_environment(folder: str, on_gpus: bool, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which the ranks of a single node meet in `folder`, and listen to nobody outside."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", **({"NCCL_SOCKET_IFNAME": "lo"} if on_gpus else {})}
+    return {
+        STORE: folder,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun would serve one for the ranks, on every interface
+        **{name: value for name, value in loopback.items() if name not in environ},
+    }
 
 
 class ReservedPort:

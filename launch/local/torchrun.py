@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def build_argv(spec: JobSpec) -> list[str]:
     """The torchrun command of one node.
 
-    Every rank's output goes to a file below `log_dir`. One node meets itself on a port that the system picks. Nodes
-    that are numbered from outside keep their numbers (static rendezvous) unless workers may restart, which takes c10d.
+    Every rank's output goes to a file below `log_dir`. One node meets itself in a file: torchrun's own store listens on
+    every interface, and unpickles what anybody sends. Nodes that are numbered from outside keep their numbers (static
+    rendezvous) unless workers may restart, which takes c10d.
 
     Raises:
         LaunchError: several nodes without an endpoint, or no ranks.
@@ -53,7 +54,9 @@ def _rendezvous(spec: JobSpec) -> list[str]:
                 f"--nnodes {_nnodes(spec)} without --rdzv-endpoint: nodes cannot find each other",
                 "pass --rdzv-endpoint HOST:PORT, the same on every node, or use slurm/train.sbatch",
             )
-        return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", meet.run_id]
+        file = ["--rdzv-endpoint", f"{meet.folder}/agent"] if meet.folder else []
+        conf = ",".join(["store_type=file", *([meet.conf] if meet.conf else [])])
+        return ["--rdzv-backend", "c10d", *file, "--rdzv-id", meet.run_id, "--rdzv-conf", conf]
     host, port = split_endpoint(meet.endpoint)
     if meet.node_rank is not None and spec.max_restarts == 0 and not spec.is_elastic:
         return [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, printable
 from .format import layout
 from .format.manifest import Manifest
 
@@ -84,9 +84,8 @@ def table(found: Sequence[Entry]) -> str:
         notes = [name for name, marked in (("latest", e.is_latest), ("best", e.is_best)) if marked] + [e.problem]
         note = ", ".join(n for n in notes if n)
         created = m.created if m else ""
-        lines.append(
-            f"{e.path.name:<24} {e.state:<11} {made_by:<12} {size:>8} {loss:>9}  {created:<24} {note}".rstrip()
-        )
+        line = f"{e.path.name:<24} {e.state:<11} {made_by:<12} {size:>8} {loss:>9}  {created:<24} {note}"
+        lines.append(printable(line.rstrip()))
     return "\n".join(lines)
 
 

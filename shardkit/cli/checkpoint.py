@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from ..errors import printable
+
 app = typer.Typer(name="checkpoint", help="List, verify and remove a run's checkpoints.", no_args_is_help=True)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or its checkpoints folder.")]
@@ -30,9 +32,9 @@ def verify(run: Run, which: Which = None) -> None:
     damaged = 0
     for path in paths:
         problems = manage.verify(path)
-        typer.echo(f"{path.name}: {'damaged' if problems else 'intact'}")
+        typer.echo(printable(f"{path.name}: {'damaged' if problems else 'intact'}"))
         for problem in problems:
-            typer.echo(f"  {problem}")
+            typer.echo(f"  {printable(problem)}")
         damaged += bool(problems)
     if damaged:
         raise typer.Exit(1)
@@ -50,7 +52,7 @@ def rm(
     paths = manage.select(run, which)
     freed = sum(manage.size_of(path) for path in paths)
     manage.remove(run, paths, force)
-    typer.echo(f"deleted {', '.join(path.name for path in paths)} ({freed / 2**30:.3f} GiB)")
+    typer.echo(f"deleted {printable(', '.join(path.name for path in paths))} ({freed / 2**30:.3f} GiB)")
 
 
 def convert(
@@ -77,8 +79,9 @@ def convert(
         source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema
     )  # fmt: skip
     for note in done.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"read {done.kind} checkpoint {done.source}: {done.n_tensors} tensors")
+        typer.echo(f"note: {printable(note)}", err=True)
+    typer.echo(printable(f"read {done.kind} checkpoint {done.source}: {done.n_tensors} tensors"))
     for file in done.files:
         size = file.stat().st_size
-        typer.echo(f"wrote {file} ({size / 2**30:.2f} GiB)" if size >= 2**27 else f"wrote {file} ({size:,} bytes)")
+        shown = f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size:,} bytes"
+        typer.echo(printable(f"wrote {file} ({shown})"))

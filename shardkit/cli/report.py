@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from ..errors import printable
+
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run, finished or not.")],
@@ -29,7 +31,7 @@ def report(
     path = out or run / ("report.html" if second is None else "compare.html")
     text = run_page(found, path) if second is None else compare_page(found, second)
     save(text, path)
-    typer.echo(path)
+    typer.echo(printable(path))
 
 
 def profile(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from .presets import task_of
 from .schema import ParallelConfig, RunConfig, StrategyName, TaskName
 
 Support = Literal[True] | str
@@ -189,6 +190,12 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
     mesh_shape(config, world_size, local_world_size)
     for rule in IGNORED:
         if rule.applies(config):
+            preset = config.model.preset
+            if preset is not None and rule.key.startswith("model.") and task_of(preset) != config.task.name:
+                raise ConfigError(
+                    f"model.preset={preset} is no model of task.name={config.task.name}",
+                    f"set task.name={task_of(preset)}, or a preset of {config.task.name}",
+                )
             raise ConfigError(
                 f"{rule.key}={_value(config, rule.key)} would be ignored: {rule.reason}", _without(rule.key)
             )

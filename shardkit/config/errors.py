@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -155,6 +156,8 @@ def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     """The error for a value of the wrong type or out of range."""
     dotted, wanted = ".".join(path[:2]), expected(path[0], path[1])
     default = section_fields()[path[0]][path[1]].default
+    if isinstance(value, float) and not math.isfinite(value):
+        wanted = wanted.replace("a number", "a finite number", 1)
     fix = f"the default is {dotted}={shown(default, 100)}"
     if isinstance(value, (int, float)) and wanted.startswith("text"):
         fix = f'quote it: "{shown(value)}"'
@@ -166,8 +169,8 @@ def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     return ConfigError(f"{dotted}={shown(value)}{_in(where)}, expected {wanted}", fix)
 
 
-def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> ConfigError:
-    """The first of pydantic's errors in our words, with the names of the others."""
+def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> list[ConfigError]:
+    """Pydantic's errors in our words."""
     errors: dict[str, ConfigError] = {}
     for item in error.errors(include_url=False):
         path = tuple(str(part) for part in item["loc"])
@@ -178,7 +181,7 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
             dotted = ".".join(path[:2])
             value = tree.get(path[0], {}).get(path[1])
             errors.setdefault(dotted, wrong_value(path, value, locate(path[:2])))
-    return combined(list(errors.items()))
+    return list(errors.values())
 
 
 def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
@@ -188,13 +191,12 @@ def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
     return ", ".join(dict.fromkeys(places))
 
 
-def combined(errors: list[tuple[str, ConfigError]]) -> ConfigError:
-    """One error out of several named ones: the first, and what else is wrong."""
-    first, others = errors[0][1], [one_line(name, 60) for name, _ in errors[1:]]
-    if not others:
-        return first
-    more = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
-    return ConfigError(f"{first.cause} (+{len(others)} more: {more})", first.fix)
+def combined(errors: list[ConfigError]) -> ConfigError:
+    """One error out of several: each cause with its fix on a line of its own."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = [f"  {error.cause}: {error.fix}" for error in errors]
+    return ConfigError("\n".join([f"{len(errors)} settings cannot be used", *lines]), "correct each of them")
 
 
 def _in(where: str) -> str:

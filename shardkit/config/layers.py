@@ -23,6 +23,7 @@ class Layers:
         self._file = ""
         self._lines: dict[Path, int] = {}
         self._overridden: set[Path] = set()
+        self._problems: list[ConfigError] = []
 
     def add_file(self, name: str, document: Document) -> None:
         self._file, self._lines = one_line(name), document.lines
@@ -32,7 +33,6 @@ class Layers:
                 f"{self._file} holds a {_kind(value)}, not a mapping of sections",
                 "start it like this: train: {max_steps: 100}",
             )
-        problems = []
         for section, keys in value.items():
             keys = {} if keys is None else keys  # `train:` with every key commented out
             if section in section_fields() and not isinstance(keys, dict):
@@ -40,14 +40,13 @@ class Layers:
                     f"{section}={shown(keys)} ({self._where((section,))}), expected a mapping of keys",
                     f"write its keys indented below `{section}:`, or set {section}.<key>=… on the command line",
                 )
-                problems.append((section, error))
+                self._problems.append(error)
                 continue
             paths: list[Path] = [(section, key) for key in keys] if isinstance(keys, dict) else []
             unknown = [path for path in paths or [(section,)] if not _known(path)]
-            problems += [(".".join(path), unknown_key(path, self._where(path))) for path in unknown]
-            self._tree[section] = dict(keys) if isinstance(keys, dict) else {}
-        if problems:
-            raise combined(problems)
+            self._problems += [unknown_key(path, self._where(path)) for path in unknown]
+            if section in section_fields():
+                self._tree[section] = {key: value for key, value in keys.items() if (section, key) not in unknown}
 
     def add_override(self, dotted: Any, value: Any, raw: bool) -> None:
         """Set one dotted key; `raw`: the value is command-line text, to be parsed as YAML."""
@@ -82,14 +81,20 @@ class Layers:
         self._overridden.add(path)
 
     def resolve(self) -> tuple[RunConfig, dict[str, str]]:
-        """The validated configuration and the source of every leaf."""
+        """The validated configuration and the source of every leaf.
+
+        Raises:
+            ConfigError: names everything that is wrong with the file, and with the overrides' values.
+        """
         given = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
-        self._refuse_bool_as_number()
+        self._problems += self._bools_as_numbers()
         try:
             config = RunConfig.model_validate(self._tree)
         except ValidationError as error:
-            raise from_validation(error, self._tree, self._where) from None
+            raise combined([*self._problems, *from_validation(error, self._tree, self._where)]) from None
+        if self._problems:
+            raise combined(self._problems)
         return config, self._sources(config, given, sizes)
 
     def _preset_sizes(self) -> dict[str, str]:
@@ -107,11 +112,11 @@ class Layers:
                     _inner(self._tree, path).pop(path[-1], None)
         return {".".join(path): f"preset {preset}" for path in sizes if path[-1] not in _inner(self._tree, path)}
 
-    def _refuse_bool_as_number(self) -> None:
-        """pydantic takes true as 1; nobody means that by `max_steps: yes`."""
+    def _bools_as_numbers(self) -> list[ConfigError]:
+        """Take them out, an error for each: pydantic takes true as 1; nobody means that by `max_steps: yes`."""
         fields, problems = section_fields(), []
         for section, keys in self._tree.items():
-            for key, value in keys.items():
+            for key, value in list(keys.items()):
                 annotation = str(fields[section][key].annotation)
                 if (
                     isinstance(value, bool)
@@ -119,9 +124,9 @@ class Layers:
                     and ("int" in annotation or "float" in annotation)
                 ):
                     path = (section, key)
-                    problems.append((".".join(path), wrong_value(path, value, self._where(path))))
-        if problems:
-            raise combined(problems)
+                    problems.append(wrong_value(path, value, self._where(path)))
+                    del keys[key]
+        return problems
 
     def _sources(self, config: RunConfig, given: dict[str, dict[str, Any]], sizes: dict[str, str]) -> dict[str, str]:
         sources = {}

@@ -32,6 +32,20 @@ ABSENT = "(not installed)"
 _LOG = logging.getLogger(__name__)
 
 
+_CHATTY = ("torchao", "torch.utils._pytree")
+
+
+def quiet() -> None:
+    """Hold back warnings that a user can do nothing about: of kernels for other machines, of libraries to each other.
+
+    TORCH_LOGS, or a level that is set already, keeps them.
+    """
+    for name in () if os.environ.get("TORCH_LOGS") else _CHATTY:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
+
+
 class NameGone(ShardkitError):
     """A library no longer has a private name that a part of shardkit needs."""
 

@@ -55,3 +55,20 @@ HF_PRESETS: dict[str, dict[str, Any]] = {
         upsampler="pixelshuffledirect", drop_path_rate=0.0,
     ),
 }  # fmt: skip
+
+_TASKS = {
+    "gpt2": "hf_causal_lm", "llama": "hf_causal_lm", "bert": "hf_masked_lm", "vit": "image_classification",
+    "swin2sr": "super_resolution",
+}  # fmt: skip
+
+
+def task_of(preset: str) -> str:
+    """The built-in task that a preset is made for."""
+    return _TASKS[HF_PRESETS[preset]["model_type"]] if preset in HF_PRESETS else "causal_lm"
+
+
+def targets_called(task: object, factory: object) -> str:
+    """The word for what a task's loss is averaged over: only of the built-in ones it is known."""
+    if factory is not None:
+        return "targets"
+    return "samples" if task in ("image_classification", "super_resolution") else "tokens"

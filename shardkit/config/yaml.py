@@ -158,6 +158,8 @@ def check_plain(value: Any, name: str, depth: int = 0) -> Any:
             raise ConfigError(
                 f"{one_line(name)} holds half of a surrogate pair", "write the character itself, as UTF-8"
             )
+        if "\0" in value:
+            raise ConfigError(f"{one_line(name)}={shown(value)} holds a NUL character", "remove it")
         return str(value)
     raise ConfigError(
         f"{one_line(name)} is a {type(value).__name__}, which a config cannot hold",

@@ -132,8 +132,9 @@ def _open_text(data: DataConfig) -> Corpus:
         return tokenise(directory, _named(data), files, val_files, data.val_fraction)
 
     settings = {"kind": "text", "val_fraction": None if val_files else data.val_fraction}
-    key = _fingerprint(settings, [*files, *(val_files or [])], n_first=len(files))
-    entry, meta = cached_entry(data.cache_dir, f"text-{key}", build)
+    every = [*files, *(val_files or [])]
+    key = _fingerprint(settings, every, n_first=len(files))
+    entry, meta = cached_entry(data.cache_dir, f"text-{key}", build, [file.path for file in every])
     spans = {s: TokenSpan(str(entry / f"{s}.bin"), TEXT_DTYPE, 0, meta[s]["tokens"]) for s in ("train", "val")}
     return _corpus(_named(data), spans["train"], spans["val"], meta)
 
@@ -162,7 +163,8 @@ def _open_bin(data: DataConfig, path: str) -> Corpus:
         }
 
     settings = {"kind": "bin", "dtype": dtype, "spans": [[span.start, span.stop] for span in spans]}
-    _, meta = cached_entry(data.cache_dir, f"counts-{_fingerprint(settings, [file, val_file], n_first=1)}", build)
+    key = _fingerprint(settings, [file, val_file], n_first=1)
+    _, meta = cached_entry(data.cache_dir, f"counts-{key}", build, [file.path, val_file.path])
     return _corpus(path, *spans, meta)
 
 

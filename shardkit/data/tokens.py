@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,12 @@ def default_cache_dir() -> Path:
 
 
 def cached_entry(
-    cache_dir: str | None, key: str, build: Callable[[Path], dict[str, Any]]
+    cache_dir: str | None, key: str, build: Callable[[Path], dict[str, Any]], sources: Iterable[str] = ()
 ) -> tuple[Path, dict[str, Any]]:
     """The entry `key`, built once: `build` fills an empty directory and returns the metadata kept beside its files.
 
-    An entry whose files have not the sizes written down in its metadata is built again.
+    An entry whose files have not the sizes written down in its metadata is built again. Others may read it as far as
+    the umask allows, and where they may read every one of `sources`.
 
     Returns:
         The entry's directory and its metadata.
@@ -61,20 +62,32 @@ def cached_entry(
             meta = _read_meta(entry)
             if meta is None:
                 _remove_abandoned(root)
-                meta = _build(root, entry, build)
+                meta = _build(root, entry, build, _visible(sources))
     except OSError as error:
         raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
     return entry, meta
 
 
-def _build(root: Path, entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=root))
+def _visible(sources: Iterable[str]) -> int:
+    """The mode of a folder that shows what is made of these files to nobody who could not read them."""
+    mode, folders = 0o777, set[Path]()
+    for path in map(Path, sources):
+        readable = path.stat().st_mode
+        mode &= ~sum(bits for read, bits in ((0o040, 0o070), (0o004, 0o007)) if not readable & read)
+        folders |= set(path.resolve().parents)
+    for folder in folders:
+        enterable = folder.stat().st_mode
+        mode &= ~sum(bits for enter, bits in ((0o010, 0o070), (0o001, 0o007)) if not enterable & enter)
+    return mode
+
+
+def _build(root: Path, entry: Path, build: Callable[[Path], dict[str, Any]], mode: int) -> dict[str, Any]:
+    temporary = root / f"{_TEMPORARY}{os.urandom(6).hex()}"
+    temporary.mkdir(mode=mode)
     try:
         meta = build(temporary)
         meta["files"] = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         (temporary / META).write_text(json.dumps(meta, indent=1) + "\n")
-        # Ranks may run as other users of the same cache; mkdtemp made the directory private.
-        temporary.chmod(0o755)
         return _rename_into_place(temporary, entry, meta)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 Unit = Literal["bytes", "s", "count", "plain", "rate", "share"]
 SETTINGS: dict[str, Any] = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
 DRAW = """
-for (const [id, data, layout] of REPORT.figures) Plotly.newPlot(id, data, layout, REPORT.settings);
+async function draw(id, data, layout) { // legends and labels take more room in a narrow window: the plot keeps its own
+  const drawn = await Plotly.newPlot(id, data, layout, REPORT.settings);
+  const wanted = 0.85 * (layout.height - layout.margin.t - layout.margin.b);
+  for (let height = layout.height, left = 4; left && drawn._fullLayout._size.h < wanted; left--) {
+    height += wanted - drawn._fullLayout._size.h;
+    drawn.style.height = height + "px";
+    await Plotly.relayout(drawn, {height});
+  }
+}
+for (const figure of REPORT.figures) draw(...figure);
 """
 LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
 

@@ -154,19 +154,23 @@ class RankRow:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
-        """Inverse of `to_json`; fields that a later version added are passed over, those added since have defaults."""
+        """Inverse of `to_json`; fields that a later version added are passed over, those added since have defaults.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is no such row.
+        """
         return cls(
             identity=_pick(Identity, obj),
-            step_time_s=obj["step_time_s"],
-            data_wait_s=obj["data_wait_s"],
-            busy_s=obj["busy_s"],
+            step_time_s=_checked("step_time_s", obj["step_time_s"], "float | None"),
+            data_wait_s=_checked("data_wait_s", obj["data_wait_s"], "float | None"),
+            busy_s=_checked("busy_s", obj["busy_s"], "float | None"),
             host_mem=_pick(HostMemory, obj["host_mem"]),
             device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
             state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
             phases={k: _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
-            alloc_retries=obj["alloc_retries"],
-            ooms=obj["ooms"],
-            overhead_s=obj["overhead_s"],
+            alloc_retries=_checked("alloc_retries", obj["alloc_retries"], "int | None"),
+            ooms=_checked("ooms", obj["ooms"], "int | None"),
+            overhead_s=_checked("overhead_s", obj["overhead_s"], "float"),
         )
 
 
@@ -218,7 +222,19 @@ _T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
 
 def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
     known = (field for field in fields(cls) if field.name in obj or field.default is MISSING)
-    return cls(**{field.name: obj[field.name] for field in known})
+    return cls(**{field.name: _checked(field.name, obj[field.name], str(field.type)) for field in known})
+
+
+_ALLOWED = {
+    "str": (str,), "int": (int,), "int | None": (int, type(None)),
+    "float": (int, float), "float | None": (int, float, type(None)),
+}  # fmt: skip
+
+
+def _checked(name: str, value: Any, kind: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, _ALLOWED[kind]):
+        raise TypeError(f"{name} is no {kind}")
+    return value
 
 
 _NAMES: dict[type, tuple[str, ...]] = {

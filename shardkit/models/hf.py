@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.presets import task_of
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from ..parallel.compat import from_config, init_weights_of, is_persistent, ties_only
@@ -89,9 +90,12 @@ class HFModel:
         except KeyError:
             others = sorted({key.model_type for key in mapping})
             close = get_close_matches(self.config.model_type, others, n=3)
+            fix = f"set model.hf.model_type to one that has, for example {', '.join(close or others[:5])}"
+            if model.preset is not None:
+                fix = f"set task.name={task_of(model.preset)}, which model.preset={model.preset} is made for"
             raise ConfigError(
                 f"model_type={self.config.model_type} has no model for task.name={task} in transformers",
-                f"set model.hf.model_type to one that has, for example {', '.join(close or others[:5])}",
+                fix,
             ) from None
 
     @cached_property

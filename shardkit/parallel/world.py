@@ -218,6 +218,11 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     """Where ranks meet, with keys of its own for each time they do: earlier ones lead to groups that are gone."""
     if env.world_size == 1:
         return HashStore()
+    folder = os.environ.get(rendezvous.STORE)
+    if folder and env.source == "torchelastic":
+        file = dist.FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
+        file.set_timeout(timeout)
+        return file
     if env.master_addr is not None and env.master_port is not None:
         key, meet = f"{env.master_addr}:{env.master_port}", _addressed_store
     else:

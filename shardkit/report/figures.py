@@ -77,8 +77,28 @@ def _axis(panel: int) -> str:
     return f"y{panel + 1}" if panel else "y"
 
 
+def smoothed(values: Sequence[float]) -> list[float]:
+    """An exponential average over about a fiftieth of a line, without the bias to its first value."""
+    keep = 1 - 1 / max(5, len(values) // 50)
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        found.append(total / weight)
+    return found
+
+
+def _scale_buttons() -> dict[str, Any]:
+    """Buttons that switch the loss between a linear and a logarithmic axis."""
+    buttons = [
+        {"label": kind, "method": "relayout", "args": [{"yaxis.type": kind, "yaxis.autorange": True}]}
+        for kind in ("linear", "log")
+    ]
+    return {"type": "buttons", "direction": "right", "buttons": buttons, "x": 1, "xanchor": "right", "y": 1,
+            "yanchor": "top", "pad": {"r": 4, "t": 4}, "font": {"size": 11}}  # fmt: skip
+
+
 def training(runs: Named) -> Figure:
-    """Loss, validation loss and throughput over steps."""
+    """Loss, smoothed where it is long, validation loss and throughput over steps: one colour a run."""
     data = []
     for number, (name, run) in enumerate(runs.items()):
         colour = LINES[number]
@@ -88,10 +108,15 @@ def training(runs: Named) -> Figure:
             steps, values = measure.column(run, key)
             if values:
                 data.append({**line(f"{name} {text}".strip(), steps, values, colour), **more})
+            if key == "loss" and len(values) >= 50:
+                data[-1]["opacity"] = 0.35
+                data.append(line(f"{name} loss, smoothed".strip(), steps, smoothed(values), colour))
         steps, values = measure.column(run, "tokens_per_s")
         if values:
-            data.append(line(f"{name} tokens/s".strip(), steps, values, LINES[number + 2], 1))
-    return Figure(data, panels(["loss", "tokens/s"], "optimizer step"), "no step was recorded")
+            data.append(line(f"{name} {run.targets}/s".strip(), steps, values, colour, 1))
+    units = "/s, ".join(dict.fromkeys(run.targets for run in runs.values()))
+    layout = {**panels(["loss", f"{units}/s"], "optimizer step"), "updatemenus": [_scale_buttons()]}
+    return Figure(data, layout, "no step was recorded")
 
 
 def memory(run: Run) -> Figure:

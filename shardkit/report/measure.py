@@ -54,7 +54,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure("final loss", losses[-1] if losses else None, "plain"),
         KeyFigure("best loss", best[0] if best else None, "plain", f"step {best[1]}" if best else ""),
         KeyFigure("validation loss", validation[-1] if validation else None, "plain"),
-        KeyFigure("tokens per second", median(tokens) if tokens else None, "rate", "median over steps"),
+        KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
         KeyFigure("waiting for data", _share(waits, column(run, "step_time_s")[1]), "share", "of step time, rank 0"),
         KeyFigure("standing still for saves", sum(saves) if saves else None, "s", "in all"),

@@ -18,7 +18,7 @@ from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent
 from ..memory.rows import KINDS
 from ..memory.summary import pressure, summary
 from . import figures, measure, planned, postmortem, traced
-from .read import Run, mapping, sequence
+from .read import Run, mapping, number, sequence
 
 
 def run_page(run: Run, out: Path) -> str:
@@ -168,16 +168,19 @@ def _nodes(run: Run) -> list[Markup]:
 
 def _traced(run: Run, page: Page) -> list[Markup]:
     peaks = {rank: traced.peak_of(trace) for rank, trace in run.traces.items()}
-    worst = max(peaks, key=lambda rank: peaks[rank].get("bytes") or 0)
+    worst = max(peaks, key=lambda rank: number(peaks[rank].get("bytes")) or 0)
     trace = run.traces[worst]
     head = ["rank", "step", "device", ">peak", "in", "module"]
     lines = [
         [Cell(str(rank), rank), *(words(run.traces[rank].get(key, "–")) for key in ("step", "device")),
-         n_bytes(peak.get("bytes")), words(peak.get("phase", "–")), words(peak.get("module") or "–")]
+         n_bytes(number(peak.get("bytes"))), words(peak.get("phase", "–")), words(peak.get("module") or "–")]
         for rank, peak in peaks.items()
     ]  # fmt: skip
     largest = [
-        [n_bytes(t.get("bytes")), *(words(t.get(key) or "–") for key in ("category", "phase", "module", "op", "shape"))]
+        [
+            n_bytes(number(t.get("bytes"))),
+            *(words(t.get(key) or "–") for key in ("category", "phase", "module", "op", "shape")),
+        ]
         for t in map(mapping, sequence(trace.get("largest")))
     ]
     return [
@@ -250,7 +253,7 @@ def save(text: str, path: Path) -> None:
         ShardkitError: the file cannot be written.
     """
     try:
-        write_whole(path, text)
+        write_whole(path, text.encode(errors="replace"))
     except OSError as error:
         raise ShardkitError(
             f"cannot write {path}: {error.strerror}", "pass --out with a place you can write"

@@ -40,7 +40,7 @@ def cell(key: str, value: Any) -> Cell:
     """A value as its name lets expect: sizes in GiB, times as dates, everything else as it is."""
     if isinstance(value, int) and not isinstance(value, bool) and _BYTES.search(key) and not _COUNT.search(key):
         return n_bytes(value)
-    if key == "time" and isinstance(value, float):
+    if key == "time" and isinstance(value, float) and 0 <= value < 2**32:
         return words(datetime.fromtimestamp(value, timezone.utc).isoformat(timespec="seconds"))
     if isinstance(value, float):
         return Cell(f"{value:.4g}", value)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ..config.presets import targets_called
 from ..errors import DataError
-from ..files import parsed
+from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
 from ..memory.rows import SCHEMA, RankRow
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
 
+_LONGEST = 2**24
+"""Bytes of a config.yaml; a run's own has a few thousand."""
 ROWS = 40_000
 """At most about so many rows of `memory.jsonl` are read."""
 
@@ -69,6 +72,11 @@ class Run:
     def last_rows(self) -> list[RankRow]:
         return self.gathers[-1].rows if self.gathers else []
 
+    @property
+    def targets(self) -> str:
+        """What the run's throughput counts."""
+        return targets_called(self.setting("task.name"), self.setting("task.factory"))
+
     def setting(self, dotted: str) -> Any:
         """A config value by its dotted name; None if the config does not have it."""
         section, _, key = dotted.partition(".")
@@ -110,7 +118,7 @@ def read_run(path: Path) -> Run:
 
 def _text(path: Path, notes: list[str]) -> str:
     try:
-        return path.read_text(errors="replace")
+        return read_regular(path, _LONGEST).decode(errors="replace")
     except OSError as error:
         notes.append(f"{path.name}: {error.strerror}")
         return ""
@@ -120,9 +128,11 @@ def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
     import yaml
 
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("an alias, which no run writes")  # a few of them stand for gigabytes
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        notes.append(f"config.yaml: {str(error).splitlines()[0]}")
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        notes.append(f"config.yaml: {str(error).partition(chr(10))[0]}")
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -132,7 +142,7 @@ def _json(path: Path, notes: list[str], wanted: bool = False) -> dict[str, Any] 
     if not path.exists() and not wanted:
         return None
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}")
         return None
@@ -142,11 +152,15 @@ def _json(path: Path, notes: list[str], wanted: bool = False) -> dict[str, Any] 
     return found
 
 
+def _opened(path: Path) -> IO[str]:
+    return io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
+
+
 def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, Any]]:
     """Objects of each `every`-th line and the last one; a last line that a kill cut short is as good as not written."""
     torn, number = [], 0
     try:
-        with path.open(errors="replace") as file:
+        with _opened(path) as file:
             total = sum(1 for _ in file)
             file.seek(0)
             for number, line in enumerate(file, 1):
@@ -186,7 +200,7 @@ def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
 def _thinning(path: Path) -> int:
     """Every which gather to read, so that a long run of a large world takes seconds and not all memory."""
     try:
-        with path.open(errors="replace") as file:
+        with _opened(path) as file:
             ranks = len(sequence(parsed(file.readline()).get("ranks")))
             return max(1, (1 + sum(1 for _ in file)) * ranks // ROWS)
     except OSError:

@@ -21,7 +21,7 @@ import torch
 
 from ..checkpoint.format import layout
 from ..config.load import LoadedConfig
-from ..errors import ConfigError, ShardkitError
+from ..errors import ConfigError, ShardkitError, gib
 from ..files import write_whole
 from ..launch.failures import job_starts
 from ..launch.local import restart
@@ -241,9 +241,14 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
     return left
 
 
-def files_in(path: Path) -> list[Path]:
-    """Every file of the run, sorted."""
-    return sorted(p for p in path.rglob("*") if p.is_file() and p.parent != path / owner.FOLDER)
+def listed(path: Path) -> str:
+    """The run's files on one line: those at its top, and each folder with how many it holds and how large they are."""
+    parts = []
+    for entry in sorted(entry for entry in path.iterdir() if entry.name != owner.FOLDER):
+        inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
+        parts += [f"{entry.name}/ ({len(inside)}, {gib(sum(inside))})"] if inside else []
+        parts += [entry.name] if entry.is_file() else []
+    return f"{path}: {', '.join(parts)}"
 
 
 def environment() -> dict[str, Any]:

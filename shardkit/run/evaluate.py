@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,5 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
     restarts = job_starts.summary(run_dir)
     if restarts is not None:
         print(restarts)
-    print("files written:")
-    for path in directory.files_in(run_dir):
-        print(f"  {path} ({path.stat().st_size:,} bytes)")
+    print(f"files written: {directory.listed(run_dir)}")
+    print(f"  look at them: shardkit report {shlex.quote(str(run_dir))}")

@@ -246,6 +246,7 @@ def start(
         loaded.config, device=device.type, world_size=env.world_size, local_world_size=env.local_world_size
     )
     resolve_batch(loaded.config, env.world_size)
+    libraries.quiet()
     libraries.say_untested()
     set_matmul_precision(loaded.config.precision)
     _seed(loaded.config, env.rank)

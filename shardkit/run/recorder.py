@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..config.presets import targets_called
 from ..config.schema import LoggingConfig
 from ..hardware.cards import gpu_peak_flops
 from ..memory.rows import RankRow
@@ -84,9 +85,11 @@ def _serve(logging: LoggingConfig) -> MetricsServer | None:
 
 def _progress(job: Job, task: Task, done: int) -> Progress:
     flops = getattr(task, "flops_per_token", None)
+    counted = targets_called(job.config.task.name, job.config.task.factory)
     return Progress(
-        job.config.train.max_steps, done, job.config.logging.every, flops() if flops else None, _peak_flops(job)
-    )
+        job.config.train.max_steps, done, job.config.logging.every, flops() if flops else None, _peak_flops(job),
+        counted,
+    )  # fmt: skip
 
 
 def _peak_flops(job: Job) -> float | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,7 @@ from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
 from ..strategies.step import Mark, StepOutput, train_step
 from ..tasks.base import Dataset
-from ..tasks.load import load_task
+from ..tasks.load import build_model, load_task
 from . import checks, directory
 from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report
@@ -81,6 +82,7 @@ class Trainer:
         self.step = self.skipped_steps = 0
         self._moved = False
         self.tokens_total = 0
+        self._say("reading the data")
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
             data = self.task.dataset("train")
@@ -91,8 +93,10 @@ class Trainer:
             self.schedule = self._make_schedule(data)
         self.run_dir, owner = directory.prepare(job.loaded, job.world)
         self.owner = None if owner is None else job.at_end.enter_context(owner)
+        n_ranks = "1 rank" if job.world.size == 1 else f"{job.world.size} ranks"
+        self._say(f"{len(data):,} samples; building the model for {self.config.parallel.strategy} on {n_ranks}")
         job.wrap(
-            self.task.build_model,
+            partial(build_model, self.config, self.task),
             block_classes=getattr(self.task, "block_classes", ()),
             attention_classes=getattr(self.task, "attention_classes", ()),
             init_parameter=getattr(self.task, "init_parameter", None),
@@ -111,8 +115,14 @@ class Trainer:
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume())
         self.first_step = self.step + 1
+        compiling = ", which compiles the model" if self.config.compile.enabled else ""
+        self._say(f"writing to {self.run_dir}; the first step takes the longest{compiling}")
         profiled = self.config.profile.start is not None
         self.profiler = Profiler(self.config, job.world, job.strategy, job.ledger, self.run_dir) if profiled else None
+
+    def _say(self, doing_now: str) -> None:
+        if self.world.is_main:
+            print(doing_now, flush=True)
 
     def _resume(self) -> State:
         """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
@@ -161,6 +171,12 @@ class Trainer:
 
     def _make_schedule(self, samples: Dataset) -> BatchSchedule:
         train, data = self.config.train, self.config.data
+        if train.micro_batch_size > len(samples):
+            raise DataError(
+                f"train.micro_batch_size={train.micro_batch_size} is more than the {len(samples)} samples of the "
+                "training split",
+                f"set it to {max(1, len(samples) // (self.accum * self.world.size))} or less, or use more data",
+            )
         try:
             return BatchSchedule(
                 n_samples=len(samples),

@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 from ..config.schema import RunConfig, TaskName
 from ..errors import ConfigError, ShardkitError
 from .base import Task
@@ -102,6 +105,22 @@ def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
     raise ConfigError(f"task.factory={spec}: module {module.__name__} ({_location(module)}) {what}", fix)
 
 
+def build_model(config: RunConfig, task: Task) -> nn.Module:
+    """The task's model.
+
+    Raises:
+        ConfigError: the user's own code raises; want of memory is raised as it is.
+    """
+    try:
+        return task.build_model()
+    except (ShardkitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if config.task.factory is None or "memory" in str(error):
+            raise
+        raise _raised(config.task.factory, "build_model failed", error) from error
+
+
 def _check_arguments(spec: str, factory: Callable[..., Any], config: RunConfig) -> None:
     try:
         signature = inspect.signature(factory)
@@ -128,7 +147,7 @@ def _raised(spec: str, what: str, error: BaseException) -> ConfigError:
     message = " ".join(str(error).split())
     return ConfigError(
         f"task.factory={spec}: {what} at {place}: {type(error).__name__}{': ' + message if message else ''}",
-        "correct that line; `python -c 'import " + spec.partition(":")[0] + "'` shows the whole traceback",
+        "correct that line; SHARDKIT_DEBUG=1 shows the whole traceback",
     )
 
 

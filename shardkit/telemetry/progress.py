@@ -23,11 +23,20 @@ TIGHT = 0.9
 
 
 class Progress:
-    """Loss, tokens/s, MFU where the GPU's peak is known, every rank's memory, what saves cost so far, and time left."""
+    """Loss, targets per second by name, MFU where the GPU's peak is known, every rank's memory, what saves cost so far,
+    and time left.
+    """
 
     def __init__(
-        self, total: int, first: int, every: int, flops_per_token: float | None, peak_flops: float | None
+        self,
+        total: int,
+        first: int,
+        every: int,
+        flops_per_token: float | None,
+        peak_flops: float | None,
+        targets: str = "tokens",
     ) -> None:
+        self._targets = targets
         self._total, self._every = total, every
         self._mfu_per_token = flops_per_token / peak_flops if flops_per_token and peak_flops else None
         self._began, self._first = time.perf_counter(), first
@@ -50,7 +59,7 @@ class Progress:
 
     def _text(self, record: Mapping[str, float], ranks: int) -> str:
         tokens_per_s = record["tokens_per_s"]
-        parts = [f"loss {record['loss']:.4f}", f"{tokens_per_s:,.0f} tokens/s"]
+        parts = [f"loss {record['loss']:.4f}", f"{tokens_per_s:,.0f} {self._targets}/s"]
         if self._mfu_per_token is not None:
             parts.append(f"MFU {100 * self._mfu_per_token * tokens_per_s / ranks:.1f} %")
         if self._condensed is not None and self._condensed.peak is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.format.manifest import _canonical, _digest
+from shardkit.cli.__main__ import main
 from shardkit.cli.checkpoint import app
 from shardkit.errors import CheckpointError
 from tests.ranks import REPO
@@ -21,6 +28,47 @@ def invoke(*args: object) -> tuple[int, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
+
+
+ODD: list[Any] = [
+    None, True, -1, 2**70, 10**400, 1e308, "", "x", "\x1b]0;owned\x07\x9b2J\u202e\ud800", "a\nb", [], {}, ...,
+]  # fmt: skip
+
+
+def odd_manifests(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(place, what stands there) for every place and odd value; of long lists and objects the first entries."""
+    yield from ((at, odd) for odd in ODD if at or odd is not ...)
+    keys = list(body)[:12] if isinstance(body, dict) else range(min(len(body), 2)) if isinstance(body, list) else ()
+    for key in keys:
+        yield from odd_manifests(body[key], (*at, key))
+
+
+def test_ls_of_odd_manifests_with_right_digests(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = saved / "step_00000003" / "manifest.json"
+    whole = json.loads(file.read_bytes())["manifest"]
+    (saved / "step_00000009.\x1b[2J").mkdir()
+    chance = random.Random(0)
+    cases = list(odd_manifests(whole))
+    for at, odd in [(("run", "val_loss"), odd) for odd in ODD] + chance.sample(cases, 250):
+        body = copy.deepcopy(whole)
+        inner = body
+        for key in at[:-1]:
+            inner = inner[key]
+        if not at:
+            body = odd
+        elif odd is ...:
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = odd
+        text = _canonical(body)
+        file.write_text(f'{{"digest":"{_digest(text)}","manifest":{text}}}')
+        for command in (["checkpoint", "ls", str(saved.parent)], ["checkpoint", "verify", str(saved.parent), "3"]):
+            with pytest.raises(SystemExit) as ended:
+                main(command)
+            said = capsys.readouterr()
+            shown = said.out + said.err
+            assert ended.value.code in (0, 1, 2) and all(c.isprintable() or c == "\n" for c in shown), (at, odd, shown)
+            assert ended.value.code != 2 or said.err.startswith("error: "), (at, odd, said)
 
 
 def names(root: Path) -> list[str]:

@@ -13,10 +13,12 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from shardkit.config import capability
 from shardkit.config.load import LoadedConfig, json_schema, load_config, resolve_batch
 from shardkit.config.presets import MODEL_PRESETS
 from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError
+from shardkit.tasks.load import load_task
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPO / "configs").glob("*.yaml"))
@@ -37,13 +39,13 @@ def write(tmp_path: Path) -> Write:
 
 
 def refused(path: Path | str | None = None, overrides: Any = ()) -> ConfigError:
-    """The error; cause and fix are one line each."""
+    """The error; cause and fix are one line each, unless several things are wrong."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     error = caught.value
     assert error.cause
     assert error.fix
-    assert "\n" not in error.cause + error.fix
+    assert "\n" not in error.fix and ("\n" not in error.cause or "settings cannot be used" in error.cause)
     return error
 
 
@@ -295,11 +297,43 @@ def test_unknown_keys_without_a_near_one_list_what_there_is() -> None:
     assert "parallel" in refused(None, ["qqqqq.zzzzz=1"]).fix
 
 
-def test_several_errors_are_counted_and_named(write: Write) -> None:
-    error = refused(write("train: {max_steps: 0, seed: x}\noptim: {lr: -1}\n"))
-    assert "train.max_steps=0" in error.cause
-    assert "(+2 more: train.seed, optim.lr)" in error.cause
-    assert "(+1 more: train.b)" in refused(write("train: {a: 1, b: 1}\n")).cause
+def test_everything_that_is_wrong_with_a_file_is_said_at_once(write: Write) -> None:
+    wrong = "train: {max_steps: 0, seed: x, max_stps: 3}\noptim: {lr: -1, betas: true}\nmodl: {a: 1}\n"
+    error = refused(write(wrong + "compile: 3\ndata: {workers: yes}\n"))
+    told = error.cause.splitlines()
+    assert told[0] == "8 settings cannot be used" and len(told) == 9, told
+    causes = ["train.max_steps=0", "train.seed='x'", "unknown key train.max_stps", "optim.lr=-1", "optim.betas=true"]
+    for cause in [*causes, "unknown key modl.a", "compile=3", "data.workers=true"]:
+        assert any(line.startswith(f"  {cause}") for line in told), (cause, told)
+    assert "did you mean train.max_steps?" in error.cause
+
+
+@pytest.mark.parametrize("value", ["1e309", ".inf", "-.inf", ".nan"])
+def test_a_number_that_is_not_finite_is_called_so(value: str) -> None:
+    assert "expected a finite number" in refused(None, [f"optim.lr={value}"]).cause
+
+
+def test_a_nul_character_is_refused_in_every_text(write: Write) -> None:
+    for text in ('run: {dir: "a\\0b"}', 'data: {path: "a\\0b"}', 'task: {factory: "m:F", args: {x: ["\\0"]}}'):
+        assert "NUL character" in refused(write(text)).cause
+    assert "NUL character" in refused(None, ["run.dir=a\0b"]).cause
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "right"),
+    [("gpt2", "causal_lm", "hf_causal_lm"), ("vit-b", "hf_causal_lm", "image_classification"),
+     ("124m", "hf_causal_lm", "causal_lm"), ("bert-base", "super_resolution", "hf_masked_lm")],
+)  # fmt: skip
+def test_a_preset_of_another_task_names_its_task(preset: str, task: str, right: str) -> None:
+    loaded = load_config(None, [f"model.preset={preset}", f"task.name={task}"])
+
+    def use() -> None:
+        capability.check(loaded.config, device="cpu", world_size=1, local_world_size=1)
+        load_task(loaded.config)
+
+    with pytest.raises(ConfigError) as caught:
+        use()
+    assert f"task.name={right}" in caught.value.fix
 
 
 @pytest.mark.parametrize(

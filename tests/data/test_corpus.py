@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -339,3 +340,28 @@ def test_a_large_vocabulary_on_bytes_is_one_line(tmp_path: Path, caplog: pytest.
     judged(tmp_path, 257, tmp_path / "text")
     judged(tmp_path, 50257, write_tokens(tmp_path / "ids.bin", [5, 900] * 99))
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder", "shown"),
+    [(0o022, 0o644, 0o755, 0o755), (0o077, 0o644, 0o755, 0o700), (0o002, 0o664, 0o775, 0o775),
+     (0o022, 0o640, 0o755, 0o750), (0o022, 0o600, 0o755, 0o700), (0o022, 0o644, 0o700, 0o700)],
+)  # fmt: skip
+def test_the_cache_shows_nobody_what_the_source_does_not(
+    umask: int, file: int, folder: int, shown: int, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as outside:
+        Path(outside).chmod(0o755)
+        source = Path(outside) / "text"
+        source.mkdir()
+        (source / "a.txt").write_text("a secret " * 100)
+        (source / "a.txt").chmod(file)
+        source.chmod(folder)
+        before = os.umask(umask)
+        try:
+            open_corpus(DataConfig(path=str(source / "a.txt"), cache_dir=str(tmp_path / "cache")))
+        finally:
+            os.umask(before)
+        (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+        assert oct(entry.stat().st_mode & 0o777) == oct(shown)
+        assert all(path.stat().st_mode & ~umask & 0o777 == path.stat().st_mode & 0o777 for path in entry.iterdir())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -164,19 +167,39 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_wait_for_others(tmp
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     argv = command(*TWO, *settings(tmp_path / "run", "wait", train__max_steps=100_000))
     marker = f"TEST_MARKER={tmp_path}"
-    process = subprocess.Popen(
-        argv, cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    (tmp_path / "tmp").mkdir()
+    env = environment(TEST_MARKER=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
+    process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith(b"step 1/"):
             break
+    assert [address for address in listening(with_marker(marker)) if not address.is_loopback] == []
+    meeting = list((tmp_path / "tmp").glob("shardkit-*"))
+    assert [folder.stat().st_mode & 0o777 for folder in meeting] == [0o700]
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     process.stderr.read()
     assert process.wait(60) == 130
     assert time.monotonic() - began < 10
     assert with_marker(marker) == []
+    assert not meeting[0].exists()
+
+
+def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Addresses on which these processes wait for connections."""
+    held = set()
+    for descriptor in (path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()):
+        with suppress(FileNotFoundError):
+            held.add(os.readlink(descriptor))
+    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[i] for i in (1, 3, 9))
+            if state == "0A" and f"socket:[{inode}]" in held:
+                words = bytes.fromhex(local.partition(":")[0])
+                found.append(ipaddress.ip_address(b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))))
+    return found
 
 
 def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
@@ -193,3 +216,20 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
     assert "saved and stopped for SIGUSR2" in error
     last = max(losses(tmp_path / "run"))
     assert last < 60 and (tmp_path / f"run/checkpoints/step_{last:08d}").is_dir(), error
+
+
+@pytest.mark.parametrize(
+    ("how", "extra", "said", "fix"),
+    [
+        ("build", {}, r"task.factory=\S+: build_model failed at .*/tasks.py:\d+: KeyError: 'no ", "correct that"),
+        ("nothing", {"train__micro_batch_size": 10**8},
+         "train.micro_batch_size=100000000 is more than the 64 samples of the training split", "set it to 64 or less"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_or_filled_is_two_lines(
+    how: str, extra: dict[str, int], said: str, fix: str, tmp_path: Path
+) -> None:
+    done = run([sys.executable, "-m", "shardkit.train", *settings(tmp_path / "run", how, **extra)])
+    assert done.returncode == 2, done.stderr
+    cause, advice = done.stderr.splitlines()
+    assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), done.stderr

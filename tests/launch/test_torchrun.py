@@ -16,11 +16,17 @@ def text(spec: JobSpec) -> str:
     return shlex.join(build_argv(spec)[3:])
 
 
-def test_one_node_meets_on_a_port_that_the_system_picks() -> None:
+def test_one_node_meets_in_a_file() -> None:
     assert text(ONE) == (
-        "--nnodes 1 --nproc-per-node 2 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint localhost:0"
-        " --rdzv-id shardkit --log-dir runs/a/logs/1 --redirects 3 -m shardkit.train --config c.yaml optim.lr=1"
+        "--nnodes 1 --nproc-per-node 2 --max-restarts 0 --rdzv-backend c10d --rdzv-id shardkit"
+        " --rdzv-conf store_type=file --log-dir runs/a/logs/1 --redirects 3"
+        " -m shardkit.train --config c.yaml optim.lr=1"
     )
+
+
+def test_one_nodes_file_is_where_the_launcher_wants_it_and_settings_are_kept() -> None:
+    spec = replace(ONE, rendezvous=Rendezvous(folder="/tmp/x", conf="join_timeout=9"))
+    assert "--rdzv-endpoint /tmp/x/agent --rdzv-id shardkit --rdzv-conf store_type=file,join_timeout=9" in text(spec)
 
 
 def test_nodes_that_are_numbered_from_outside_keep_their_numbers() -> None:

@@ -152,6 +152,29 @@ def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, run: Path) -
     assert sum(stack) == last["device_mem"]["peak_allocated"]
 
 
+def test_a_narrow_window_keeps_the_plot_below_its_legend(opened: Opened, run: Path) -> None:
+    opened.show(run / "report.html")
+    sizes = """() => [...document.querySelectorAll('[id^=figure-]')].map(d => {
+        const legend = d.querySelector('.legend')?.getBoundingClientRect(), plot = d._fullLayout._size;
+        return [plot.h, legend ? legend.bottom - d.getBoundingClientRect().top - plot.t : 0];
+    })"""
+    wide = [height for height, _ in opened.page.evaluate(sizes)]
+    opened.page.set_viewport_size({"width": 420, "height": 900})
+    opened.show(run / "report.html")
+    held = f"wide => ({sizes})().every(([height, over], i) => height >= 0.8 * wide[i] && over <= 2)"
+    opened.page.wait_for_function(held, arg=wide, timeout=20_000)
+    assert opened.said == []
+
+
+def test_the_loss_can_be_seen_on_a_logarithmic_axis(opened: Opened, run: Path) -> None:
+    opened.show(run / "report.html")
+    kind = "() => document.getElementById('figure-training')._fullLayout.yaxis.type"
+    assert opened.page.evaluate(kind) == "linear"
+    opened.page.locator("#figure-training .updatemenu-button", has_text="log").click()
+    opened.page.wait_for_function(f"({kind})() === 'log'")
+    assert opened.said == []
+
+
 def take_picture(run_dir: Path, png: Path, sections: tuple[str, ...] = ("summary", "training", "traced")) -> None:
     """Some sections of a run's report, in colours few enough for a small file."""
     import tempfile

@@ -143,3 +143,30 @@ def test_rows_without_state_draw_nothing() -> None:
     figure = figures.categories({})
     assert (figure.data, figure.empty) == ([], "no state was counted")
     assert gpu_rows(1)[0].state
+
+
+def test_each_run_has_one_colour_and_a_long_loss_is_smoothed(tmp_path: Path) -> None:
+    runs = {name: read_run(write_run(tmp_path / name, steps=200)) for name in "AB"}
+    drawn = figures.training(runs)
+    colours = {name: {t["line"]["color"] for t in drawn.data if t["name"].startswith(name)} for name in runs}
+    assert [len(found) for found in colours.values()] == [1, 1] and colours["A"] != colours["B"]
+    raw, smooth = (next(t for t in drawn.data if t["name"] == f"A {name}") for name in ("loss", "loss, smoothed"))
+    assert raw["opacity"] < 1 and len(raw["y"]) == len(smooth["y"]) == 200
+    jump = raw["y"].index(max(raw["y"][15:25]))
+    assert abs(smooth["y"][jump] - smooth["y"][jump - 1]) < abs(raw["y"][jump] - raw["y"][jump - 1])
+    assert figures.smoothed([3.0] * 60) == pytest.approx([3.0] * 60)
+
+
+def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    config = (path / "config.yaml").read_text()
+    named = '"name": "causal_lm"'
+    for task, called in (
+        (named, "tokens"),
+        ('"name": "image_classification"', "samples"),
+        ('"factory": "a:B"', "targets"),
+    ):
+        (path / "config.yaml").write_text(config.replace(named, task))
+        run = read_run(path)
+        assert f"{called}/s" in [t["name"] for t in figures.training({"": run}).data]
+        assert f"{called} per second" in [found.label for found in measure.key_figures(run)]

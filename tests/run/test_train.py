@@ -71,7 +71,7 @@ def test_a_run_writes_what_the_reference_promises(ranks: int, tmp_path: Path, te
     assert json.loads((folder / "env.json").read_text())["packages"]["torch"]
     assert list((folder / "tensorboard").iterdir())
     assert "validation loss" in done.stdout and "unigram cross entropy" in done.stdout
-    for name in ("metrics.jsonl", "memory.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "memory.jsonl", "config.yaml", "checkpoints/ (", f"shardkit report {folder}"):
         assert name in done.stdout, "the files written are listed"
 
 

@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...files import write_whole
+from ...files import read_regular, write_whole
 from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, parse
 
 LATEST = "latest"
@@ -55,7 +55,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / FILE_NAME
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"{path} has no {FILE_NAME}") from error
     except OSError as error:

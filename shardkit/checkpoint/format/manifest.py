@@ -193,7 +193,7 @@ def parse(content: bytes, where: str) -> Manifest:
                 f"use shardkit {writer}, which wrote it, or a later version",
             )
         return _manifest(body)
-    except (ValueError, LookupError, TypeError, RecursionError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, AttributeError) as error:
         raise CorruptCheckpoint(f"{where} is not a manifest: {type(error).__name__}: {error}") from error
 
 
@@ -206,6 +206,12 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     run = RunState(**{key: value for key, value in body["run"].items() if key in known})
     for key in ("step", "tokens_total", "seed", "epoch", "next_sample"):
         _whole(getattr(run, key), key)
+    if run.n_samples is not None:
+        _whole(run.n_samples, "n_samples")
+    if run.val_loss is not None:
+        _number(run.val_loss, "val_loss")
+    if not isinstance(run.extra, dict):
+        raise ValueError("extra is no object")
     return Manifest(
         run=run,
         strategy=str(body["strategy"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
+from ...files import read_regular
 from ..format.reader import TensorInfo
-from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical
+from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
 from .torch_file import Archive
 from .unpickle import Record, TensorRef, load
 
@@ -37,13 +39,15 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
         CheckpointError: damaged, incomplete, or it does not say what is a model's weight and what is not.
     """
     try:
-        content = (folder / METADATA).read_bytes()
+        content = read_regular(folder / METADATA)
     except OSError as error:
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}", RESTORE) from error
     metadata = load(content, str(folder / METADATA))
     try:
         return _Folder(folder, metadata).source(weights_only)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may stand where something else was due
         raise CheckpointError(
             f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {type(error).__name__}: {error}",
             RESTORE,
@@ -53,17 +57,18 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
 class _Folder:
     def __init__(self, path: Path, metadata: Record) -> None:
         self.path = path
-        paths: Mapping[str, tuple[Any, ...]] = metadata.get("planner_data") or {}
+        paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._entries: dict[str, Record] = {
             key: entry
             for key, entry in metadata.get("state_dict_metadata").items()
             if entry.kind.endswith(".TensorStorageMetadata")
         }
-        self._keys = {key: tuple(paths.get(key, (key,))) for key in self._entries}
+        self._keys = {key: _path(paths.get(key, (key,))) for key in self._entries}
         self._stored = {
-            (index.get("fqn"), tuple(index.state.get("offset") or ())): info
+            (index.get("fqn"), whole_numbers(index.state.get("offset") or ())): info
             for index, info in metadata.get("storage_data").items()
         }
+        self._read: Counter[Path] = Counter()
 
     def source(self, weights_only: bool) -> Source:
         states = {key: state for key, path in self._keys.items() if (state := _state(path))}
@@ -83,9 +88,9 @@ class _Folder:
         source = file_source("dcp", self.path, tensors, scalars=scalars, step=step, notes=notes)
         return _without_copies(source, {plain[s.fqn] for s in states.values() if s.fqn in plain})
 
-    def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[Any, ...], list[str]]:
+    def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[str | int, ...], list[str]]:
         """Which branch of the saved state is the model: the one with the optimizer's parameters, or the only one."""
-        branches: dict[tuple[Any, ...], set[str]] = {}
+        branches: dict[tuple[str | int, ...], set[str]] = {}
         for key, path in self._keys.items():
             if key not in states:
                 branches.setdefault(path[:-1], set()).add(str(path[-1]))
@@ -127,16 +132,16 @@ class _Folder:
 
     def _tensor(self, key: str) -> FileTensor:
         entry = self._entries[key]
-        shape, dtype = tuple(entry.get("size")), _dtype(entry.get("properties"))
+        shape, dtype = whole_numbers(entry.get("size")), _dtype(entry.get("properties"))
         extents = []
         for chunk in entry.get("chunks"):
-            offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+            offsets, sizes = whole_numbers(chunk.get("offsets")), whole_numbers(chunk.get("sizes"))
             archive = self._archive(key, offsets)
             ref = archive.content
             if not isinstance(ref, TensorRef) or ref.dtype != dtype or ref.numel != math.prod(sizes):
                 raise CheckpointError(f"{archive.file} does not hold what {METADATA} says of {key}", RESTORE)
-            starts, run = _runs(shape, offsets, sizes)
-            extents.append(Extent(archive.file, archive.place(ref, key), starts, run))
+            place = archive.place(ref, key)  # all of it is there, so that there are no more runs than bytes
+            extents.append(Extent(archive.file, place, *_runs(shape, offsets, sizes)))
         return FileTensor(shape, dtype, tuple(extents))
 
     def _number(self, key: str, name: str) -> float:
@@ -147,13 +152,24 @@ class _Folder:
         info = self._stored[key, offsets]
         name = info.get("relative_path")
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"file name {name!r}")
+            raise ValueError("a file of another folder")
         if info.state.get("transform_descriptors"):
             raise CheckpointError(f"{self.path / name} is compressed", "save it without stream extensions")
-        return Archive(self.path / name, int(info.get("offset")), int(info.get("length")))
+        file, (start, length) = self.path / name, whole_numbers([info.get("offset"), info.get("length")])
+        self._read[file] += length
+        if self._read[file] > 2 * file.stat().st_size:
+            raise ValueError(f"the same bytes of {name} for many tensors")
+        return Archive(file, start, length)
 
 
-def _state(path: tuple[Any, ...]) -> _State | None:
+def _path(parts: Any) -> tuple[str | int, ...]:
+    """Where a tensor was in the state that was saved."""
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str | int) for part in parts):
+        raise ValueError("a path that is no tuple of names")
+    return parts
+
+
+def _state(path: tuple[str | int, ...]) -> _State | None:
     """Which optimizer state a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
     if len(path) >= 3 and path[-3] == "state":
         return _State(str(path[-2]), str(path[-1]))
@@ -170,6 +186,8 @@ def _runs(
     """Where the runs of a block of a tensor begin in the flattened whole, and how long each is."""
     if len(offsets) != len(shape) or any(o < 0 or o + n > s for o, n, s in zip(offsets, sizes, shape, strict=True)):
         raise ValueError(f"a block of {sizes} at {offsets} in a tensor of {shape}")
+    if not math.prod(sizes):
+        return (), 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis, run = len(shape), 1
     while axis and run == math.prod(shape[axis:]):  # the axes behind are whole: this one's elements follow each other
@@ -186,7 +204,7 @@ def _dtype(properties: Record) -> torch.dtype:
     state = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype {dtype!r}")
+        raise TypeError(f"dtype {type(dtype).__name__}")
     return dtype
 
 
@@ -221,5 +239,5 @@ def _equal(source: Source, name: str, other: str) -> bool:
     return numel > 0
 
 
-def _text(prefix: tuple[Any, ...]) -> str:
+def _text(prefix: tuple[str | int, ...]) -> str:
     return ".".join(map(str, prefix)) or "the top level"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source
+from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
 from .torch_file import Archive
 from .unpickle import Record, TensorRef
 
@@ -45,7 +45,9 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
         )
     try:
         return _Folder(folder, weights_only).source()
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # anything may stand where something else was due
         raise CheckpointError(
             f"{folder} is not laid out as DeepSpeed lays it out: {type(error).__name__}: {error}",
             "use a folder made by deepspeed 0.9 or newer, all of its files in place",
@@ -65,7 +67,7 @@ class _Folder:
 
     def source(self) -> Source:
         model: Mapping[str, Any] = self._models[0].content
-        groups: list[Mapping[str, tuple[int, ...]]] = list(model.get("param_shapes") or ())
+        groups = [_shapes(group) for group in model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
         step = int(model["global_steps"])
         if groups and not self._optims:
@@ -139,7 +141,7 @@ class _Folder:
 
     def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
         """Buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
-        frozen = model.get("frozen_param_shapes") or {}
+        frozen = _shapes(model.get("frozen_param_shapes") or {})
         buffers = set(model.get("buffer_names") or ())
         for name, ref in model["module"].items():
             if name in trained or name in ties or not isinstance(ref, TensorRef):
@@ -160,6 +162,10 @@ class _Folder:
         return FileTensor(shape, ref.dtype, tuple(extents))
 
 
+def _shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: whole_numbers(shape) for name, shape in found.items()}
+
+
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
     found: dict[int, Archive] = {}
     for path in sorted(folder.iterdir()):
@@ -177,7 +183,7 @@ def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     """(parameter, group, first element in the group's partition, length) of one rank's partitions."""
     for index, mapping in enumerate(state["param_slice_mappings"]):
         for name, fragment in mapping.items():
-            yield name, index, fragment.get("start"), fragment.get("numel")
+            yield name, index, *whole_numbers([fragment.get("start"), fragment.get("numel")])
 
 
 def _stage3(

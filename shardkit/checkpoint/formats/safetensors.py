@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...files import open_regular, read_regular
 from ..format.reader import TensorInfo
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical
+from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -65,11 +66,11 @@ def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
     if not (path / index).exists():
         return sorted(path.glob(f"*{suffix}"))
     try:
-        names = set(json.loads((path / index).read_bytes())["weight_map"].values())
+        names = set(json.loads(read_regular(path / index))["weight_map"].values())
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside of the folder")
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path / index} is damaged: {error}", RESTORE) from error
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / index} is damaged: {type(error).__name__}: {error}", RESTORE) from error
     files = [path / name for name in sorted(names)]
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -83,7 +84,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read_header(file: Path) -> dict[str, FileTensor]:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             size = file.stat().st_size
             head = opened.read(_LENGTH.size)
             length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
@@ -107,10 +108,8 @@ def _entry(file: Path, name: str, entry: Mapping[str, Any], begin: int, size: in
         raise CheckpointError(
             f"{name} in {file} is {entry['dtype']}, which shardkit does not know", f"use one of {', '.join(_DTYPES)}"
         )
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-    first, last = entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (first, last, *shape)):
-        raise ValueError(f"{name}: sizes and offsets must be whole numbers")
+    dtype, shape = _DTYPES[entry["dtype"]], whole_numbers(entry["shape"])
+    first, last = whole_numbers(entry["data_offsets"])
     if last - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name}: {last - first} bytes for {list(shape)} of {entry['dtype']}")
     if last > size:

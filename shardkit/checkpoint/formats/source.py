@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...errors import CheckpointError
+from ...files import open_regular
 from ..format.manifest import RunState
 from ..format.reader import TensorInfo
 from ..format.writer import byte_view
@@ -22,6 +25,20 @@ from ..format.writer import byte_view
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
 """How much of a tensor a conversion holds at once."""
+
+
+def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
+    """A shape, strides or offsets from a file.
+
+    Raises:
+        ValueError: something else, or more than any tensor has.
+    """
+    found = tuple(values)
+    if len(found) > 64:
+        raise ValueError(f"{len(found)} dimensions")
+    if not all(type(number) is int and 0 <= number < 2**62 for number in found):
+        raise ValueError("a size or a place that is no whole number below 2**62")
+    return found  # type: ignore[return-value]
 
 
 @dataclass
@@ -104,21 +121,23 @@ class FileTensors:
     """Reads ranges of tensors straight from the files that hold them.
 
     Raises:
-        CheckpointError: an element of a tensor is in no file, or in two.
+        CheckpointError: an element of a tensor is in no file, or in two; or tensors lie over each other, and together
+            are more than the files that hold them.
     """
 
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         self.tensors = tensors
         self._lock = threading.Lock()
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Path, IO[bytes]] = {}
+        _refuse_overlaps(tensors)
         for name, tensor in tensors.items():
             _check_complete(name, tensor)
 
     def close(self) -> None:
         with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out` (1-D, CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
@@ -169,9 +188,24 @@ class FileTensors:
 
     def _open(self, file: Path) -> int:
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[file]
+            if file not in self._files:
+                self._files[file] = open_regular(file)
+            return self._files[file].fileno()
+
+
+def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
+    """Weights may be views of one array, but a small file must not become a large one."""
+    asked: Counter[Path] = Counter()
+    for tensor in tensors.values():
+        for extent in tensor.extents:
+            asked[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
+    for file, n_bytes in asked.items():
+        size = file.stat().st_size
+        if n_bytes > 2 * size:
+            raise CheckpointError(
+                f"{file} has {size:,} bytes, its tensors {n_bytes:,}: they use the same bytes more than once",
+                "save each tensor as its own, tensor.clone(); if the file is not your own, do not trust it",
+            )
 
 
 def _check_complete(name: str, tensor: FileTensor) -> None:

@@ -81,7 +81,11 @@ def _chosen(path: Path, step: str) -> Path:
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
         tag = path / layout.LATEST
-        wanted = (tag.read_text().strip() if tag.is_file() else "") if step == "latest" else f"global_step{step}"
+        wanted = (
+            (tag.read_text(errors="replace").strip() if tag.is_file() else "")
+            if step == "latest"
+            else f"global_step{step}"
+        )
         if wanted not in tags:
             raise CheckpointError(
                 f"{path} has no checkpoint {wanted or 'that a file `latest` names'}",

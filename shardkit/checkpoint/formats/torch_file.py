@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...errors import CheckpointError
+from ...files import open_regular
 from .safetensors import listed_files, weights_source
 from .source import RESTORE, Extent, FileTensor, Source
 from .unpickle import TensorRef, load
@@ -64,7 +65,7 @@ class Archive:
     def __init__(self, file: Path, start: int = 0, length: int | None = None) -> None:
         self.file, self._start = file, start
         try:
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 self._length = size - start if length is None else length
                 if start < 0 or self._length < 0 or start + self._length > size:
@@ -76,7 +77,9 @@ class Archive:
             raise CheckpointError(
                 f"{file} cannot be read: {error.strerror or error}", "check its path, owner and mode"
             ) from error
-        except (zipfile.BadZipFile, LookupError, ValueError, NotImplementedError, struct.error) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # zipfile raises whatever it trips over
             raise CheckpointError(f"{file} is damaged: {error}", RESTORE) from error
         self.content = load(self._pickle, str(file))
 
@@ -91,21 +94,25 @@ class Archive:
 
     def _index(self, archive: zipfile.ZipFile, window: _Window) -> dict[str, tuple[int, int]]:
         """(offset in the file, bytes) of each stored array by its key; reads the pickle."""
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(names) != 1:
-            raise ValueError(f"{len(names)} entries data.pkl")
+        entries = {info.filename: info for info in archive.infolist()}
+        names = [name for name in entries if name.endswith("/data.pkl")]
+        if len(names) != 1 or len(entries) != len(archive.infolist()):
+            raise ValueError(
+                f"{len(names)} entries data.pkl, {len(entries)} names of {len(archive.infolist())} entries"
+            )
+        for info in entries.values():
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise ValueError(f"{info.filename} is compressed")
         root = names[0].removesuffix("data.pkl")
-        if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+        if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":
             raise CheckpointError(
                 f"{self.file} was written by a big-endian machine", "save it again on a little-endian one"
             )
         self._pickle = archive.read(names[0])
         found: dict[str, tuple[int, int]] = {}
-        for info in archive.infolist():
+        for info in entries.values():
             if not info.filename.startswith(f"{root}data/"):
                 continue
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed")
             window.seek(info.header_offset)
             signature, name_length, extra_length = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
             offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
@@ -141,7 +148,7 @@ class Archive:
             CheckpointError: it is neither.
         """
         if isinstance(value, TensorRef) and value.numel == 1:
-            with self.file.open("rb") as file:
+            with open_regular(self.file) as file:
                 file.seek(self.place(value, name))
                 data = bytearray(file.read(value.dtype.itemsize))
             value = torch.frombuffer(data, dtype=value.dtype).item()

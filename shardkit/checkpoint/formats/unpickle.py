@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE
+from .source import RESTORE, whole_numbers
 
 
 class Refused(Exception):
@@ -125,13 +125,13 @@ def _rebuild_v3(storage: Any, start: Any, shape: Any, stride: Any, grad: Any, ho
 
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, dtype: Any) -> TensorRef:
-    sizes, strides = tuple(shape), tuple(stride)
-    whole = [start, *sizes, *strides]
+    try:
+        (first,), sizes, strides = whole_numbers([start]), whole_numbers(shape), whole_numbers(stride)
+    except ValueError as error:
+        raise Refused(f"a tensor of {error}") from error
     if not isinstance(storage, StorageRef) or not isinstance(dtype, torch.dtype) or len(sizes) != len(strides):
         raise Refused("a tensor that is none")
-    if not all(type(n) is int and 0 <= n < 2**62 for n in whole):
-        raise Refused("a tensor of impossible size")
-    return TensorRef(storage, start, sizes, strides, dtype)
+    return TensorRef(storage, first, sizes, strides, dtype)
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -187,8 +187,12 @@ _RECORDS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Every name is answered from the tables above; a new class or wrapper each time, so that no pickle can change
-    what the next one sees."""
+    """Every name is answered from the tables above; each pickle has classes and wrappers of its own, so that none can
+    change what the next one sees."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._records: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -200,7 +204,10 @@ class _Unpickler(pickle.Unpickler):
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
             return _Storage(name)
         if name in _RECORDS.get(module, ()):
-            return type(name, (Record,), {"kind": f"{module}.{name}"})
+            kind = f"{module}.{name}"
+            if kind not in self._records:
+                self._records[kind] = type(name, (Record,), {"kind": kind})
+            return self._records[kind]
         raise Refused(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> StorageRef:
@@ -210,11 +217,89 @@ class _Unpickler(pickle.Unpickler):
         return StorageRef(key, _STORAGES.get(storage.name), numel)
 
 
-def _refuse_far_entries(content: bytes) -> None:
-    """Python's unpickler keeps a list as long as the largest number of a memo entry: nine bytes may ask for 32 GiB."""
+_FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+"""Opcodes that put something into an object that is there."""
+_MAKING = {
+    "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "FROZENSET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX",
+}  # fmt: skip
+"""Opcodes that make an object of a hundred bytes or more; many are a single byte."""
+_DEEPEST = 100
+
+
+class _Size:
+    """How many objects one is made of, those that it shares counted each time; and how many lie inside each other."""
+
+    __slots__ = ("count", "depth")
+
+    def __init__(self) -> None:
+        self.count, self.depth = 1, 1
+
+    def take(self, parts: list[_Size]) -> None:
+        for part in parts:
+            self.count += part.count
+            self.depth = max(self.depth, part.depth + 1)
+
+
+def _refuse_bombs(content: bytes) -> None:
+    """Refuse a pickle that asks for more than its length explains, before any of it is made.
+
+    Objects may be shared, so that eighty bytes stand for a tuple of 2**40, which a dict's key must hash; and Python's
+    unpickler keeps a list as long as the largest number of a memo entry. The densest known file, DCP's metadata, takes
+    half of what the limits leave.
+    """
+    effort, most_effort = 0, 200_000 + 3 * len(content) // 2
+    moved, most_moved = 0, 1_000_000 + 16 * len(content)
+    stack: list[_Size | None] = []  # None is a mark
+    memo: dict[int, _Size] = {}
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(content):
-            raise Refused(f"memo entry {argument}")
+        name = opcode.name
+        effort += 4 if name in _MAKING else 1
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            entry = len(memo) if argument is None else argument
+            if entry > len(content):
+                raise Refused(f"memo entry {entry}")
+            memo[entry] = _top(stack)
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "DUP":
+            stack.append(_top(stack))
+        elif name == "MARK":
+            stack.append(None)
+        elif not opcode.stack_before:  # a constant, or an empty container
+            stack += [_Size() for _ in opcode.stack_after]
+        else:
+            parts = _taken(stack, opcode.stack_before)
+            made = parts.pop(0) if name in _FILLING else _Size()
+            before = made.count
+            made.take(parts)
+            moved += made.count - before
+            if opcode.stack_after:
+                stack.append(made)
+            if made.depth > _DEEPEST:
+                raise Refused(f"objects that lie {made.depth} deep in each other")
+        if effort > most_effort or moved > most_moved:
+            raise Refused(f"more objects than {len(content):,} bytes explain")
+
+
+def _top(stack: list[_Size | None]) -> _Size:
+    found = stack[-1]
+    if found is None:
+        raise ValueError("a mark where an object is due")
+    return found
+
+
+def _taken(stack: list[_Size | None], wanted: list[pickletools.StackObject]) -> list[_Size]:
+    """Take off the stack what an opcode takes, first the lowest: so many objects, and those down to the last mark."""
+    if pickletools.markobject not in wanted:
+        return [found for _ in wanted if (found := stack.pop())][::-1]
+    found = []
+    while (item := stack.pop()) is not None:
+        found.append(item)
+    for _ in wanted[: wanted.index(pickletools.markobject)]:
+        found.append(_top(stack))
+        stack.pop()
+    return found[::-1]
 
 
 def load(content: bytes, where: str) -> Any:
@@ -227,8 +312,8 @@ def load(content: bytes, where: str) -> Any:
         CheckpointError: the file asks for anything else, or is damaged.
     """
     try:
-        _refuse_far_entries(content)
-        return _Unpickler(io.BytesIO(content)).load()
+        _refuse_bombs(content)
+        return _Unpickler(content).load()
     except Refused as error:
         raise CheckpointError(
             f"{where} asks for {error}, which no checkpoint needs: it was not loaded",
