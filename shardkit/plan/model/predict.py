@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from dataclasses import dataclass
@@ -204,6 +205,8 @@ def trace(
     Returns:
         every allocation; what `count_model` counts; the last step's work; targets of a micro-batch.
     """
+    gc.collect()
+    gc.freeze()  # libraries: collections, of which DeepSpeed asks for some, look at what this trace makes
     log = EventLog(stream=shim.current_stream)
     if target.gpu is not None:
         for thread in ("forward", "backward"):

@@ -8,6 +8,7 @@ then plans with CPU fakes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import platform
 import sys
@@ -107,6 +108,21 @@ _kept: list[Any] = []  # what C++ points to must live as long as the process, an
 def packet_of(func: Any) -> Any:
     """The operator that an overload belongs to."""
     return func._overloadpacket
+
+
+@functools.cache
+def makes_alike(func: Any) -> bool:
+    """Whether results of an operator follow from its arguments' shapes, types and numbers, and its arguments keep theirs.
+
+    A view that aliases without saying so does not count.
+    """
+    if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES:
+        return False
+    return not _UNLIKE.intersection(func.tags)
+
+
+_ALIASES = ("aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::_efficientzerotensor")
+_UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
