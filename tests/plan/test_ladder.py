@@ -108,6 +108,8 @@ def test_memory_that_ran_out_in_an_earlier_run_is_not_this_ones(
 def test_a_dry_ladder_predicts_every_rung_for_a_card_that_is_not_here(tmp_path: Path) -> None:
     done = run("ladder", "-", "model.preset=debug", "--gpu", "l4", "--dry-run", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
+    rows = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("|")]
+    assert rows == (tmp_path / "ladder.md").read_text().splitlines(), "each rung is printed once, under one head"
     rungs = json.loads((tmp_path / "ladder.json").read_text())["rungs"]
     assert len(rungs) == 6
     assert all(rung["predicted"] > 0 and rung["trial"] is None for rung in rungs)

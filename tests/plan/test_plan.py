@@ -186,6 +186,10 @@ USERS_TASK = """
 import torch
 from torch import nn
 
+class Last(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x[None])[0][0]
+
 class Model(nn.Module):
     def __init__(self, branch):
         super().__init__()
@@ -195,6 +199,12 @@ class Model(nn.Module):
             self.layers[:2].requires_grad_(False)
         if branch == "norm":
             self.layers.append(nn.BatchNorm1d(32))
+        if branch == "recurrent":
+            self.layers.append(Last(32, 32, batch_first=True))
+        if branch.startswith("rates"):
+            rates = torch.linspace(0, 0.2, 3)
+            rates = [rate.item() for rate in rates] if branch.endswith("item") else rates.tolist()
+            self.layers.extend(nn.Sequential(nn.Linear(32, 32), nn.Dropout(rate)) for rate in rates if rate > 0)
 
     def forward(self, x):
         y = self.inner(x)
@@ -227,6 +237,8 @@ class Task:
 
     def __init__(self, config, branch="", plan_loss=False):
         self.branch = branch
+        if branch == "rates by tolist":
+            self.init_parameter = lambda fqn, full, generator: full.zero_()
         if plan_loss:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
 
@@ -256,6 +268,8 @@ def for_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             patch.chdir(folder)
             return planner.predict(load_config(None, [*task, *overrides]).config)
 
+    ask.folder = folder  # type: ignore[attr-defined]
+    ask.task = lambda branch: ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}"]  # type: ignore[attr-defined]
     with Planner(choose_target(config(), 2, gpu="h100")) as planner:
         yield ask
 
@@ -290,6 +304,31 @@ def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(
     for strategy in ("fsdp", "hsdp"):
         offloaded = for_users(branch, f"parallel.strategy={strategy}", "parallel.offload_param=cpu")
         assert offloaded.host_peak > 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("branch", ["rates by item", "rates by tolist"])
+def test_a_constructor_that_reads_values_is_given_the_true_ones(
+    branch: str, strategy: str, for_users: Callable[..., MemoryEstimate]
+) -> None:
+    """As timm's and spandrel's models read their rates of dropout: a layer is made only where the rate is not 0."""
+    assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
+
+
+def test_weights_that_are_on_the_cpu_already_count_once(for_users: Callable[..., MemoryEstimate]) -> None:
+    from shardkit.plan.target import Target
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(for_users.folder)  # type: ignore[attr-defined]
+        mine = load_config(None, [*for_users.task("plain"), "parallel.strategy=single", "run.device=cpu"]).config  # type: ignore[attr-defined]
+        estimate = plan(mine, Target(1, None, 1))
+    assert estimate.phases["wrap"].allocated == 4 * estimate.n_params
+
+
+def test_recurrent_layers_are_less_certain(for_users: Callable[..., MemoryEstimate]) -> None:
+    estimate = for_users("recurrent", "parallel.strategy=ddp")
+    assert estimate.uncertainty >= 0.67, "40 % too low is two thirds more than was planned"
+    assert any("recurrent" in note for note in estimate.notes)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -53,6 +53,7 @@ else:
     unset_fake_temporarily = PLANS.take(f"{_FAKES}.unset_fake_temporarily")
     DispatchMode = PLANS.take("torch.utils._python_dispatch.TorchDispatchMode")
 FakeStore = PLANS.take("torch.testing._internal.distributed.fake_pg.FakeStore")
+no_modes = PLANS.take("torch.utils._python_dispatch._disable_current_modes")
 resolve_process_group = PLANS.take("torch.distributed.distributed_c10d._resolve_process_group")
 PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
 LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
@@ -112,9 +113,9 @@ def packet_of(func: Any) -> Any:
 
 @functools.cache
 def makes_alike(func: Any) -> bool:
-    """Whether results of an operator follow from its arguments' shapes, types and numbers, and its arguments keep theirs.
+    """Whether an operator's results follow from its arguments' shapes, types and numbers, and the arguments keep theirs.
 
-    A view that aliases without saying so does not count.
+    Views that do not say so are not among them.
     """
     if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES:
         return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
@@ -30,6 +32,7 @@ from .compat import (
     deepspeed_alone,
     fused_adamw,
     makes_alike,
+    no_modes,
     own_apply,
     register_collectives,
     torch_on_fakes,
@@ -37,7 +40,7 @@ from .compat import (
     unset_fake_temporarily,
 )
 from .ddp import StandInDDP
-from .unplannable import refuse_value
+from .unplannable import of_deepspeed, refuse_value
 
 
 @contextmanager
@@ -260,6 +263,29 @@ class _CPUAdam(torch.optim.Optimizer):
                 fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
+_READS = (
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__,
+    torch.Tensor.__float__, torch.Tensor.__index__, torch.equal, torch.allclose, torch.is_nonzero,
+)  # fmt: skip
+
+
+class _ReadValues(TorchFunctionMode):
+    """Asks `answer` for each value that code reads from a tensor, giving it what would read it; but not the engine's."""
+
+    def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not of_deepspeed(sys._getframe(1)):
+            return self._answer(partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _refused(read: Callable[[], Any]) -> Any:
+    raise RuntimeError("a constructor reads a tensor's value")
+
+
 class _Chunks:
     """Pieces of a parameter, made when asked for: of a thousand ranks' only this one's is."""
 
@@ -278,7 +304,39 @@ class _Chunks:
 
 
 class FakeWeights(Weights):
-    """Weights without values."""
+    """Weights without values.
+
+    A constructor that reads values (rates of layers from a `linspace`) gets the true ones: it is run once more before,
+    on real tensors, its parameters on meta.
+    """
+
+    def build(
+        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+    ) -> nn.Module:
+        try:
+            with _ReadValues(_refused):
+                return super().build(make_model, construction)
+        except Exception:  # what reading a fake raises depends on how it is read
+            values = self._really_read(make_model)
+            if not values:
+                raise
+        with _ReadValues(lambda read: values.pop(0) if values else _refused(read)):
+            return super().build(make_model, construction)
+
+    def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
+        """What the constructor reads; nothing if it fails then too, or never reads."""
+        values: list[Any] = []
+
+        def kept(read: Callable[[], Any]) -> Any:
+            values.append(read())
+            return values[-1]
+
+        try:
+            with no_modes(), _ReadValues(kept):
+                Weights(self.seed, lambda *_: None).build(make_model, None)
+        except Exception:  # that of the fake one is told: it may name an operator, and this one is of no run
+            return []
+        return values
 
     def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32)
@@ -298,5 +356,7 @@ class FakeWeights(Weights):
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:
+    if tensor.device == device:
+        return tensor  # as `Module.to` leaves it
     value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value
