@@ -92,7 +92,8 @@ def facts(t):
 
 def run():
     x = torch.empty(4, 6, dtype=torch.bfloat16)
-    made = [x, x.t(), x[1:, ::2], x.float(), x.view(-1).unsqueeze(0), *x.split(2), *x.float().sort(-1), x.add(1), x.add(1.0)]
+    made = [x, x.t(), x[1:, ::2], x.float(), x.view(-1).unsqueeze(0), *x.split(2), *x.float().sort(-1)]
+    made += [x.add(1), x.add(1.0)]
     y = x.float().transpose(0, 1)
     made += [y.contiguous(), y @ y.t(), torch.nn.functional.layer_norm(y, (4,)), y.mul_(2), y.to(torch.int64)]
     assert made[-2] is y and made[1].untyped_storage()._cdata == x.untyped_storage()._cdata

@@ -113,9 +113,9 @@ def packet_of(func: Any) -> Any:
 
 @functools.cache
 def makes_alike(func: Any) -> bool:
-    """Whether an operator's results follow from its arguments' shapes, types and numbers, and the arguments keep theirs.
+    """Whether results of an operator follow from its arguments' shapes, types and numbers, and arguments keep theirs.
 
-    Views that do not say so are not among them.
+    Views that do not say that they are views are not among them.
     """
     if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES:
         return False

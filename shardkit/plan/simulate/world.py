@@ -270,7 +270,7 @@ _READS = (
 
 
 class _ReadValues(TorchFunctionMode):
-    """Asks `answer` for each value that code reads from a tensor, giving it what would read it; but not the engine's."""
+    """Hands each reading of a tensor's value to `answer`, to be done or not; DeepSpeed's own are done."""
 
     def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
