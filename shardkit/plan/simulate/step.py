@@ -50,7 +50,7 @@ def take_step(
 
 
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
-    """{"n_params": parameters of the wrapped model, "n_blocks": its repeated blocks, "n_recurrent": LSTMs and the like}."""
+    """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like}."""
     numel = [int(getattr(p, "ds_numel", p.numel())) for p in strategy.model.parameters()]
     blocks = find_blocks(strategy.model, getattr(task, "block_classes", ()))
     recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
