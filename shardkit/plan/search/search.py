@@ -25,6 +25,7 @@ _LOOSE = 1.25
 """Rough needs this far beyond the room are worth an exact look."""
 _MOST_WORKERS = 8
 INTERRUPTED = "interrupted"
+_LONGER = "give it longer, with --budget 600"
 _FOR_ROUGH = 0.6
 """Share of the time after which no further combination is traced roughly: the best are to be traced exactly."""
 
@@ -136,6 +137,7 @@ class Search:
         self._begun = time.monotonic()
         self._known: dict[tuple[Combination, int], Setting] = {}
         self._refused: dict[Combination, str] = {}
+        self._left_out: set[Combination] = set()
 
     def __enter__(self) -> Search:
         self._planners = [self._stack.enter_context(Planner(self._target)) for _ in range(self._workers)]
@@ -177,23 +179,25 @@ class Search:
                 stopped = INTERRUPTED
             else:
                 stopped = f"out of time after {self._budget:g} s"
-        seen = {combination for combination, _ in self._known} | self._refused.keys()
-        left_out = sum(combination not in seen for combination in every)
-        if left_out and not stopped:
+        if self._left_out and not stopped:
             stopped = f"out of time for more after {_FOR_ROUGH * (self._budget or 0.0):g} s"
-        return self._sorted_out(stopped, left_out)
+        return self._sorted_out(stopped)
 
     def _look_roughly(self, every: Sequence[Combination]) -> None:
         """Trace every combination at its ends, as far as time allows."""
         ends = sorted({self._sizes[0], self._sizes[-1]})
         todo = [(combination, size) for combination in every for size in ends]
         rough: dict[Combination, list[Setting]] = {}
+        self._left_out = set(every)
         for done, ((combination, _), answer) in enumerate(self._traced(todo, rough=True), 1):
             if isinstance(answer, str):
                 self._refused[combination] = answer
             else:
                 rough.setdefault(combination, []).append(answer)
-            if combination not in self._refused and len(rough[combination]) == len(ends):
+            if combination in self._refused:
+                self._left_out.discard(combination)
+            elif len(rough[combination]) == len(ends):
+                self._left_out.discard(combination)
                 self._known |= {(s.combination, s.micro_batch): s for s in self._between(rough[combination])}
             left = (len(todo) - done) * (time.monotonic() - self._begun) / done
             self._tell(f"traced {done} of {len(todo)} roughly, {left:.0f} s for the others")
@@ -297,21 +301,22 @@ class Search:
             filled = self._filled(last.estimate, needed, on_host)
             yield Setting(first.combination, size, settings, round(needed), filled, waits)
 
-    def _sorted_out(self, stopped: str, left_out: int) -> Found:
+    def _sorted_out(self, stopped: str) -> Found:
         known = self._known
         best = best_of_each(known.values())
         fitting = sorted((s for s in best if s.filled <= 1), key=lambda s: -s.tokens_per_s)
         misfits = sorted((s for s in best if s.filled > 1), key=lambda s: s.needed)
         if not best and stopped:
-            raise ConfigError(f"the search was {stopped}, before any setting was traced", "give it more: --budget 600")
+            raise ConfigError(f"the search was {stopped}, before any setting was traced", _LONGER)
         if not best:
             raise ConfigError("no setting can be traced exactly", "plan without --auto to see why")
         if not fitting:
             least = misfits[0]
-            if left_out:
+            if stopped:
                 raise ConfigError(
-                    f"the search was {stopped}: of {len(best)} combinations none fits, {left_out} were not looked at",
-                    "give it more: --budget 600",
+                    f"the search was {stopped}: of {len(best)} combinations none seems to fit, {len(self._left_out)} "
+                    "were not looked at",
+                    _LONGER,
                 )
             raise DoesNotFit(
                 f"no setting fits: the least, {least.combination.engine} with activation.policy="
@@ -320,7 +325,7 @@ class Search:
                 "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
             )
         sizes = tuple(s for (combination, _), s in known.items() if combination == fitting[0].combination)
-        return Found(tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped, left_out)
+        return Found(tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped, len(self._left_out))
 
 
 def named(setting: Setting, samples: int) -> str:

@@ -117,7 +117,7 @@ def makes_alike(func: Any) -> bool:
 
     Views that do not say that they are views are not among them.
     """
-    if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES:
+    if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES or "resize" in func.name():
         return False
     return not _UNLIKE.intersection(func.tags)
 

@@ -91,6 +91,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        for memory in (self._once, self._twice):
+            if len(memory) > _MOST_KNOWN:
+                memory.clear()
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +113,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         facts: list[Any] = [func, torch.get_default_dtype()]
-        if not (makes_alike(func) and self._told_by(args, facts) and self._told_by(kwargs.items(), facts)):
+        told = makes_alike(func) and self._told_by(args, facts) and self._told_by(kwargs.items(), facts)
+        if not told or any(isinstance(value, torch.Tensor) for value in kwargs.values()):  # `out=`
             return super().__torch_dispatch__(func, types, args, kwargs)
         key = tuple(facts)
         try:
@@ -166,6 +170,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return tensor
 
 
+_MOST_KNOWN = 50_000
+"""Operators with their shapes; a trace has one to five thousand of them."""
 _Looks = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device, int]
 """Shape, stride, offset, type and device of a tensor, bytes of its storage."""
 _Results = tuple[type | None, tuple[tuple[int | None, _Looks | None], ...]]
@@ -183,22 +189,30 @@ def _looks(tensor: Any) -> _Looks:
 def _results(out: Any, args: Any) -> _Results | None:
     """What came out, for making it again; `None` where there is more to it."""
     kind = type(out) if isinstance(out, (tuple, list)) else None
-    storages = {id(s): (at, s) for at, a in enumerate(args) if type(a) is FakeTensor for s in [a.untyped_storage()]}
+    made = [one for one in (out if kind else (out,)) if one is not None]
+    if any(type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided for one in made):
+        return None
+    places = {id(storage): at for at, storage in enumerate(_storages(args))}
+    inside = {id(storage) for arg in args if isinstance(arg, (tuple, list)) for storage in _storages(arg)}
     found: list[tuple[int | None, _Looks | None]] = []
+    new: list[torch.UntypedStorage] = []
     for one in out if kind else (out,):
-        if one is None:
-            found.append((None, None))
-            continue
-        if type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided:
-            return None
-        at = next((at for at, arg in enumerate(args) if arg is one), None)
-        if at is not None:
+        at = None if one is None else next((at for at, arg in enumerate(args) if arg is one), None)
+        if one is None or at is not None:
             found.append((at, None))
             continue
-        if one.requires_grad or one.is_conj() or one.is_neg():
+        storage = one.untyped_storage()
+        if one.requires_grad or one.is_conj() or one.is_neg() or id(storage) in inside:
             return None
-        found.append((storages.get(id(one.untyped_storage()), (None, None))[0], _looks(one)))
-    return kind, tuple(found)
+        found.append((places.get(id(storage)), _looks(one)))
+        if id(storage) not in places:
+            new.append(storage)
+    return None if len({id(storage) for storage in new}) < len(new) else (kind, tuple(found))
+
+
+def _storages(args: Any) -> list[torch.UntypedStorage | None]:
+    """The storage of each argument that is a tensor."""
+    return [arg.untyped_storage() if isinstance(arg, torch.Tensor) else None for arg in args]
 
 
 def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
