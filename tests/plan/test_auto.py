@@ -179,7 +179,7 @@ def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatc
 
 
 def test_before_anything_was_found_ctrl_c_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> Iterator[None]:
+    def interrupted(*_: object, **how: object) -> Iterator[None]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Search, "_traced", interrupted)

@@ -268,8 +268,6 @@ def for_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
             patch.chdir(folder)
             return planner.predict(load_config(None, [*task, *overrides]).config)
 
-    ask.folder = folder  # type: ignore[attr-defined]
-    ask.task = lambda branch: ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}"]  # type: ignore[attr-defined]
     with Planner(choose_target(config(), 2, gpu="h100")) as planner:
         yield ask
 
@@ -315,18 +313,22 @@ def test_a_constructor_that_reads_values_is_given_the_true_ones(
     assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
 
 
-def test_weights_that_are_on_the_cpu_already_count_once(for_users: Callable[..., MemoryEstimate]) -> None:
-    from shardkit.plan.target import Target
-
+def on_a_cpu(branch: str, folder: Path) -> MemoryEstimate:
+    (folder / "users_task.py").write_text(USERS_TASK)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(for_users.folder)  # type: ignore[attr-defined]
-        mine = load_config(None, [*for_users.task("plain"), "parallel.strategy=single", "run.device=cpu"]).config  # type: ignore[attr-defined]
-        estimate = plan(mine, Target(1, None, 1))
-    assert estimate.phases["wrap"].allocated == 4 * estimate.n_params
+        patch.chdir(folder)
+        task = ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}", "run.device=cpu"]
+        mine = load_config(None, [*task, "parallel.strategy=single"]).config
+        return plan(mine, choose_target(mine))
 
 
-def test_recurrent_layers_are_less_certain(for_users: Callable[..., MemoryEstimate]) -> None:
-    estimate = for_users("recurrent", "parallel.strategy=ddp")
+def test_weights_that_are_on_the_cpu_already_count_once(tmp_path: Path) -> None:
+    estimate = on_a_cpu("plain", tmp_path)
+    assert estimate.phases["wrap"].allocated < 1.2 * 4 * estimate.n_params
+
+
+def test_recurrent_layers_are_less_certain(tmp_path: Path) -> None:
+    estimate = on_a_cpu("recurrent", tmp_path)
     assert estimate.uncertainty >= 0.67, "40 % too low is two thirds more than was planned"
     assert any("recurrent" in note for note in estimate.notes)
 
