@@ -161,7 +161,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if at is None:
             return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
         view = torch.empty(0, dtype=dtype, device="meta")
-        return FakeTensor(self, view.set_(args[at].untyped_storage(), offset, shape, stride), device)  # type: ignore[call-overload]
+        return FakeTensor(self, view.set_(args[at].untyped_storage(), offset, shape, stride), device)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
