@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,9 @@ from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError
 from ..launch.ranks.gpus import visible_gpus
 from ..plan.search.ladder import Try, tried
-from ..plan.search.search import Found, Search, Setting
+from ..plan.search.search import INTERRUPTED, Found, Search, Setting, named
 from ..plan.search.trial import writing
-from ..plan.show import Verified, named, show_found, show_verified
+from ..plan.show import Verified, show_found, show_verified
 from ..plan.target import Target, cap_setting
 
 VERIFY_STEPS = 6
@@ -46,6 +47,8 @@ def to_json(found: Found, verified: Sequence[Verified] = ()) -> dict[str, Any]:
         "fitting": [one(setting) for setting in found.fitting],
         "misfits": [one(setting) for setting in found.misfits],
         "refused": [{"settings": list(what.settings), "reason": why} for what, why in found.refused.items()],
+        "stopped": found.stopped,
+        "left_out": found.left_out,
         "verified": [
             {**one(v.setting), "outcome": v.trial.outcome, "peak": v.trial.peak, "measured": v.trial.tokens_per_s}
             for v in verified
@@ -62,6 +65,7 @@ def plan_automatically(
     memory_cap: str | None,
     folder: Path,
     as_json: bool,
+    budget: float,
 ) -> None:
     """What `shardkit plan --auto` does: search, run the best `most`, print, write the chosen config.
 
@@ -69,9 +73,11 @@ def plan_automatically(
         path: a YAML file; `None` = defaults.
         given: overrides of the command line; their keys stay as they are.
         margin: share of the memory to leave free; `None` = as much as the estimate may be off.
+        budget: seconds that the search may take; then, and after Ctrl-C, the best so far is the result.
 
     Raises:
         ConfigError: nothing fits; or none of those that were run, ran; or there are no GPUs to run them on.
+        SystemExit: 130, with the result written, after Ctrl-C.
     """
 
     def load(more: Sequence[str]) -> LoadedConfig:
@@ -86,10 +92,11 @@ def plan_automatically(
     keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # one inside a key keeps the key
     with writing(folder):  # the search takes minutes: see now whether its result can be kept
         pass
-    with Search(lambda more: load(more).config, target, keys, margin, _progress) as search:
+    with Search(lambda more: load(more).config, target, keys, margin, _Progress(), budget) as search:
         found = search.run()
+    interrupted = found.stopped == INTERRUPTED
     verified = []
-    if most:
+    if most and not interrupted:
         try_it = tried(path, given, target.world_size, folder / "runs", VERIFY_STEPS, cap_setting(memory_cap))
         verified = verify(found, most, try_it)
         if verified[0].trial.outcome != "ok":
@@ -103,11 +110,13 @@ def plan_automatically(
     _save_plot(found, folder)
     if as_json:
         print(json.dumps(to_json(found, verified), indent=1))
-        return
-    print(show_found("the defaults" if path is None else Path(path).name, found, target))
-    if verified:
-        print("\n" + show_verified(verified, found.samples))
-    print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, found.samples)}")
+    else:
+        print(show_found("the defaults" if path is None else Path(path).name, found, target))
+        if verified:
+            print("\n" + show_verified(verified, found.samples))
+        print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, found.samples)}")
+    if interrupted:
+        raise SystemExit(130)
 
 
 def _save_plot(found: Found, folder: Path) -> None:
@@ -119,6 +128,16 @@ def _save_plot(found: Found, folder: Path) -> None:
         print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)
 
 
-def _progress(said: str) -> None:
-    end = "\r" if sys.stderr.isatty() else "\n"
-    print(f"{said:<40}", end=end, file=sys.stderr, flush=True)
+class _Progress:
+    """Shows what is being done on stderr: on one line of a terminal, else a line each."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, said: str) -> None:
+        if not sys.stderr.isatty():
+            print(said, file=sys.stderr, flush=True)
+            return
+        said = said[: shutil.get_terminal_size().columns - 1]
+        print(said.ljust(self._shown), end="\r", file=sys.stderr, flush=True)
+        self._shown = len(said)

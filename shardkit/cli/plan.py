@@ -25,6 +25,7 @@ MemoryCap = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
 ]
+BUDGET_S = 120.0
 
 
 def plan(
@@ -45,6 +46,9 @@ def plan(
             min=0, max=0.9, help="--auto: share of the memory to leave free; default: what the estimate may be off."
         ),
     ] = None,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="--auto: end the search with the best so far.")
+    ] = BUDGET_S,
     verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="--auto: for the chosen config.yaml, auto.json and the plot.")
@@ -54,7 +58,9 @@ def plan(
 
     With --auto, search engine and offload, activation checkpointing, precision and micro-batch for the setting that is
     predicted to be fastest among those that fit; the samples of a step stay as they are, and so does every key that is
-    set on the command line. Exit code 0 if it fits, 4 if it does not.
+    set on the command line. After --budget seconds, and at Ctrl-C, the best so far is the result.
+
+    Exit code 0 if it fits, 4 if it does not.
     """
     import json
 
@@ -66,13 +72,13 @@ def plan(
     from ..plan.target import choose_target
     from .auto import plan_automatically
 
-    if not auto and (verify or margin is not None or out != Path("auto")):
-        raise ConfigError("--verify, --margin and --out belong to --auto, which is not there", "add --auto")
+    if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
+        raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is not there", "add --auto")
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config
     target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
     if auto:
-        plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output)
+        plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
     with Planner(target) as planner:
         estimate = planner.predict(loaded)
@@ -130,11 +136,11 @@ def ladder(
         _refuse_gpu_memory(gpu_memory)
         target = target_here(first, gpus, gpu, memory_cap)
         try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
-    found = []
+    found: list[ladders.Step] = []
     for step in ladders.climb(load, rungs, target, try_it):
         found.append(step)
-        typer.echo(ladders.table([step]).splitlines()[-1], err=True)
-    typer.echo(ladders.table(found))
+        rows = ladders.table([step]).splitlines()
+        typer.echo("\n".join(rows[-1:] if len(found) > 1 else rows))
     typer.echo(f"written: {ladders.save(found, out, target.device_memory)}", err=True)
     try:
         typer.echo(f"written: {save_ladder(found, target.device_memory, out)}", err=True)

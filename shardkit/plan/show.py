@@ -10,7 +10,7 @@ from ..hardware import calibration
 from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate
-from .search.search import Found, Setting
+from .search.search import Found, Setting, named
 from .search.trial import Trial
 from .target import Target
 
@@ -113,6 +113,7 @@ def show_found(title: str, found: Found, target: Target) -> str:
     lines = [
         f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples of each rank in a step",
         f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot work",
+        *_stopped(found),
         "",
         f"best       {named(best, found.samples)}",
         f"settings   {' '.join(best.settings) or 'as they are'}",
@@ -131,12 +132,14 @@ def show_found(title: str, found: Found, target: Target) -> str:
     return "\n".join(lines)
 
 
-def named(setting: Setting, samples: int) -> str:
-    """A setting in a line."""
-    one = setting.combination
-    passes = samples // setting.micro_batch
-    batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
-    return f"{one.engine}; checkpointing {one.policy}; {one.precision}; {batch}"
+def _stopped(found: Found) -> list[str]:
+    """What a search that did not come to its end leaves uncertain."""
+    if not found.stopped:
+        return []
+    lines = [f"{found.stopped}: {found.left_out} combinations were not looked at; this is the best of the others"]
+    if found.best.estimate is None:
+        lines.append("traced roughly only: plan the config that is written, before it is launched")
+    return lines
 
 
 def _shares(setting: Setting) -> list[str]:

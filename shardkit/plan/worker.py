@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -15,6 +16,7 @@ from ..errors import ShardkitError
 
 def main(read_fd: int, write_fd: int, fakes: str) -> None:
     """Answer requests until the pipe ends. A line each: first the target, then configs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, and ends this process then
     with os.fdopen(read_fd, encoding="utf-8") as requests, os.fdopen(write_fd, "w", encoding="utf-8") as answers:
 
         def answer(said: dict[str, Any]) -> None:

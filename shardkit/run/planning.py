@@ -84,7 +84,7 @@ class RunPlan:
     def wait(self, config: RunConfig) -> None:
         """Let a plan that was asked for be finished; one that only was worth its while is not waited for."""
         if config.memory.plan is True and self._thread is not None:
-            self._thread.join(max(0.0, self._deadline - time.monotonic()))
+            self._thread.join(max(0.0, self._deadline - time.monotonic()) + _STOP_S)  # at the end it says why not
 
     def close(self, config: RunConfig, run_dir: Path) -> None:
         """Show what was planned, if it was, beside what the run measured."""
@@ -101,7 +101,7 @@ class RunPlan:
             for target in targets:
                 with Planner(target, niceness=19) as self._planner:
                     if self._stopped:
-                        break
+                        raise ShardkitError("it was stopped", "")
                     estimates.append(self._planner.predict(config))
                 estimates[0].save(run_dir, config, estimates[1:])
                 if len(estimates) == 1:

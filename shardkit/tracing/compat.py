@@ -27,6 +27,7 @@ else:
     DispatchMode = TRACKER.take("torch.utils._python_dispatch.TorchDispatchMode")
     tree_iter = TRACKER.take("torch.utils._pytree.tree_iter", _PYTREE)
 
+DEVICE = torch.ops.prim.device.default
 TRACKER.take("torch.ops.aten.add.Tensor._schema")
 _select_conv_backend = CONVOLUTIONS.take("torch._C._select_conv_backend")
 # `resize_` is no operator: dispatch says nothing about it.

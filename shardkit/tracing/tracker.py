@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..memory.state import local_tensors
-from .compat import DispatchMode, Patches, schema, tensors
+from .compat import DEVICE, DispatchMode, Patches, schema, tensors
 from .events import EventLog
 from .scratch import scratch
 
@@ -128,6 +128,8 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(_wraps(cls) for cls in types):
             return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
+        if func is DEVICE:  # a question, as often as all operators together
+            return func(*args)
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
             name = "" if self.log is None else schema(func).name
@@ -158,6 +160,9 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, local: torch.Tensor, label: str | None, op: str) -> None:
         storage, log = local.untyped_storage(), self.log
         key = id(storage)  # the object lives as long as the storage itself
+        known = self._live.get(key)
+        if known is not None and label is None and not self._dead and known.n_bytes == storage.nbytes():
+            return  # as most results are: of views and of operators in place
         with self._updating():
             entry = self._live.get(key)
             if entry is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,20 +142,80 @@ class StuckPlanner(FakePlanner):
         self.stopped.set()
 
 
-def test_ctrl_c_ends_the_traces_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(said: str) -> None:
-        raise KeyboardInterrupt
-
-    StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
-    monkeypatch.setattr(searching, "Planner", StuckPlanner)
-    fixed = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
-    with pytest.raises(KeyboardInterrupt), Search(load, target(), fixed, None, interrupted) as search:
-        search.run()
-
-
 KEYS = [
     s + p for s in ("ddp", "fsdp", "zero1", "zero2", "zero3") for p in ("none", "selective_op", "selective", "full")
 ]
+
+FIXED = {"precision.mode", "parallel.offload_optimizer", "parallel.offload_param"}
+
+
+def load_fours(more: Any = ()) -> RunConfig:
+    return load(["train.global_batch_size=64", "train.grad_accum_steps=null", *more])
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budget: float | None) -> Found:
+    """A search whose first trace is answered, and no other."""
+    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
+    StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
+    StuckPlanner.asked = itertools.count()
+    monkeypatch.setattr(searching, "Planner", StuckPlanner)
+    with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, budget) as search:
+        return search.run()
+
+
+def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def interrupted(line: str) -> None:
+        said.append(line)
+        raise KeyboardInterrupt
+
+    found = cut_short(monkeypatch, interrupted, None)
+    assert (found.stopped, found.left_out, found.best.combination.engine) == ("interrupted", 19, "ddp")
+    assert "best so far: ddp; checkpointing none; fp32; micro-batch 4 × 2: " in said[0]
+    shown = show_found("x", found, target())
+    assert "interrupted: 19 combinations were not looked at" in shown
+    assert "traced roughly only" in shown
+
+
+def test_before_anything_was_found_ctrl_c_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **how: object) -> Iterator[None]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_traced", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cut_short(monkeypatch, lambda said: None, None)
+
+
+def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    found = cut_short(monkeypatch, said.append, 2.0)
+    assert (found.stopped, found.left_out, found.best.combination.engine) == ("out of time after 2 s", 19, "ddp")
+    assert " s for the others (at most " in said[0]
+
+
+def test_rough_traces_leave_time_for_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, turn = [0.0], threading.Semaphore()
+
+    class SlowPlanner(FakePlanner):
+        def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+            assert turn.acquire(timeout=60)
+            return super().predict(config, timed=timed, rough=rough)
+
+    def told(said: str) -> None:
+        now[0] += 10.0
+        turn.release()
+
+    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
+    monkeypatch.setattr(searching, "Planner", SlowPlanner)
+    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, 120.0) as search:
+        found = search.run()
+    assert found.stopped.startswith("out of time for more after 72 s") and found.left_out > 0
+    assert found.best.estimate is not None, "traced exactly"
+
+
 COST = st.tuples(st.floats(1, 120), st.floats(0.1, 30), st.floats(0, 0.1), st.floats(0.01, 0.1))
 
 
@@ -241,6 +303,7 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     [
         (["--verify", "2"], "belong to --auto"),
         (["--margin", "0.2"], "belong to --auto"),
+        (["--budget", "10"], "belong to --auto"),
         (["--auto", "--gpu", "h100", "--gpus", "4096", "--gpus-per-node", "4096", "--verify", "2"], "this machine has"),
     ],
 )

@@ -184,6 +184,10 @@ USERS_TASK = """
 import torch
 from torch import nn
 
+class Last(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x[None])[0][0]
+
 class Model(nn.Module):
     def __init__(self, branch):
         super().__init__()
@@ -193,6 +197,12 @@ class Model(nn.Module):
             self.layers[:2].requires_grad_(False)
         if branch == "norm":
             self.layers.append(nn.BatchNorm1d(32))
+        if branch == "recurrent":
+            self.layers.append(Last(32, 32, batch_first=True))
+        if branch.startswith("rates"):
+            rates = torch.linspace(0, 0.2, 3)
+            rates = [rate.item() for rate in rates] if branch.endswith("item") else rates.tolist()
+            self.layers.extend(nn.Sequential(nn.Linear(32, 32), nn.Dropout(rate)) for rate in rates if rate > 0)
 
     def forward(self, x):
         y = self.inner(x)
@@ -225,6 +235,8 @@ class Task:
 
     def __init__(self, config, branch="", plan_loss=False):
         self.branch = branch
+        if branch == "rates by tolist":
+            self.init_parameter = lambda fqn, full, generator: full.zero_()
         if plan_loss:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
 
@@ -298,6 +310,35 @@ def test_a_model_that_was_not_built_on_meta_is_sharded_on_the_gpu(
 def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Callable[..., MemoryEstimate]) -> None:
     plain, number = (for_users(branch, f"parallel.strategy={strategy}") for branch in ("plain", "number"))
     assert number.n_params == plain.n_params + 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("branch", ["rates by item", "rates by tolist"])
+def test_a_constructor_that_reads_values_is_given_the_true_ones(
+    branch: str, strategy: str, for_users: Callable[..., MemoryEstimate]
+) -> None:
+    """As timm's and spandrel's models read their rates of dropout: a layer is made only where the rate is not 0."""
+    assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
+
+
+def on_a_cpu(branch: str, folder: Path) -> MemoryEstimate:
+    (folder / "users_task.py").write_text(USERS_TASK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        task = ["task.factory=users_task:Task", f"task.args={{branch: {branch}}}", "run.device=cpu"]
+        mine = load_config(None, [*task, "parallel.strategy=single"]).config
+        return plan(mine, choose_target(mine))
+
+
+def test_weights_that_are_on_the_cpu_already_count_once(tmp_path: Path) -> None:
+    estimate = on_a_cpu("plain", tmp_path)
+    assert estimate.phases["wrap"].allocated < 1.2 * 4 * estimate.n_params
+
+
+def test_recurrent_layers_are_less_certain(tmp_path: Path) -> None:
+    estimate = on_a_cpu("recurrent", tmp_path)
+    assert estimate.uncertainty >= 0.67, "40 % too low is two thirds more than was planned"
+    assert any("recurrent" in note for note in estimate.notes)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

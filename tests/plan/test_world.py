@@ -75,3 +75,37 @@ def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
     done = python_m("shardkit.cli", "plan", REPO / "configs" / "quickstart.yaml", *target, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["method"] == "cuda"
+
+
+def test_results_made_again_from_memory_are_those_of_torch() -> None:
+    """Every operator of a small step, three times: from the third on nothing is asked of torch's own dispatch."""
+    code = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from shardkit.plan.simulate.world import Fakes
+
+def facts(t):
+    return t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t.requires_grad, t.untyped_storage().nbytes()
+
+def run():
+    x = torch.empty(4, 6, dtype=torch.bfloat16)
+    made = [x, x.t(), x[1:, ::2], x.float(), x.view(-1).unsqueeze(0), *x.split(2), *x.float().sort(-1)]
+    made += [x.add(1), x.add(1.0)]
+    y = x.float().transpose(0, 1)
+    made += [y.contiguous(), y @ y.t(), torch.nn.functional.layer_norm(y, (4,)), y.mul_(2), y.to(torch.int64)]
+    assert made[-2] is y and made[1].untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert made[-1].untyped_storage()._cdata != y.untyped_storage()._cdata
+    return [facts(t) for t in made]
+
+with FakeTensorMode():
+    wanted = run()
+own, asked = FakeTensorMode.__torch_dispatch__, []
+FakeTensorMode.__torch_dispatch__ = lambda self, func, *rest: (asked.append(func.name()), own(self, func, *rest))[1]
+for again in range(4):
+    with Fakes():
+        asked.clear()
+        assert run() == wanted, again
+assert len(asked) <= 2, asked
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

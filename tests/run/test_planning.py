@@ -133,6 +133,26 @@ def test_a_plan_that_fails_or_takes_too_long_is_one_warning(
     assert len(caplog.records) == 2
 
 
+def test_a_plan_that_a_short_run_waits_for_in_vain_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of the run comes first, and the limit of the plan while the run waits for it."""
+    stopped = threading.Event()
+
+    def predict(self: Planner, config: Any, **how: Any) -> Any:
+        assert stopped.wait(60), "nobody stopped it"
+        raise ShardkitError("the planning process was ended by SIGKILL", "")
+
+    monkeypatch.setattr(planning, "LIMIT_S", 0.5)
+    monkeypatch.setattr(Planner, "predict", predict)
+    monkeypatch.setattr(Planner, "stop", lambda self: stopped.set())
+    job = a_job(tmp_path, (1,), "memory.plan=true")
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path)
+        plan.close(job.config, tmp_path)
+    assert [record.message for record in caplog.records] == ["this run is not planned: not ready after 0.5 s"]
+
+
 def test_automatic_planning_keeps_out_of_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*overrides: str, device: str = "cpu") -> bool:
         with planning.RunPlan() as plan:

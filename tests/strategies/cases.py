@@ -105,16 +105,36 @@ UNEVEN = ModelConfig(vocab_size=50, max_seq_len=SEQ, d_model=36, n_layers=2, n_h
 
 
 def state_bytes(names: list[str], optimizer: str = "adamw_clipped") -> dict[str, dict[str, int]]:
-    """Bytes of each kind of state on this rank after a step's last backward, before its update."""
+    """Bytes of each kind of state on this rank after a step's last backward, before its update.
+
+    `NAME frozen` is a model with a frozen embedding and a buffer.
+    """
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    return {name: _measure(overrides(name, world, optimizer), rank, world) for name in names}
+    return {
+        name: _measure(overrides(name.removesuffix(" frozen"), world, optimizer), rank, world, "frozen" in name)
+        for name in names
+    }
 
 
-def _measure(settings: dict[str, Any], rank: int, world: int) -> dict[str, int]:
+BUFFER = 25
+
+
+def partly_frozen() -> Transformer:
+    """A model whose embedding is not trained, with a buffer of `BUFFER` numbers."""
+    model = Transformer(UNEVEN)
+    model.tok_emb.requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(BUFFER))
+    return model
+
+
+def _measure(settings: dict[str, Any], rank: int, world: int, frozen: bool) -> dict[str, int]:
     with start(None, settings) as job:
-        wrap(job, UNEVEN)
+        if frozen:
+            job.wrap(partly_frozen, init_parameter=partial(init_parameter, UNEVEN), block_classes=(Block,))
+        else:
+            wrap(job, UNEVEN)
         counted: dict[str, int] = {}
         take_step = job.strategy.step
 

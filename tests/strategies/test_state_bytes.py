@@ -25,7 +25,8 @@ def model() -> Transformer:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def measured(request: pytest.FixtureRequest) -> list[dict[str, dict[str, int]]]:
-    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"] + (["hsdp"] if request.param == 4 else [])
+    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    names += [f"{name} frozen" for name in names] + (["hsdp"] if request.param == 4 else [])
     return run_ranks(request.param, "tests.strategies.cases:state_bytes", names=names)
 
 
@@ -92,6 +93,23 @@ def test_zero3_keeps_a_part_of_each_parameter(model: Transformer, measured: list
             "grads": 4 * part,
             "optimizer": 8 * part + STEP_COUNT * 2,
         }
+
+
+def test_what_is_not_trained_counts_too(measured: list[dict[str, dict[str, int]]]) -> None:
+    with torch.device("meta"):
+        model = cases.partly_frozen()
+    frozen, trained = model.tok_emb.weight, [param for param in model.parameters() if param.requires_grad]
+    world = len(measured)
+    whole = {
+        "ddp": sum(param.numel() for param in trained) + frozen.numel(),
+        "fsdp": sum(-(-p.shape[0] // world) * (p.numel() // p.shape[0]) for p in (*trained, frozen)),
+        "zero3": sum(-(-p.numel() // world) for p in (*trained, frozen)),
+    }
+    groups = (sum(p.numel() for p in group["params"]) for group in parameter_groups(OptimConfig(), model))
+    whole["zero1"] = whole["zero2"] = frozen.numel() + sum(-(-n // (2 * world)) * 2 * world for n in groups)
+    for rank in measured:
+        assert {name: rank[f"{name} frozen"]["params"] for name in whole} == {n: 4 * whole[n] for n in whole}
+        assert {name: rank[f"{name} frozen"].get("buffers") for name in whole} == dict.fromkeys(whole, 4 * cases.BUFFER)
 
 
 def rows(param: torch.Tensor, rank: int, ranks: int) -> int:

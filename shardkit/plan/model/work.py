@@ -7,14 +7,16 @@ and writes, once.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...config.schema import RunConfig
-from ...tracing.compat import schema, tensors, tree_iter
+from ...tracing.compat import schema, tree_iter
 from ...tracing.events import EventLog
 from ..simulate.compat import packet_of, resolve_process_group
 from .cost import Segment, Speeds
@@ -37,7 +39,6 @@ _WATCHING = 1.1e-5
 core of a shared x86-64 machine: 400 small operators with and without it)."""
 _LARGE = 2**24
 """Bytes from which a new tensor on the CPU is made of new pages: the C library gives blocks of this size back."""
-# Of these inputs only as much is read as comes out.
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
 
 
@@ -61,49 +62,41 @@ class WorkCounter:
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operator ran; called with the tensors that it really works on."""
-        phase, name = self._log.phase, schema(func).name
-        if phase not in _PHASES or _is_view(func):
+        phase, operator = self._log.phase, _known(func)
+        if phase not in _PHASES or operator.is_view:
             return
         if not self.segments or self.segments[-1].phase != phase:
             if phase == "forward" and self.segments and self.segments[-1].phase == "step":
                 self.segments = []
             self.segments.append(Segment(phase))
         segment = self.segments[-1]
-        collective = name.startswith(("c10d::", "_c10d_functional::"))
-        if not collective:
-            segment.compute += self._new_pages(func, out)
-        if name.startswith(_NO_WORK):
+        if operator.is_collective:
+            if operator.works:
+                self._collective(segment, operator.name, args, out)
             return
-        if collective:
-            self._collective(segment, name, args, out)
+        operands, results = list(_tensors((args, kwargs))), list(_tensors((out,)))
+        if operator.makes_new and self._device.type == "cpu":
+            segment.compute += sum(n for n in map(_n_bytes, results) if n >= _LARGE) / self._speeds.new_pages
+        if not operator.works:
             return
-        operands, results = list(tensors((args, kwargs))), list(tensors(out))
         places = {tensor.device.type for tensor in (*operands, *results) if tensor.dim()}
         if places == {"cpu", "cuda"}:
-            segment.copies += _sum_bytes(results) / self._speeds.copies
+            segment.copies += sum(map(_n_bytes, results)) / self._speeds.copies
             return
-        traffic = _traffic(func, name, (*args, *kwargs.values()), out)
+        traffic = _traffic(operator, (*args, *kwargs.values()), operands, results)
         if places != {self._device.type}:
             segment.host += traffic / self._speeds.host
             return
-        flops = _flops(func, name, args, kwargs, out)
-        special = name.startswith(_SPECIAL)
-        through = traffic / (self._speeds.special if special else self._speeds.memory)
-        busy = max(flops / self._flop_speed(name, operands), through)
+        flops = _flops(func, operator.name, args, kwargs, out)
+        busy = traffic / (self._speeds.special if operator.special else self._speeds.memory)
+        if flops:
+            busy = max(busy, flops / self._flop_speed(operator.name, operands))
         if self._recomputes and phase == "backward" and torch.is_grad_enabled():
             segment.recompute += busy
         else:
             segment.compute += busy
         segment.flops += flops
         segment.dispatch += self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
-
-    def _new_pages(self, func: Any, out: Any) -> float:
-        """Seconds until the system has given what a large result needs."""
-        returns = schema(func).returns
-        if self._device.type != "cpu" or not returns or returns[0].alias_info is not None:
-            return 0.0
-        sizes = map(_n_bytes, tensors(out))
-        return sum(size for size in sizes if size >= _LARGE) / self._speeds.new_pages
 
     def _flop_speed(self, name: str, operands: list[torch.Tensor]) -> float:
         share = self._speeds.attention if "attention" in name else 1.0
@@ -132,10 +125,50 @@ class WorkCounter:
         return known
 
 
-def _is_view(func: Any) -> bool:
-    returns = schema(func).returns
-    alias = returns[0].alias_info if returns else None
-    return alias is not None and not alias.is_write
+class _Operator(NamedTuple):
+    """What is known of an operator before it runs.
+
+    Attributes:
+        works: it reads or writes memory.
+        makes_new: its results are not its arguments.
+        looks_up: of its inputs only as much is read as comes out.
+        writes: which arguments it changes, where it does not return them.
+    """
+
+    name: str
+    is_view: bool
+    is_collective: bool
+    works: bool
+    special: bool
+    makes_new: bool
+    looks_up: bool
+    writes: tuple[bool, ...]
+
+
+@functools.cache
+def _known(func: Any) -> _Operator:
+    form = schema(func)
+    alias = form.returns[0].alias_info if form.returns else None
+    changes = (argument.alias_info for argument in form.arguments)
+    return _Operator(
+        form.name,
+        is_view=alias is not None and not alias.is_write,
+        is_collective=form.name.startswith(("c10d::", "_c10d_functional::")),
+        works=not form.name.startswith(_NO_WORK),
+        special=form.name.startswith(_SPECIAL),
+        makes_new=bool(form.returns) and alias is None,
+        looks_up=form.name in _LOOKUPS,
+        writes=() if form.returns else tuple(change is not None and change.is_write for change in changes),
+    )
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results."""
+    for arg in args.values() if isinstance(args, dict) else args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple, dict)):
+            yield from _tensors(arg)
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:
@@ -143,20 +176,18 @@ def _n_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _sum_bytes(tree: Any) -> int:
-    return sum(map(_n_bytes, tensors(tree)))
+def _sum_bytes(*args: Any) -> int:
+    return sum(map(_n_bytes, _tensors(args)))
 
 
-def _traffic(func: Any, name: str, args: Any, out: Any) -> int:
+def _traffic(operator: _Operator, args: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) -> int:
     """Bytes read and written, each argument and result once."""
-    written = _sum_bytes(out)
-    if name in _LOOKUPS:
+    written = sum(map(_n_bytes, results))
+    if operator.looks_up:
         return 2 * written
-    form = schema(func)
-    if not form.returns:  # else what is written in place is returned
-        changed = [alias is not None and alias.is_write for alias in (a.alias_info for a in form.arguments)]
-        written = sum(_sum_bytes(arg) for arg, is_changed in zip(args, changed, strict=False) if is_changed)
-    return _sum_bytes(args) + written
+    if operator.writes:  # else what is written in place is returned
+        written = sum(_sum_bytes(arg) for arg, is_changed in zip(args, operator.writes, strict=False) if is_changed)
+    return sum(map(_n_bytes, operands)) + written
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:

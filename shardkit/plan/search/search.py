@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotReady
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -22,6 +24,14 @@ Load = Callable[[Sequence[str]], RunConfig]
 _LOOSE = 1.25
 """Rough needs this far beyond the room are worth an exact look."""
 _MOST_WORKERS = 8
+INTERRUPTED = "interrupted"
+_LONGER = "give it longer, with --budget 600"
+_FOR_ROUGH = 0.6
+"""Share of the time after which no further combination is traced roughly: the best are to be traced exactly."""
+
+
+class _OutOfTime(Exception):
+    """The time of the search is over."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,13 @@ class Found:
 
     Attributes:
         fitting: the best micro-batch of every combination that fits, fastest first; the first was traced exactly, and
-            so were those on the `front`.
+            so were those on the `front`, unless the search was `stopped`.
         misfits: combinations that fit at no micro-batch, at the smallest.
         refused: combinations that cannot work, with the reason.
         sizes: the best combination at every micro-batch.
         samples: of each rank in a step.
+        stopped: why the search ended before it was through; empty if it was.
+        left_out: combinations that it had not come to.
     """
 
     fitting: tuple[Setting, ...]
@@ -67,6 +79,8 @@ class Found:
     refused: Mapping[Combination, str]
     sizes: tuple[Setting, ...]
     samples: int
+    stopped: str = ""
+    left_out: int = 0
 
     @property
     def best(self) -> Setting:
@@ -95,14 +109,21 @@ class Search:
         given: dotted keys that must not change.
         margin: share of the memory to leave free; `None` = as much as the estimate may be off, so that the choice fits
             by its own verdict.
-        told: called with what is being done, every time something is done.
+        told: called with what is being done, how long it may take and the best so far, every time something is done.
+        budget: seconds after which `run` answers with the best so far; `None` = when it is certain of the best.
 
     Raises:
         ConfigError: (from `run`) there is no limit, nothing fits, or nothing can be traced.
     """
 
     def __init__(
-        self, load: Load, target: Target, given: Collection[str], margin: float | None, told: Callable[[str], None]
+        self,
+        load: Load,
+        target: Target,
+        given: Collection[str],
+        margin: float | None,
+        told: Callable[[str], None],
+        budget: float | None = None,
     ) -> None:
         if target.device_memory is None:
             raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")
@@ -112,6 +133,11 @@ class Search:
         self._planners: list[Planner] = []
         self._idle: queue.Queue[Planner] = queue.Queue()
         self._workers = max(1, min(_MOST_WORKERS, os.cpu_count() or 1))
+        self._budget = budget
+        self._begun = time.monotonic()
+        self._known: dict[tuple[Combination, int], Setting] = {}
+        self._refused: dict[Combination, str] = {}
+        self._left_out: set[Combination] = set()
 
     def __enter__(self) -> Search:
         self._planners = [self._stack.enter_context(Planner(self._target)) for _ in range(self._workers)]
@@ -125,7 +151,11 @@ class Search:
         self._stack.close()
 
     def run(self) -> Found:
-        """Trace, and sort what was found."""
+        """Trace, and sort what was found; Ctrl-C and the end of the budget leave what was found until then.
+
+        Raises:
+            KeyboardInterrupt: before anything was found.
+        """
         every = combinations(self._load(()), self._target, self._given)
         if not every:
             raise ConfigError(
@@ -133,24 +163,48 @@ class Search:
                 f"{', '.join(sorted(self._given))}",
                 "leave keys of parallel out of the command line, or plan without --auto",
             )
+        self._begun, stopped = time.monotonic(), ""
+        try:
+            self._look_roughly(every)
+            if not self._known and len(self._refused) == len(every):
+                why = next(iter(self._refused.values()))
+                raise ConfigError(f"no setting can be planned: {why}", "plan without --auto first")
+            self._look_exactly()
+        except (KeyboardInterrupt, _OutOfTime) as over:
+            for planner in self._planners:
+                planner.stop()
+            if isinstance(over, KeyboardInterrupt):
+                if not self._known:
+                    raise
+                stopped = INTERRUPTED
+            else:
+                stopped = f"out of time after {self._budget:g} s"
+        if self._left_out and not stopped:
+            stopped = f"out of time for more after {_FOR_ROUGH * (self._budget or 0.0):g} s"
+        return self._sorted_out(stopped)
+
+    def _look_roughly(self, every: Sequence[Combination]) -> None:
+        """Trace every combination at its ends, as far as time allows."""
         ends = sorted({self._sizes[0], self._sizes[-1]})
-        rough: dict[Combination, list[Setting]] = {}
-        refused: dict[Combination, str] = {}
         todo = [(combination, size) for combination in every for size in ends]
-        for (combination, _), answer in zip(todo, self._traced(todo, rough=True), strict=True):
+        rough: dict[Combination, list[Setting]] = {}
+        self._left_out = set(every)
+        for done, ((combination, _), answer) in enumerate(self._traced(todo, rough=True), 1):
             if isinstance(answer, str):
-                refused[combination] = answer
+                self._refused[combination] = answer
             else:
                 rough.setdefault(combination, []).append(answer)
-        working = [found for combination, found in rough.items() if combination not in refused]
-        known = {(s.combination, s.micro_batch): s for found in working for s in self._between(found)}
-        if not known:
-            raise ConfigError(f"no setting can be planned: {next(iter(refused.values()))}", "plan without --auto first")
-        self._look_exactly(known)
-        return self._sorted_out(known, refused)
+            if combination in self._refused:
+                self._left_out.discard(combination)
+            elif len(rough[combination]) == len(ends):
+                self._left_out.discard(combination)
+                self._known |= {(s.combination, s.micro_batch): s for s in self._between(rough[combination])}
+            left = (len(todo) - done) * (time.monotonic() - self._begun) / done
+            self._tell(f"traced {done} of {len(todo)} roughly, {left:.0f} s for the others")
 
-    def _look_exactly(self, known: dict[tuple[Combination, int], Setting]) -> None:
+    def _look_exactly(self) -> None:
         """Trace exactly until the fastest that fits and the front are all exact; rough figures are replaced."""
+        known, seen = self._known, 0
         while True:
             fastest = sorted(known.values(), key=lambda s: -s.tokens_per_s)
             best = next((s for s in fastest if s.estimate is not None and s.filled <= 1), None)
@@ -164,25 +218,43 @@ class Search:
             if not hopes:
                 return
             todo = [(setting.combination, setting.micro_batch) for setting in hopes[: self._workers]]
-            for key, answer in zip(todo, self._traced(todo), strict=True):
+            for key, answer in self._traced(todo):
                 if isinstance(answer, Setting):
                     known[key] = answer
                 else:
                     del known[key]
+                seen += 1
+                self._tell(f"traced {seen} exactly, at least {len(hopes) - len(todo)} to go")
 
-    def _traced(self, todo: Sequence[tuple[Combination, int]], rough: bool = False) -> Iterator[Setting | str]:
-        """Predictions in order, each a setting or why it cannot work."""
+    def _tell(self, what: str) -> None:
+        if self._budget is not None:
+            what += f" (at most {max(0.0, self._begun + self._budget - time.monotonic()):.0f} s in all)"
+        able = [s for s in self._known.values() if s.filled <= 1]
+        if able:
+            best = max(able, key=lambda s: s.tokens_per_s)
+            what += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s"
+        self._told(what)
+
+    def _traced(
+        self, todo: Sequence[tuple[Combination, int]], rough: bool = False
+    ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
+        """Predictions in order, each a setting or why it cannot work; of rough ones as many as there is time for."""
+        end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
             try:
-                for done, answer in enumerate(answers, 1):
-                    found = answer.result()
-                    self._told(f"{'traced' if rough else 'looked at'} {done} of {len(todo)}")
-                    yield found
-            except BaseException:  # Ctrl-C: nobody waits for the rest
+                for asked, answer in zip(todo, answers, strict=True):
+                    if rough and self._budget and time.monotonic() > self._begun + _FOR_ROUGH * self._budget:
+                        for waiting in answers:
+                            waiting.cancel()
+                    if not answer.cancelled():
+                        yield asked, answer.result(None if end is None else max(0.0, end - time.monotonic()))
+            except BaseException as error:  # Ctrl-C: nobody waits for the rest
                 pool.shutdown(wait=False, cancel_futures=True)
                 for planner in self._planners:
                     planner.stop()
+                if isinstance(error, NotReady):
+                    raise _OutOfTime from None
                 raise
 
     def _predict(self, combination: Combination, size: int, rough: bool) -> Setting | str:
@@ -229,16 +301,23 @@ class Search:
             filled = self._filled(last.estimate, needed, on_host)
             yield Setting(first.combination, size, settings, round(needed), filled, waits)
 
-    def _sorted_out(
-        self, known: Mapping[tuple[Combination, int], Setting], refused: Mapping[Combination, str]
-    ) -> Found:
+    def _sorted_out(self, stopped: str) -> Found:
+        known = self._known
         best = best_of_each(known.values())
         fitting = sorted((s for s in best if s.filled <= 1), key=lambda s: -s.tokens_per_s)
         misfits = sorted((s for s in best if s.filled > 1), key=lambda s: s.needed)
+        if not best and stopped:
+            raise ConfigError(f"the search was {stopped}, before any setting was traced", _LONGER)
         if not best:
             raise ConfigError("no setting can be traced exactly", "plan without --auto to see why")
         if not fitting:
             least = misfits[0]
+            if stopped:
+                raise ConfigError(
+                    f"the search was {stopped}: of {len(best)} combinations none seems to fit, {len(self._left_out)} "
+                    "were not looked at",
+                    _LONGER,
+                )
             raise DoesNotFit(
                 f"no setting fits: the least, {least.combination.engine} with activation.policy="
                 f"{least.combination.policy} and micro_batch_size={least.micro_batch}, needs {gib(least.needed)} of "
@@ -246,7 +325,15 @@ class Search:
                 "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
             )
         sizes = tuple(s for (combination, _), s in known.items() if combination == fitting[0].combination)
-        return Found(tuple(fitting), tuple(misfits), refused, sizes, self.samples)
+        return Found(tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped, len(self._left_out))
+
+
+def named(setting: Setting, samples: int) -> str:
+    """A setting in a line."""
+    one = setting.combination
+    passes = samples // setting.micro_batch
+    batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
+    return f"{one.engine}; checkpointing {one.policy}; {one.precision}; {batch}"
 
 
 def best_of_each(settings: Iterable[Setting]) -> list[Setting]:

@@ -8,6 +8,7 @@ then plans with CPU fakes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import platform
 import sys
@@ -52,6 +53,7 @@ else:
     unset_fake_temporarily = PLANS.take(f"{_FAKES}.unset_fake_temporarily")
     DispatchMode = PLANS.take("torch.utils._python_dispatch.TorchDispatchMode")
 FakeStore = PLANS.take("torch.testing._internal.distributed.fake_pg.FakeStore")
+no_modes = PLANS.take("torch.utils._python_dispatch._disable_current_modes")
 resolve_process_group = PLANS.take("torch.distributed.distributed_c10d._resolve_process_group")
 PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
 LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
@@ -107,6 +109,21 @@ _kept: list[Any] = []  # what C++ points to must live as long as the process, an
 def packet_of(func: Any) -> Any:
     """The operator that an overload belongs to."""
     return func._overloadpacket
+
+
+@functools.cache
+def makes_alike(func: Any) -> bool:
+    """Whether results of an operator follow from its arguments' shapes, types and numbers, and arguments keep theirs.
+
+    Views that do not say that they are views are not among them.
+    """
+    if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES or "resize" in func.name():
+        return False
+    return not _UNLIKE.intersection(func.tags)
+
+
+_ALIASES = ("aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::_efficientzerotensor")
+_UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:

@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,19 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...memory.state import page_locked
 from .compat import (
-    LOCAL_SCALAR,
-    PIN_MEMORY,
-    DispatchMode,
-    FakeTensorMode,
     efficient_attention,
     flash_attention,
     install_fake_cuda,
     plain_attention,
     register_batch_norm,
 )
-from .unplannable import refuse_value
+from .world import Fakes
 
 _current = 0
 
@@ -206,37 +199,6 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-class ConstantItems(DispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what fake tensors cannot: `.item()` is 1 (False for bool); pinned memory is plain memory as large.
-
-    Raises:
-        ConfigError: code that is no library's asks for a value: its branches would be taken blindly.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is LOCAL_SCALAR and getattr(args[0], "constant", 0) is None:
-            refuse_value(sys._getframe(1))
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is PIN_MEMORY:
-            return self._pin(args[0].clone())
-        if func is torch.ops.aten.is_pinned.default:
-            return args[0].untyped_storage() in self._pinned
-        if kwargs and kwargs.get("pin_memory"):
-            return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
-        return func(*args, **(kwargs or {}))
-
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storage.resize_(page_locked(storage.nbytes()))
-        self._pinned.add(storage)
-        return tensor
-
-
 def _of_channels(like: Tensor) -> Tensor:
     """Statistics are fp32 where the input has half of its bits."""
     dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
@@ -288,8 +250,7 @@ def _check() -> None:
     """A small backward pass on fake tensors: the right device, dtypes under autocast, and an accelerator."""
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
         raise RuntimeError("torch does not take cuda for its accelerator")
-    items = ConstantItems()
-    with FakeTensorMode(), items, torch.device("cuda"):
+    with Fakes(), torch.device("cuda"):
         layer = torch.nn.Linear(4, 4)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = layer(torch.zeros(2, 4))

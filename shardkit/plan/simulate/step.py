@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import default_collate
 
 from ...config.load import resolve_batch
@@ -49,9 +50,11 @@ def take_step(
 
 
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
-    """{"n_params": parameters of the wrapped model, "n_blocks": its repeated blocks}."""
+    """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like}."""
     numel = [int(getattr(p, "ds_numel", p.numel())) for p in strategy.model.parameters()]
-    return {"n_params": sum(numel), "n_blocks": len(find_blocks(strategy.model, getattr(task, "block_classes", ())))}
+    blocks = find_blocks(strategy.model, getattr(task, "block_classes", ()))
+    recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
+    return {"n_params": sum(numel), "n_blocks": len(blocks), "n_recurrent": recurrent}
 
 
 def sample_batch(task: Task, config: RunConfig) -> Batch:

@@ -84,6 +84,13 @@ def refuse_value(frame: FrameType | None) -> None:
         )
 
 
+def of_deepspeed(frame: FrameType | None) -> bool:
+    """Whether the code that called torch is DeepSpeed's."""
+    while frame is not None and _is_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _is_of("deepspeed", frame.f_code.co_filename)
+
+
 def _at(trace: TracebackType | None) -> str:
     """Where the user's own code was, innermost."""
     found = ""

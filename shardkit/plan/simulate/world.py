@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,16 +16,23 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
+from ...memory.state import page_locked
 from ...parallel.weights import Weights
 from ...parallel.world import World
+from ...tracing.compat import DEVICE
 from .compat import (
+    LOCAL_SCALAR,
+    PIN_MEMORY,
     FakeStore,
     FakeTensor,
     FakeTensorMode,
     deepspeed_alone,
     fused_adamw,
+    makes_alike,
+    no_modes,
     own_apply,
     register_collectives,
     torch_on_fakes,
@@ -30,7 +40,7 @@ from .compat import (
     unset_fake_temporarily,
 )
 from .ddp import StandInDDP
-from .shim import ConstantItems
+from .unplannable import of_deepspeed, refuse_value
 
 
 @contextmanager
@@ -54,8 +64,7 @@ def fake_world(
     group = dist.group.WORLD
     assert group is not None
     with ExitStack() as stack:
-        stack.enter_context(_Fakes(allow_non_fake_inputs=True))
-        stack.enter_context(ConstantItems())
+        stack.enter_context(Fakes())
         stack.enter_context(patch("shardkit.strategies.ddp.Wrapped", StandInDDP))
         # Which ranks used what is not known here: as if all used all.
         stack.enter_context(patch("shardkit.strategies.fsdp.FSDP._forget_unused", lambda strategy: None))
@@ -68,10 +77,144 @@ def fake_world(
         yield World(env, device, group, group)
 
 
-class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Never touches a device, whatever `torch.cuda.is_available` is made to say."""
+class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors that have shapes and devices but no bytes.
 
-    avoid_device_init = True
+    `.item()` is 1 (False for bool); pinned memory is plain memory as large. What an operator made of the same shapes
+    twice alike is made again from memory, in later worlds of the process too: several times as fast as torch's cache.
+
+    Raises:
+        ConfigError: code that is no library's asks for a value: its branches would be taken blindly.
+    """
+
+    avoid_device_init = True  # whatever `torch.cuda.is_available` is made to say
+    _once: dict[Any, _Results] = {}
+    _twice: dict[Any, _Results] = {}
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        for memory in (self._once, self._twice):
+            if len(memory) > _MOST_KNOWN:
+                memory.clear()
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if func is LOCAL_SCALAR and getattr(args[0], "constant", 0) is None:
+            refuse_value(sys._getframe(1))
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.aten.is_pinned.default:
+            return args[0].untyped_storage() in self._pinned
+        if func is PIN_MEMORY:
+            return self._pin(self._run(torch.ops.aten.clone.default, types, args[:1], {}))
+        if kwargs and kwargs.get("pin_memory"):
+            return self._pin(self._run(func, types, args, {**kwargs, "pin_memory": False}))
+        return self._run(func, types, args, kwargs or {})
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        facts: list[Any] = [func, torch.get_default_dtype()]
+        told = makes_alike(func) and self._told_by(args, facts) and self._told_by(kwargs.items(), facts)
+        if not told or any(isinstance(value, torch.Tensor) for value in kwargs.values()):  # `out=`
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        key = tuple(facts)
+        try:
+            known = self._twice.get(key)
+        except TypeError:  # an argument has no hash
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if known is not None:
+            return self._make(known, args)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        found = _results(out, args)
+        if found is not None and found == self._once.pop(key, None) == _results(self._make(found, args), args):
+            self._twice[key] = found
+        elif found is not None:
+            self._once[key] = found
+        return out
+
+    def _told_by(self, args: Any, facts: list[Any]) -> bool:
+        """Add to `facts` what results can depend on; False where that is more than shapes, types and numbers."""
+        for arg in args:
+            kind = type(arg)
+            if kind is FakeTensor:
+                if arg.constant is not None or arg.fake_mode is not self or arg.layout is not torch.strided:
+                    return False
+                facts += arg.requires_grad, arg.is_conj(), arg.is_neg(), *_looks(arg)
+            elif kind is tuple or kind is list:
+                facts += kind, len(arg)
+                if not self._told_by(arg, facts):
+                    return False
+            elif isinstance(arg, (torch.Tensor, torch.ScriptObject)):
+                return False
+            else:
+                facts += kind, arg  # 1 and 1.0 are equal, and make tensors of other types
+        return True
+
+    def _make(self, results: _Results, args: Any) -> Any:
+        kind, known = results
+        made = [self._make_one(*one, args) for one in known]
+        return made[0] if kind is None else made if kind is list else tuple(made)
+
+    def _make_one(self, at: int | None, looks: _Looks | None, args: Any) -> Any:
+        if looks is None:
+            return None if at is None else args[at]
+        shape, stride, offset, dtype, device, _ = looks
+        if at is None:
+            return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+        view = torch.empty(0, dtype=dtype, device="meta")
+        return FakeTensor(self, view.set_(args[at].untyped_storage(), offset, shape, stride), device)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storage.resize_(page_locked(storage.nbytes()))
+        self._pinned.add(storage)
+        return tensor
+
+
+_MOST_KNOWN = 50_000
+"""Operators with their shapes; a trace has one to five thousand of them."""
+_Looks = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device, int]
+"""Shape, stride, offset, type and device of a tensor, bytes of its storage."""
+_Results = tuple[type | None, tuple[tuple[int | None, _Looks | None], ...]]
+"""The kind of sequence that results come in (`None`: a single one), and each: a new tensor (None, looks), a view of an
+argument (its place, looks), an argument (its place, None), or nothing (None, None)."""
+
+
+def _looks(tensor: Any) -> _Looks:
+    return (
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device,
+        tensor.untyped_storage().nbytes(),
+    )  # fmt: skip
+
+
+def _results(out: Any, args: Any) -> _Results | None:
+    """What came out, for making it again; `None` where there is more to it."""
+    kind = type(out) if isinstance(out, (tuple, list)) else None
+    made = [one for one in (out if kind else (out,)) if one is not None]
+    if any(type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided for one in made):
+        return None
+    places = {id(storage): at for at, storage in enumerate(_storages(args))}
+    inside = {id(storage) for arg in args if isinstance(arg, (tuple, list)) for storage in _storages(arg)}
+    found: list[tuple[int | None, _Looks | None]] = []
+    new: list[torch.UntypedStorage] = []
+    for one in out if kind else (out,):
+        at = None if one is None else next((at for at, arg in enumerate(args) if arg is one), None)
+        if one is None or at is not None:
+            found.append((at, None))
+            continue
+        storage = one.untyped_storage()
+        if one.requires_grad or one.is_conj() or one.is_neg() or id(storage) in inside:
+            return None
+        found.append((places.get(id(storage)), _looks(one)))
+        if id(storage) not in places:
+            new.append(storage)
+    return None if len({id(storage) for storage in new}) < len(new) else (kind, tuple(found))
+
+
+def _storages(args: Any) -> list[torch.UntypedStorage | None]:
+    """The storage of each argument that is a tensor."""
+    return [arg.untyped_storage() if isinstance(arg, torch.Tensor) else None for arg in args]
 
 
 def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
@@ -136,6 +279,29 @@ class _CPUAdam(torch.optim.Optimizer):
                 fused_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"])
 
 
+_READS = (
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__, torch.Tensor.__int__,
+    torch.Tensor.__float__, torch.Tensor.__index__, torch.equal, torch.allclose, torch.is_nonzero,
+)  # fmt: skip
+
+
+class _ReadValues(TorchFunctionMode):
+    """Hands each reading of a tensor's value to `answer`, to be done or not; DeepSpeed's own are done."""
+
+    def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not of_deepspeed(sys._getframe(1)):
+            return self._answer(partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _refused(read: Callable[[], Any]) -> Any:
+    raise RuntimeError("a constructor reads a tensor's value")
+
+
 class _Chunks:
     """Pieces of a parameter, made when asked for: of a thousand ranks' only this one's is."""
 
@@ -154,7 +320,39 @@ class _Chunks:
 
 
 class FakeWeights(Weights):
-    """Weights without values."""
+    """Weights without values.
+
+    A constructor that reads values (rates of layers from a `linspace`) gets the true ones: it is run once more before,
+    on real tensors, its parameters on meta.
+    """
+
+    def build(
+        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+    ) -> nn.Module:
+        try:
+            with _ReadValues(_refused):
+                return super().build(make_model, construction)
+        except Exception:  # what reading a fake raises depends on how it is read
+            values = self._really_read(make_model)
+            if not values:
+                raise
+        with _ReadValues(lambda read: values.pop(0) if values else _refused(read)):
+            return super().build(make_model, construction)
+
+    def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
+        """What the constructor reads; nothing if it fails then too, or never reads."""
+        values: list[Any] = []
+
+        def kept(read: Callable[[], Any]) -> Any:
+            values.append(read())
+            return values[-1]
+
+        try:
+            with no_modes(), _ReadValues(kept):
+                Weights(self.seed, lambda *_: None).build(make_model, None)
+        except Exception:  # that of the fake one is told: it may name an operator, and this one is of no run
+            return []
+        return values
 
     def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32)
@@ -174,5 +372,7 @@ class FakeWeights(Weights):
 
 
 def _moved(tensor: torch.Tensor, device: torch.device, is_param: bool) -> Any:
+    if tensor.device == device:
+        return tensor  # as `Module.to` leaves it
     value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if is_param else value

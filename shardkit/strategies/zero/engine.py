@@ -148,8 +148,10 @@ class ZeRO:
         refresh_compute_weights(self._zero, self.stage)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        own = zero3_state(self._engine.module, self._zero) if self.stage == 3 else zero12_state(self._zero)
-        return accounted(self._zero, self.stage, own)
+        own = (zero3_state if self.stage == 3 else zero12_state)(self._engine.module, self._zero)
+        yield from accounted(self._zero, self.stage, own)
+        for buffer in self._engine.module.buffers():
+            yield "buffers", buffer
 
     def shards(self) -> Iterator[Shard]:
         return with_scalars(self._shards(self._world.rank, self._world.size), self._scalars)

@@ -116,10 +116,14 @@ def share_rates(zero: Any) -> None:
         group["lr"] = shown["lr"]
 
 
-def zero12_state(zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """Flat model parameters (whole), this rank's fp32 master partition, its gradients and its optimizer state."""
-    for buffer in zero.bit16_groups_flat:
-        yield "params", buffer
+def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """Model parameters (whole; trained ones lie flat), this rank's fp32 master partition, its gradients and its
+    optimizer state."""
+    for flat_group in zero.bit16_groups_flat:
+        yield "params", flat_group
+    for param in module.parameters():
+        if not param.requires_grad:
+            yield "params", param.detach()
     yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
     for held in (zero.averaged_gradients, zero.all_grad_tensors):
         for grads in held.values():
