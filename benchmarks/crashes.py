@@ -530,6 +530,19 @@ LOCAL = ("kill", "kill", "signal", "signal", "full_disk", "second_writer")
 SLURM = ("usr2", "usr2", "usr2_without_room", "orphans")
 
 
+def fork_worker(todo: list[int], seed: int, all_of: list[Scenario], work: Path, until_s: float) -> int:
+    """A process that works through these cases; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    for number in todo:
+        if time.monotonic() > until_s:
+            break
+        keep(forked_case(number, seed, all_of), work)
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def real_case(number: int, seed: int, local: Real, slurm: OnSlurm | None) -> dict[str, Any]:
     chance = random.Random(f"real {seed}.{number}")
     on_slurm = slurm is not None and chance.random() < 0.3
@@ -595,6 +608,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.crashes", description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--forked", type=int, default=1000, metavar="N", help="cases in forked processes")
     parser.add_argument("--real", type=int, default=100, metavar="N", help="cases with real ranks")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="forked cases at a time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-slurm", action="store_true", help="leave out the cases on a Slurm cluster")
     parser.add_argument(
@@ -608,11 +622,10 @@ def main() -> None:
         todo = [number for number in range(args.forked) if (False, number) not in done]
         if todo:
             all_of = scenarios(work)
-            for number in todo:
-                if time.monotonic() > until_s:
-                    break
-                done[False, number] = one = forked_case(number, args.seed, all_of)
-                keep(one, work)
+            workers = [fork_worker(todo[n :: args.jobs], args.seed, all_of, work, until_s) for n in range(args.jobs)]
+            for pid in workers:
+                os.waitpid(pid, 0)
+            done = known(args.seed)
         todo = [number for number in range(args.real) if (True, number) not in done]
         if todo and time.monotonic() < until_s:
             with a_cluster(work, not args.no_slurm) as slurm:
