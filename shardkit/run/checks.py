@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..config.capability import CAPABILITIES
+from ..config.libraries import is_first_rank
 from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
 from ..errors import ConfigError, DataError, TrainingError, gib
 from ..memory.phases import Phases
@@ -370,13 +371,13 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
 class SumCheck:
     """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
 
-    Looks at the first micro-batches of this rank, more of them as long as their numbers of targets do not differ.
+    Looks at rank 0's first micro-batches, as far as their numbers of targets differ.
     """
 
     def __init__(self) -> None:
         self._counts: list[int] = []
         self._losses: list[HostValue] = []
-        self._done = False
+        self._done = not is_first_rank()
 
     def expect(self, counts: Sequence[int]) -> None:
         """The numbers of targets of the micro-batches whose losses come next; 0: do not look at it."""
@@ -445,8 +446,8 @@ def _own_gradients(
     with watching_gradients(strategy.model, largest):
         try:
             accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world.size, world.device)
-        except Exception:  # the finding is told without its origin
-            _LOG.warning("cannot repeat step %d to find where its gradient stopped being finite", step, exc_info=True)
+        except Exception as error:  # the finding is told without its origin
+            _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", step, type(error).__name__, error)
     sizes = {fqn: float(value) for fqn, value in largest.items()}
     bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
     top = max(sizes, key=sizes.__getitem__, default="") if not bad else ""
@@ -475,7 +476,8 @@ def watching_gradients(model: nn.Module, largest: dict[str, torch.Tensor]) -> It
     seen: dict[int, torch.Tensor] = {}
 
     def note(fqn: str, grad: torch.Tensor) -> None:
-        largest[fqn] = torch.maximum(largest[fqn], grad.detach().abs().max().float())  # keeps NaN
+        if grad.numel():
+            largest[fqn] = torch.maximum(largest[fqn], grad.detach().abs().max().float())  # keeps NaN
 
     def look(prefix: str, module: nn.Module, args: Any) -> None:
         for name, param in module.named_parameters(recurse=False):

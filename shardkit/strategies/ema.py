@@ -32,8 +32,9 @@ class EMA:
     def __init__(self, inner: Strategy, decay: float) -> None:
         self._inner = inner
         self._decay = decay
-        self._kept: list[tuple[Shard, torch.Tensor]] = []
-        """This rank's ranges of the weights, as views into the engine's memory, and the average of each."""
+        self._averages: list[torch.Tensor] = []
+        self._followed: list[torch.Tensor] = []
+        """The weights of each average, views into the engine's memory; looked up once its first step settled where."""
         self.name = inner.name
         # What an average changes nothing of is the engine's own, called without a detour.
         self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
@@ -52,14 +53,14 @@ class EMA:
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         self._inner.setup(model, blocks, make_optimizer, weights)
-        weights = (shard for shard in self._inner.shards() if shard.name.startswith(_MODEL))
-        self._kept = [(shard, shard.local.clone()) for shard in weights]
+        self._averages = [shard.local.clone() for shard in self._weights()]
 
     @torch.no_grad()
     def step(self, max_norm: float | None) -> torch.Tensor:
         norm = self._inner.step(max_norm)
         if self._inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
-            lerp_all([average for _, average in self._kept], [s.local for s, _ in self._kept], 1 - self._decay)
+            self._followed = self._followed or [shard.local for shard in self._weights()]
+            lerp_all(self._averages, self._followed, 1 - self._decay)
         return norm
 
     @contextmanager
@@ -72,7 +73,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for shard, average in self._kept:
+        for shard, average in zip(self._weights(), self._averages, strict=True):
             kept = average.clone()
             average.copy_(shard.local)
             shard.local.copy_(kept)
@@ -80,7 +81,7 @@ class EMA:
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from self._inner.state_tensors()
-        for _, average in self._kept:
+        for average in self._averages:
             yield "optimizer", average
 
     def shards(self) -> Iterator[Shard]:
@@ -91,10 +92,15 @@ class EMA:
         yield from self._inner.load_targets()
         yield from self._own()
 
+    def _weights(self) -> list[Shard]:
+        """This rank's own ranges of the weights, always in the same order."""
+        return [shard for shard in self._inner.shards() if shard.name.startswith(_MODEL)]
+
     def _own(self) -> Iterator[Shard]:
-        for shard, average in self._kept:
+        for shard, average in zip(self._weights(), self._averages, strict=True):
             yield replace(shard, name=_EMA + shard.name.removeprefix(_MODEL), local=average)
 
     def teardown(self) -> None:
-        self._kept.clear()
+        self._averages.clear()
+        self._followed.clear()
         self._inner.teardown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from functools import partial
 from typing import Any
 
@@ -117,7 +116,7 @@ def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, 
             cases.wrap(job)
             job.step(cases.micro_batches(0, rank, world), cases.loss_fn, cases.n_targets)
             kept = sum(s.local.numel() for s in job.strategy.load_targets() if s.name.startswith("ema."))
-            whole = sum(math.prod(s) for s in {s.name: s.shape for s in shapes(job.strategy)}.values())
+            whole = sum(getattr(p, "ds_numel", p.numel()) for p in job.model.parameters())
             looked: list[str] = []
             for verb in ("shards", "load_targets"):
                 look = getattr(job.strategy._inner, verb)  # type: ignore[attr-defined]
@@ -127,11 +126,6 @@ def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, 
             out[name] = whole, kept, len(looked)
         gc.collect()
     return out
-
-
-def shapes(strategy: Any) -> list[Any]:
-    """The weights, whole or in parts."""
-    return [shard for shard in strategy.load_targets() if shard.name.startswith("model.")]
 
 
 def held_out(model: torch.nn.Module, rank: int, world: int) -> float:
