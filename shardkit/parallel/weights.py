@@ -83,7 +83,7 @@ def show_scalars(model: nn.Module) -> set[str]:
 
 def _zero_dimensional(module: nn.Module, name: str) -> Any:
     """A parameter of one element as its module means it; as it is while an engine holds it in pieces."""
-    param = nn.Module.__getattr__(module, name)
+    param: Any = nn.Module.__getattr__(module, name)
     whole = isinstance(param, torch.Tensor) and not hasattr(param, "placements") and param.shape == (1,)
     return param.view(()) if whole else param
 

@@ -153,13 +153,12 @@ class BlockCalls:
             if self._step > FIRST_STEPS:
                 return loss(*args)
             self._forwards = 0
-            found = loss(*args)
-            if self._counts_forwards and not self._forwards:
-                raise ConfigError(
-                    f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} works in "
-                    "the call of the whole",
-                    "call model(...) in the loss; give its forward an argument that says what it shall compute",
-                )
+            try:
+                found = loss(*args)
+            except RuntimeError as error:  # a shard is not what a layer computes with
+                self._refuse_parts(error)
+                raise
+            self._refuse_parts(None)
             if self._same_calls:
                 self._compare(_END)
             if self._same_uses:
@@ -167,6 +166,14 @@ class BlockCalls:
             return found
 
         return compared
+
+    def _refuse_parts(self, error: RuntimeError | None) -> None:
+        if self._counts_forwards and not self._forwards:
+            raise ConfigError(
+                f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} works in the "
+                "call of the whole",
+                "call model(...) in the loss; give its forward an argument that says what it shall compute",
+            ) from error
 
     def _compare_uses(self, loss: Any) -> None:
         used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ

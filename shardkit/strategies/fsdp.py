@@ -117,7 +117,7 @@ class FSDP(TorchStates):
     def _note_use(self, fqn: str, grad: torch.Tensor) -> None:
         self._used[fqn] = True
 
-    def _forget_unused(self) -> None:
+    def forget_unused(self) -> None:
         """Drop the zero gradients of parameters that no rank used, which one process would leave alone; collective.
 
         Raises:
@@ -178,7 +178,7 @@ class FSDP(TorchStates):
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         if self._used:
-            self._forget_unused()
+            self.forget_unused()
         return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

@@ -66,7 +66,7 @@ class TorchStates:
         for fqn, param in self._bare.named_parameters():
             start, end = even_range(param.numel(), part, parts)
             yield Shard(f"model.{fqn}", tuple(param.shape), start, flat(fqn, param)[start:end])
-            for key, value in state_parts(self.optimizer.state.get(param, {})):
+            for key, value in state_parts(param, self.optimizer.state.get(param, {})):
                 first, last = even_range(value.numel(), part, parts)
                 yield Shard(f"optim.{fqn}.{key}", tuple(value.shape), first, flat(fqn, value)[first:last])
         yield from buffer_shards(self._bare, part)
@@ -89,7 +89,7 @@ class TorchStates:
             saved = {"scale": scalars[_SCALE], "_growth_tracker": int(scalars.get(_GROWTH, 0))}
             self._scaler.load_state_dict({**self._scaler.state_dict(), **saved})
         for fqn, param in self._bare.named_parameters():
-            set_scalars(fqn, self.optimizer.state.get(param, {}), scalars)
+            set_scalars(fqn, param, self.optimizer.state.get(param, {}), scalars)
 
     def teardown(self) -> None:
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
@@ -107,17 +107,18 @@ def with_scalars(shards: Iterator[Shard], scalars: Collection[str]) -> Iterator[
         yield replace(shard, shape=()) if fqn in scalars or fqn.rpartition(".")[0] in scalars else shard
 
 
-def is_scalar(value: object) -> bool:
-    """Whether an optimizer state is one number (a step counter), as a Python number or a 0-d tensor."""
+def is_scalar(key: str, value: object, param: torch.Tensor) -> bool:
+    """Whether an optimizer state is one number (a step counter), as a Python number or a 0-d tensor; the moments of a
+    parameter that is itself 0-d are not, they are tensors of its shape."""
     if isinstance(value, torch.Tensor):
-        return value.dim() == 0
+        return value.dim() == 0 and (param.dim() > 0 or key == "step")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def state_parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def state_parts(param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """(key, tensor) of every state that is not one number; the plain tensors inside a wrapper (8-bit states) apart."""
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or is_scalar(value):
+        if not isinstance(value, torch.Tensor) or is_scalar(key, value, param):
             continue
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None or type(value) in (torch.Tensor, nn.Parameter):
@@ -143,7 +144,7 @@ def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementw
     """
     found: dict[str, float] = {}
     for key, value in state.items():
-        if is_scalar(value):
+        if is_scalar(key, value, param):
             number = value.item() if isinstance(value, torch.Tensor) else value
             found[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
         elif value is not None and not (is_elementwise(value, param) if elementwise else _is_tensor(value)):
@@ -163,14 +164,14 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def set_scalars(fqn: str, state: dict[str, Any], scalars: Mapping[str, float]) -> None:
+def set_scalars(fqn: str, param: torch.Tensor, state: dict[str, Any], scalars: Mapping[str, float]) -> None:
     """Write saved numbers into a parameter's existing state.
 
     Raises:
         CheckpointError: the checkpoint lacks one.
     """
     for key, value in state.items():
-        if not is_scalar(value):
+        if not is_scalar(key, value, param):
             continue
         name = f"optim.{fqn}.{key}"
         if name not in scalars:

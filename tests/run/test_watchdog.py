@@ -33,6 +33,12 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     assert behind([state(0, 9, True), None]).startswith("rank(s) 1 did not even answer")
 
 
+def test_ranks_that_wait_in_different_blocks_are_named_with_them() -> None:
+    apart = [state(rank, 9, True) | {"block": f"layers.{rank % 2}"} for rank in range(3)]
+    assert behind(apart).endswith("; last blocks: layers.0 on rank 0, 2, layers.1 on rank 1")
+    assert "last blocks" not in behind([state(rank, 9, True) | {"block": "layers.0"} for rank in range(3)])
+
+
 def test_who_beats_in_time_is_left_alone(tmp_path: Path) -> None:
     dog = Watchdog(tmp_path / "hang", 0, 1, limit_s=2.0)
     dog.start()

@@ -38,8 +38,9 @@ def test_experts_chosen_by_the_data_train_as_in_one_process_or_are_refused_by_na
     (one,) = run_ranks(1, FOREIGN + "by_expert", strategies=["single"], cases=cases)
     first, second = run_ranks(2, FOREIGN + "by_expert", strategies=["ddp", "fsdp", "zero2"], cases=cases)
     assert first == second, "every rank ends with the same words"
-    for case in ("ddp+unused nested", "ddp+unused top", "ddp+unused leaver", "fsdp nested", "fsdp+class top"):
+    for case in ("ddp+unused nested", "ddp+unused top", "fsdp nested", "fsdp+class top"):
         assert first.pop(case) == pytest.approx(one[f"single {case.split()[1]}"], abs=TOLERANCE), case
+    assert isinstance(first.pop("ddp+unused leaver"), list), "trains; one process would leave at another depth"
     assert all(isinstance(words, str) for words in first.values()), first
     assert "calls mixture.experts.0 where rank 1 calls mixture.experts.2 (step 1)" in first["fsdp top"]
     assert "block_classes that every rank calls (ExpertLayer)" in first["fsdp top"]

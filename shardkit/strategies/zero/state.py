@@ -245,7 +245,7 @@ def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mappi
                     "resume under ddp, fsdp or hsdp, or freeze the parameters that get no gradient",
                 )
         for name in names:
-            set_scalars(name, state, scalars)
+            set_scalars(name, master, state, scalars)
     if hasattr(zero.optimizer, "ds_opt_adam"):
         _replay_bias_correction(zero.optimizer)
     for key, value in _loss_scaler(zero).items():
