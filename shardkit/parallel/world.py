@@ -19,7 +19,7 @@ from ..launch.local import rendezvous
 from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
 from . import compat
-from .compat import HashStore, PrefixStore, Store, TCPStore
+from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
         return HashStore()
     folder = os.environ.get(rendezvous.STORE)
     if folder and env.source == "torchelastic":
-        file = dist.FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
+        file = FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
         file.set_timeout(timeout)
         return file
     if env.master_addr is not None and env.master_port is not None:

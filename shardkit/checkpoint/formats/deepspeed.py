@@ -67,7 +67,7 @@ class _Folder:
 
     def source(self) -> Source:
         model: Mapping[str, Any] = self._models[0].content
-        groups = [_shapes(group) for group in model.get("param_shapes") or ()]
+        groups: list[Mapping[str, tuple[int, ...]]] = [_shapes(group) for group in model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
         step = int(model["global_steps"])
         if groups and not self._optims:

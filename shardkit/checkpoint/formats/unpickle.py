@@ -261,7 +261,7 @@ def _refuse_bombs(content: bytes) -> None:
                 raise Refused(f"memo entry {entry}")
             memo[entry] = _top(stack)
         elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         elif name == "DUP":
             stack.append(_top(stack))
         elif name == "MARK":
