@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from .errors import ConfigError
 
@@ -124,16 +124,13 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
         time.sleep(0.05)
 
 
-def open_regular(path: str | Path, flags: int = 0) -> IO[bytes]:
+def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading without ever waiting for it, as opening a pipe would.
-
-    Args:
-        flags: more for `os.open`.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -55,8 +55,8 @@ def _rendezvous(spec: JobSpec) -> list[str]:
                 "pass --rdzv-endpoint HOST:PORT, the same on every node, or use slurm/train.sbatch",
             )
         file = ["--rdzv-endpoint", f"{meet.folder}/agent"] if meet.folder else []
-        conf = ",".join(["store_type=file", *([meet.conf] if meet.conf else [])])
-        return ["--rdzv-backend", "c10d", *file, "--rdzv-id", meet.run_id, "--rdzv-conf", conf]
+        stored = ",".join(["store_type=file", *([meet.conf] if meet.conf else [])])
+        return ["--rdzv-backend", "c10d", *file, "--rdzv-id", meet.run_id, "--rdzv-conf", stored]
     host, port = split_endpoint(meet.endpoint)
     if meet.node_rank is not None and spec.max_restarts == 0 and not spec.is_elastic:
         return [

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     DispatchMode = TorchDispatchMode
+    from torch._C._distributed_c10d import FileStore as FileStore
     from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import HashStore as HashStore
     from torch._C._distributed_c10d import PrefixStore as PrefixStore
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
     # Public, which torch does not tell type checkers.
+    from torch.distributed import FileStore as FileStore
     from torch.distributed import GradBucket as GradBucket
     from torch.distributed import HashStore as HashStore
     from torch.distributed import PrefixStore as PrefixStore

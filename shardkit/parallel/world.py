@@ -25,7 +25,7 @@ from ..launch.ranks.env import RankEnv, detect
 from ..launch.ranks.gpus import flight_recorder
 from ..launch.ranks.placement import job_name
 from . import compat
-from .compat import HashStore, PrefixStore, Store, TCPStore
+from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _PATIENCE_S = 10.0
 """For an answer from where a file says that rank 0 listens."""
@@ -220,7 +220,7 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
         return HashStore()
     folder = os.environ.get(rendezvous.STORE)
     if folder and env.source == "torchelastic":
-        file = dist.FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
+        file = FileStore(f"{folder}/ranks.{env.restart_count}", env.world_size)
         file.set_timeout(timeout)
         return file
     if env.master_addr is not None and env.master_port is not None:

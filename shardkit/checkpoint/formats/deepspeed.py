@@ -67,7 +67,7 @@ class _Folder:
 
     def source(self) -> Source:
         model: Mapping[str, Any] = self._models[0].content
-        groups = [_shapes(group) for group in model.get("param_shapes") or ()]
+        groups: list[Mapping[str, tuple[int, ...]]] = [_shapes(group) for group in model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
         step = int(model["global_steps"])
         if groups and not self._optims:
@@ -183,7 +183,8 @@ def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     """(parameter, group, first element in the group's partition, length) of one rank's partitions."""
     for index, mapping in enumerate(state["param_slice_mappings"]):
         for name, fragment in mapping.items():
-            yield name, index, *whole_numbers([fragment.get("start"), fragment.get("numel")])
+            start, length = whole_numbers([fragment.get("start"), fragment.get("numel")])
+            yield name, index, start, length
 
 
 def _stage3(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -128,7 +128,7 @@ class FileTensors:
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         self.tensors = tensors
         self._lock = threading.Lock()
-        self._files: dict[Path, IO[bytes]] = {}
+        self._files: dict[Path, BinaryIO] = {}
         _refuse_overlaps(tensors)
         for name, tensor in tensors.items():
             _check_complete(name, tensor)

@@ -261,7 +261,7 @@ def _refuse_bombs(content: bytes) -> None:
                 raise Refused(f"memo entry {entry}")
             memo[entry] = _top(stack)
         elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
+            stack.append(memo[int(argument or 0)])
         elif name == "DUP":
             stack.append(_top(stack))
         elif name == "MARK":
@@ -292,8 +292,8 @@ def _top(stack: list[_Size | None]) -> _Size:
 def _taken(stack: list[_Size | None], wanted: list[pickletools.StackObject]) -> list[_Size]:
     """Take off the stack what an opcode takes, first the lowest: so many objects, and those down to the last mark."""
     if pickletools.markobject not in wanted:
-        return [found for _ in wanted if (found := stack.pop())][::-1]
-    found = []
+        return [part for part in reversed([stack.pop() for _ in wanted]) if part is not None]
+    found: list[_Size] = []
     while (item := stack.pop()) is not None:
         found.append(item)
     for _ in wanted[: wanted.index(pickletools.markobject)]:
