@@ -92,13 +92,13 @@ class Watchdog:
         Args:
             signs: asked once it took so long; it goes on if the answer is not what it was.
         """
-        before = self._limit_s
-        self._limit_s, self._signs = max(before, seconds), signs
+        before = self._limit_s, self._signs
+        self._limit_s, self._signs = max(self._limit_s, seconds), signs
         try:
             yield
         finally:
             self.beat(self._step, self._doing)
-            self._limit_s, self._signs = before, _none
+            self._limit_s, self._signs = before
 
     def _watch(self) -> None:
         """Count this thread's own ticks: while the process is suspended there are none, and no other rank gets on."""
