@@ -243,7 +243,8 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
 
 def files_in(path: Path) -> list[Path]:
     """Every file of the run, sorted."""
-    return sorted(p for p in path.rglob("*") if p.is_file() and p.parent != path / owner.FOLDER)
+    hidden = (path / owner.FOLDER, path / ".rendezvous")
+    return sorted(p for p in path.rglob("*") if p.is_file() and p.parent not in hidden and not p.name.startswith("."))
 
 
 def environment() -> dict[str, Any]:
