@@ -244,7 +244,7 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
 def listed(path: Path) -> str:
     """The run's files on one line: those at its top, and each folder with how many it holds and how large they are."""
     parts = []
-    for entry in sorted(entry for entry in path.iterdir() if entry.name != owner.FOLDER):
+    for entry in sorted(entry for entry in path.iterdir() if not entry.name.startswith(".")):
         inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
         parts += [f"{entry.name}/ ({len(inside)}, {gib(sum(inside))})"] if inside else []
         parts += [entry.name] if entry.is_file() else []
