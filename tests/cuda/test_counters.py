@@ -34,7 +34,7 @@ def named(case: Case) -> str:
 
 
 EXPECTED: dict[str, dict[str, int]] = {
-    "single@1": {"copy_d2h": 2, "emulated_operator": 418},
+    "single@1": {"copy_d2h": 2, "emulated_operator": 426},
     "zero2+optimizer@1": {
         "device_sync": 5,
         "stream_sync": 62,
@@ -43,7 +43,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 33,
         "copy_d2h": 148,
-        "emulated_operator": 878,
+        "emulated_operator": 879,
     },
     "zero3+optimizer+param@1": {
         "device_sync": 3,
@@ -52,7 +52,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 6,
         "copy_h2d": 178,
         "copy_d2h": 92,
-        "emulated_operator": 676,
+        "emulated_operator": 677,
     },
     "single@1 with activations on the host": {
         "stream_wait_event": 320,
