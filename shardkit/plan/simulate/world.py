@@ -92,7 +92,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     _twice: dict[Any, _Results] = {}
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         for memory in (self._once, self._twice):
             if len(memory) > _MOST_KNOWN:
                 memory.clear()
@@ -327,17 +327,20 @@ class FakeWeights(Weights):
     """
 
     def build(
-        self, make_model: Callable[[], nn.Module], construction: AbstractContextManager[object] | None
+        self,
+        make_model: Callable[[], nn.Module],
+        construction: AbstractContextManager[object] | None,
+        cut_up: bool = False,
     ) -> nn.Module:
         try:
             with _ReadValues(_refused):
-                return super().build(make_model, construction)
+                return super().build(make_model, construction, cut_up)
         except Exception:  # what reading a fake raises depends on how it is read
             values = self._really_read(make_model)
             if not values:
                 raise
         with _ReadValues(lambda read: values.pop(0) if values else _refused(read)):
-            return super().build(make_model, construction)
+            return super().build(make_model, construction, cut_up)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
         """What the constructor reads; nothing if it fails then too, or never reads."""
