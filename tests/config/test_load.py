@@ -181,19 +181,23 @@ def test_rendered_config_shows_sources_and_loads_to_the_same(write: Write) -> No
     assert yaml.safe_load(text)["run"]["dir"] == "a # b"  # other readers agree
 
 
+def text(**size: int) -> st.SearchStrategy[str]:
+    return st.text(**size).map(lambda found: found.replace("\0", "0"))
+
+
 plain = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**63)
     | st.floats(allow_nan=False)
-    | st.text(max_size=12)
+    | text(max_size=12)
     | st.sampled_from(["1e-4", "null", "yes", "0x1", "010", "a: b", "- a", "x # y", "2024-01-01", "~", "<<", "\x85"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text(max_size=6), inner, max_size=3),
     max_leaves=12,
 )
 
 
-@given(args=st.dictionaries(st.text(max_size=6), plain, max_size=4), folder=st.text(min_size=1, max_size=20))
+@given(args=st.dictionaries(text(max_size=6), plain, max_size=4), folder=text(min_size=1, max_size=20))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_config_survives_print_config(tmp_path: Path, args: dict[str, Any], folder: str) -> None:
     loaded = load_config(overrides={"task.factory": "a:B", "task.args": args, "run.dir": folder})
@@ -365,7 +369,7 @@ def test_overrides_below_a_value_or_beside_one(write: Write) -> None:
         ("train.seed=4294967296", "4294967296", "an integer >= 0 and < 2147483648"),
         ("optim.lr=fast", "'fast'", "a number >= 0"),
         ("optim.lr=null", "null", "a number >= 0"),
-        ("optim.lr=.inf", "inf", "a number >= 0"),
+        ("optim.lr=.inf", "inf", "a finite number >= 0"),
         ("optim.betas=[0.9]", "[0.9]", "a list of 2 numbers"),
         ("data.shuffle=3", "3", "true or false"),
         ("task.factory=nocolon", "'nocolon'", "text like package.module:Class, or null"),
@@ -462,10 +466,10 @@ values = plain | st.floats() | st.integers() | st.binary(max_size=3) | st.dates(
 def loads_or_refuses(path: Path | None, overrides: Any = ()) -> None:
     outcome = load_or_error(path, overrides)
     if isinstance(outcome, ConfigError):
-        assert "\n" not in outcome.cause + outcome.fix
-        assert outcome.cause
-        assert outcome.fix
-        assert len(outcome.cause) < 600
+        assert outcome.fix and "\n" not in outcome.fix
+        lines = outcome.cause.split("\n")
+        assert all(line and len(line) < 900 for line in lines)
+        assert len(lines) == 1 or lines[0] == f"{len(lines) - 1} settings cannot be used"
         str(outcome).encode()
     else:
         assert isinstance(outcome.config, RunConfig)
