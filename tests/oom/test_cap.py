@@ -142,7 +142,7 @@ def test_a_cap_on_the_cpu_does_not_see_compiled_code_and_says_so() -> None:
 
 _ON_GPU = """
 import sys, torch
-from shardkit.memory import shortage
+from shardkit.oom import shortage
 from shardkit.oom.cap import memory_cap
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
