@@ -90,7 +90,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     _twice: dict[Any, _Results] = {}
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         for memory in (self._once, self._twice):
             if len(memory) > _MOST_KNOWN:
                 memory.clear()
