@@ -24,7 +24,7 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
     With `classes`: every module of one of these types. Without: of every `ModuleList` and `Sequential` the members
     whose type occurs twice in it, an encoder's and a decoder's alike. A list inside a list's member never counts: ranks
     may call different members of it (experts), and what ranks call apart cannot be gathered together. Lists of single
-    layers (`Linear`) count only in a model that has no other: the longest of them.
+    layers (`Linear`) count only where they are all of a list, in a model that has no other list: the longest.
     """
     if classes:
         return outermost([m for m in model.modules() if isinstance(m, tuple(classes))])
@@ -40,8 +40,10 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
         counted = Counter(type(m) for m in module)
         for repeated in (kind for kind, count in counted.items() if count > 1):
             members = [m for m in inside if type(m) is repeated]
+            is_layer = not any(True for _ in members[0].children())
             # A list in a list is called by nobody: it has no forward.
-            if any(True for _ in members[0].parameters()) and repeated.forward is not nn.Module.forward:
+            called = repeated.forward is not nn.Module.forward
+            if any(True for _ in members[0].parameters()) and called and not (is_layer and len(members) < len(inside)):
                 yield members
         # A Sequential calls each member, so one that occurs once is a part like any other.
         inside = [m for m in inside if counted[type(m)] == 1] if isinstance(module, nn.Sequential) else []
@@ -69,7 +71,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are in none: shared, …`."""
     if not blocks:
         return f"{type(model).__name__} has no blocks: it is one unit"
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name.removeprefix("module.") for name, module in model.named_modules()}  # DDP's
     stacks = Counter((names[id(b)].rpartition(".")[0] or "the model", type(b).__name__) for b in blocks)
     listed = ", ".join(f"{count} {kind} in {where}" for (where, kind), count in stacks.items())
     inside = {id(p) for block in blocks for p in block.parameters()}
@@ -79,7 +81,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
         numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 leaves none in the tensor itself
         total += numel
         if id(param) not in inside:
-            outside[name.rpartition(".")[0] or name] += numel
+            outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
     shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
     rest = f"{sum(outside.values()) / max(total, 1):.0%} of the parameters are in none: {shown}"
     return f"{listed}; {rest if outside else 'every parameter is in one'}"

@@ -274,11 +274,11 @@ def for_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:19 \(if self.branch", "plan_loss"),
-        ("shape", r"needs the values of a tensor at .*users_task.py:22 ", "plan_loss"),
-        ("op", r"users.twice.* at .*users_task.py:24 .*no fake kernel", "register_fake"),
-        ("custom", r"users::thrice at .*users_task.py:26 .*no fake kernel", "register_fake"),
-        ("array", r"numpy\(\) is not supported .* at .*users_task.py:28 ", "plan_loss"),
+        ("value", r"needs the value of a tensor at .*users_task.py:28 \(if self.branch", "plan_loss"),
+        ("shape", r"needs the values of a tensor at .*users_task.py:31 ", "plan_loss"),
+        ("op", r"users.twice.* at .*users_task.py:33 .*no fake kernel", "register_fake"),
+        ("custom", r"users::thrice at .*users_task.py:35 .*no fake kernel", "register_fake"),
+        ("array", r"numpy\(\) is not supported .* at .*users_task.py:37 ", "plan_loss"),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
 )

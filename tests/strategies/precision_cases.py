@@ -53,6 +53,8 @@ def scaled(names: list[str], overflow_at: int, steps: int = 5) -> dict[str, Any]
             if overflow_at >= 0:
                 job.strategy._scaler = loss_scaler(config, torch.device("cpu"))  # type: ignore[attr-defined]
             cases.wrap(job)
+            if overflow_at >= 0:  # the CPU has no fp16, but from here on this is how the job takes an overflow
+                job.config.__dict__["precision"] = config
             curve, scales, weights = [], [], []
             for step in range(steps):
                 overflowing = step == overflow_at and rank == world - 1
