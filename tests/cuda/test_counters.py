@@ -58,7 +58,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "stream_wait_event": 320,
         "copy_h2d": 60,
         "copy_d2h": 122,
-        "emulated_operator": 562,
+        "emulated_operator": 570,
     },
     "fsdp+param@2": {
         "stream_sync": 29,
@@ -69,8 +69,8 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_d2h": 59,
         "emulated_operator": 411,
     },
-    "ddp@2": {"stream_wait_event": 2, "copy_d2h": 2, "emulated_operator": 359},
-    "fsdp@2": {"stream_wait_event": 60, "copy_d2h": 2, "emulated_operator": 455},
+    "ddp@2": {"stream_wait_event": 2, "copy_d2h": 2, "emulated_operator": 367},
+    "fsdp@2": {"stream_wait_event": 60, "copy_d2h": 2, "emulated_operator": 463},
     "zero1@2": {
         "device_sync": 4,
         "stream_sync": 5,
@@ -78,7 +78,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 2,
         "copy_d2h": 5,
-        "emulated_operator": 462,
+        "emulated_operator": 488,
     },
     "zero2@2": {
         "device_sync": 5,
@@ -87,7 +87,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 2,
         "copy_d2h": 5,
-        "emulated_operator": 485,
+        "emulated_operator": 511,
     },
     "zero3@2": {
         "device_sync": 3,
@@ -96,7 +96,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 2,
         "copy_d2h": 3,
-        "emulated_operator": 706,
+        "emulated_operator": 732,
     },
     "zero1+optimizer@2": {
         "device_sync": 4,
@@ -106,7 +106,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 4,
         "copy_d2h": 24,
-        "emulated_operator": 458,
+        "emulated_operator": 459,
     },
     "zero2+optimizer@2": {
         "device_sync": 5,
@@ -116,7 +116,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 2,
         "copy_h2d": 11,
         "copy_d2h": 38,
-        "emulated_operator": 474,
+        "emulated_operator": 475,
     },
     "zero3+optimizer@2": {
         "device_sync": 3,
@@ -125,7 +125,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 8,
         "copy_h2d": 64,
         "copy_d2h": 92,
-        "emulated_operator": 742,
+        "emulated_operator": 743,
     },
     "zero3+optimizer+param@2": {
         "device_sync": 3,
@@ -134,13 +134,13 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_pageable": 6,
         "copy_h2d": 178,
         "copy_d2h": 92,
-        "emulated_operator": 742,
+        "emulated_operator": 743,
     },
     "fsdp@2 with activations on the host": {
         "stream_wait_event": 420,
         "copy_h2d": 60,
         "copy_d2h": 122,
-        "emulated_operator": 707,
+        "emulated_operator": 715,
     },
     "hsdp+param@4": {
         "stream_sync": 29,
@@ -151,7 +151,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "copy_d2h": 59,
         "emulated_operator": 367,
     },
-    "hsdp@4": {"stream_wait_event": 66, "copy_d2h": 2, "emulated_operator": 411},
+    "hsdp@4": {"stream_wait_event": 66, "copy_d2h": 2, "emulated_operator": 419},
 }
 """On rank 0, with torch 2.13 and DeepSpeed 0.19.8; single, ddp, fsdp and hsdp wait for nothing.
 
