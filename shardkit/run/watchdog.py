@@ -114,12 +114,16 @@ class Watchdog:
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
         while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
+            limit_s, signs = (
+                self._limit_s,
+                self._signs,
+            )  # read before the beats: `allowing` beats before it takes them back
             passed, now = time.monotonic() - now, time.monotonic()
             idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
             beats = self._beats
-            if idle <= self._limit_s:
+            if idle <= limit_s:
                 continue
-            sign = self._signs()
+            sign = signs()
             if sign != seen:
                 idle, seen = 0.0, sign
             else:

@@ -146,19 +146,24 @@ print(*[number.name for number in warning.came])'
 """
 
 
+def listens(pid: int) -> bool:
+    """Whether a process catches USR2, or keeps it pending."""
+    masks = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "Sig" in line)
+    return bool((int(masks["SigCgt"], 16) | int(masks["SigBlk"], 16)) >> (signal.SIGUSR2 - 1) & 1)
+
+
 def test_a_warning_at_any_moment_of_the_scripts_start_is_kept(tmp_path: Path) -> None:
     """Between bash, which looks for an interpreter, and Python, which takes its place."""
     python = tmp_path / "python"
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
-    argv, env = ["bash", "-c", f'echo; . "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=str(python))
+    argv, env = ["bash", "-c", f'. "{REPO}/slurm/train.sbatch"'], environment(SHARDKIT_PYTHON=str(python))
     for _ in range(4):  # few at once: as long as an exec takes, bash can only ignore the signal
         started = [subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)]
         for process in started:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for process in started:
-            time.sleep(0.02 + 0.1 * random.random())
+            while not listens(process.pid):
+                time.sleep(0.001)
+            time.sleep(0.1 * random.random())
             process.send_signal(signal.SIGUSR2)
         assert [process.communicate(timeout=60)[0].strip() for process in started] == ["SIGUSR2"] * len(started)
 

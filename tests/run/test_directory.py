@@ -331,6 +331,7 @@ def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(REPO)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         os.execve(sys.executable, [sys.executable, "-m", "shardkit.train", *args], environment())
     try:
         seen = b""
