@@ -101,6 +101,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow  # it counts in seconds, which other tests beside it stretch
 def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that_grows(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
     done = subprocess.run(argv, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60)
