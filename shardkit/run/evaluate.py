@@ -61,12 +61,16 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
             print(f"validation {name.removeprefix('val_').replace('_', ' ')}: {value:.4f}")
         describe = getattr(task, "describe", dict)
         for name, value in describe().items():
-            gain = (
-                f"  (validation loss is {100 * (1 - val_loss / value):.1f} % below)" if "cross_entropy" in name else ""
-            )
+            gain = f"  ({beside(val_loss, value)})" if "cross_entropy" in name else ""
             print(f"{name.replace('_', ' ')}: {value:.4f}{gain}")
     restarts = job_starts.summary(run_dir)
     if restarts is not None:
         print(restarts)
     print(f"files written: {directory.listed(run_dir)}")
     print(f"  look at them: shardkit report {shlex.quote(str(run_dir))}")
+
+
+def beside(val_loss: float, baseline: float) -> str:
+    """Where a validation loss lies, in per cent of a baseline."""
+    share = 100 * (1 - val_loss / baseline)
+    return f"validation loss is {abs(share):.1f} % {'below' if share >= 0 else 'above'}"

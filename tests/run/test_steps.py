@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.run.evaluate import beside
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
 from tests.ranks import run_ranks
@@ -69,3 +70,8 @@ def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, st
     for record in records:
         assert 0 <= record["data_wait_s"] <= record["step_time_s"]
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
+
+
+@pytest.mark.parametrize(("loss", "said"), [(2.0, "50.0 % below"), (4.0, "0.0 % below"), (6.0, "50.0 % above")])
+def test_a_loss_above_the_baseline_is_said_to_be(loss: float, said: str) -> None:
+    assert beside(loss, 4.0) == f"validation loss is {said}"
