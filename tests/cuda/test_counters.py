@@ -159,14 +159,14 @@ fsdp+param waits in each micro-batch after the first: torch adds up gradients on
 """
 
 
-@pytest.mark.parametrize("name", map(named, CASES))
+@pytest.mark.parametrize("name", [named(case) for case in CASES])
 def test_a_step_asks_for_what_it_did(name: str, found: dict[str, dict[str, list[Any]]]) -> None:
     first, *others = found[name]["calls"]
     assert others == [first] * len(others), "each step asks for the same"
     assert first == EXPECTED[name]
 
 
-@pytest.mark.parametrize("name", map(named, CASES))
+@pytest.mark.parametrize("name", [named(case) for case in CASES])
 def test_a_step_keeps_no_memory(name: str, found: dict[str, dict[str, list[Any]]]) -> None:
     first, *others = found[name]["memory"]
     assert others == [first] * len(others)

@@ -101,7 +101,7 @@ def test_page_locked_memory_that_is_refused_is_the_hosts(tmp_path: Path) -> None
     ("how", "code", "words"),
     [
         ("kill", 137, ["error: rank 1 failed: killed by SIGKILL"]),
-        ("hang", 1, ["no progress for 5 s at step 3", "did not arrive: rank 1 (step 3, forward, "]),
+        ("hang", 1, ["no progress for 6 s at step 3", "did not arrive: rank 1 (step 3, forward, "]),
         ("stop", 1, ["rank(s) 1 did not even answer"]),
     ],
 )
