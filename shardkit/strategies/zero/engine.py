@@ -17,6 +17,7 @@ from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.rows import StateKind
+from ...parallel import compat
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
@@ -55,7 +56,7 @@ class ZeRO:
         self._accum = resolve_batch(config, world.size)
         self._fqns: dict[int, str] = {}
         self._ds_config()  # a conflict in raw keys is refused before anything is written
-        _deepspeed(world)
+        _forget_groups(_deepspeed(world))
 
     def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:
         on_cuda = self._world.device.type == "cuda"
@@ -182,6 +183,14 @@ class ZeRO:
         if hasattr(self, "_engine"):
             self._engine.destroy()
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
+
+
+def _forget_groups(deepspeed: Any) -> None:
+    """Let DeepSpeed make its groups anew where this process has trained before: it keeps them for good."""
+    known = deepspeed.utils.groups
+    if known._WORLD_GROUP not in compat.groups():  # else it is of a process group that the caller keeps
+        known._WORLD_GROUP = None
+    known._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz; it refuses to make a second one
 
 
 def _deepspeed(world: World) -> Any:

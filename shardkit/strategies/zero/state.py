@@ -40,6 +40,8 @@ ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
 for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
+ENGINE.use("deepspeed.utils.groups._WORLD_GROUP")  # kept beyond the process group that they are parts of
+ENGINE.use("deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP")
 ENGINE.use("torch._dynamo")  # imported before zero.Init replaces what its import looks at
 ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.ds_opt_adam")
