@@ -105,7 +105,7 @@ class Private:
                 owner = getattr(owner, part)
             elif not isinstance(owner, type) or not _given_to_instances(owner, part):
                 return False
-        return owner is not None
+        return True
 
     def gone(self) -> NameGone:
         return NameGone(f"{self.said()}, which {self.feature} needs", f"install {tested(self.library)}")
