@@ -81,7 +81,7 @@ class TestAxes:
         assert micro_batches(load(), target(), {"train.micro_batch_size"}) == (8, [4])
         assert micro_batches(load(), target(), {"train.grad_accum_steps"}) == (8, [4])
         uneven = load(["train.global_batch_size=49", "train.grad_accum_steps=null", "train.micro_batch_size=7"])
-        with pytest.raises(ConfigError, match="no whole number of samples for each of 8 ranks"):
+        with pytest.raises(ConfigError, match="not a whole number of samples for each of 8 ranks"):
             micro_batches(uneven, target(), ())
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatc
     assert (found.stopped, found.left_out, found.best.combination.engine) == ("interrupted", 19, "ddp")
     assert "best so far: ddp; checkpointing none; fp32; micro-batch 4 × 2: " in said[0]
     shown = show_found("x", found, target())
-    assert "interrupted: 19 combinations were not looked at" in shown
+    assert "interrupted: 19 combinations were not planned" in shown
     assert "traced roughly only" in shown
 
 
