@@ -222,5 +222,5 @@ def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
     if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(
             f"run.dir={loaded.config.run.dir} already holds a run",
-            "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
+            "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",
         )

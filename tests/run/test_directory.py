@@ -242,7 +242,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(
     assert [(path / name).read_text() for name in MINE] == ["mine"] * len(MINE)
     left = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert left == {*MINE, "config.yaml", "env.json", *(f".shardkit/{p.name}" for p in (path / ".shardkit").iterdir())}
-    assert "run.overwrite leaves in" in (said := capsys.readouterr().err) and "logs/notes.txt" in said
+    assert "run.overwrite keeps files in" in (said := capsys.readouterr().err) and "logs/notes.txt" in said
 
 
 def test_overwriting_follows_no_link(tmp_path: Path, prepared: Any) -> None:
