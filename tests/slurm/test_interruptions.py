@@ -301,4 +301,4 @@ def test_a_job_that_fails_at_once_each_time_is_not_started_for_ever(cluster: Clu
         cluster.call("scontrol", "requeue", job)
     assert cluster.wait(job, output) == "FAILED", read(output)
     assert cluster.field(job, "ExitCode") == "2:0"
-    assert f"error: job {job} made no step in 3 starts, it stands at 0. They ended: failed: " in read(output)
+    assert f"error: job {job} made no step in 3 starts: it is still at 0. They ended: failed: " in read(output)
