@@ -1,4 +1,4 @@
-"""benchmarks/results/gpu_PART.json: every case is on disk as soon as it is known, and is not run again."""
+"""benchmarks/results/gpu_PART.json: every case is written as soon as it is known, and is not run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
 
 
 def code_digest() -> str:
-    """A digest of the sources that decide the figures: the same for a commit and for a copy of it without git."""
+    """A digest of the sources that determine the figures: equal for a commit and a copy of it without git."""
     digest = hashlib.sha256()
     for folder in CODE:
         for path in sorted((REPO / folder).rglob("*.py")):
@@ -27,7 +27,7 @@ def code_digest() -> str:
 
 
 def _cards(environment: dict[str, Any]) -> list[str]:
-    """Name and memory of each card: another patch of the driver does not make it another one."""
+    """Name and memory of each card, without the driver's version."""
     return [described.rpartition(",")[0] for described in environment["gpus"]]
 
 
@@ -35,11 +35,11 @@ class Store:
     """The results of one part.
 
     Args:
-        host_memory: bytes that there are; what was planned for more is planned again.
-        commit: what this checkout is, where there is no git.
+        host_memory: bytes of the host; cases planned for more are planned again.
+        commit: the commit of a checkout without git.
 
     Raises:
-        ConfigError: the file holds a dry run and this is none, or the other way round.
+        ConfigError: only one of the file and this run is a dry run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Store:
             )
 
     def found(self, case: str, what: str) -> Found | None:
-        """What an earlier call found, complete or not; `None` if with other code, another card or other versions."""
+        """An earlier result, complete or not; `None` if it is from other code, another card or other versions."""
         held: Found | None = self._all["cases"].get(case, {}).get(what)
         if held is None or (held["card"], held["code"]) != (self._stamp["card"], self._stamp["code"]):
             return None
@@ -77,7 +77,7 @@ class Store:
         return held is not None and bool(held["complete"])
 
     def put(self, case: str, what: str, found: Found, complete: bool) -> None:
-        """Write it, with where it comes from; the file is whole at any moment."""
+        """Write a result with its provenance; the file is always whole."""
         self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")
