@@ -25,8 +25,8 @@ def auto(result: dict[str, Any]) -> str:
         paragraph(
             f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
             f"samples of a step fixed) of a small transformer are all trained on {result['ranks']} CPU ranks; several "
-            f"at once take turns of one step with {_cell(result['reference'])}, and their speed is measured against its "
-            "neighbouring steps. `shardkit plan --auto` chooses under caps on memory, evenly spaced between the least "
+            f"at once take turns of one step with {_cell(result['reference'])}, and their speed is measured against "
+            "its neighbouring steps. `shardkit plan --auto` chooses under memory caps, evenly spaced between the least "
             "and the most that a setting needs, from this machine's calibration and without running any; the best is "
             "the fastest setting whose measured peak is under the cap. Choices and best settings took turns again "
             f"({steps} steps each; ratio of tokens/s, 1 = the best was chosen), and each choice ran alone with "

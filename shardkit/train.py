@@ -75,7 +75,7 @@ def run(loaded: LoadedConfig) -> int:
             trainer = Trainer(job)
             plan.begin(job, trainer.run_dir)
             outcome = trainer.fit()
-        if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: nobody waits for this
+        if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: no rank waits for this
             plan.close(loaded.config, trainer.run_dir)
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
         return 0

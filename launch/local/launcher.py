@@ -128,7 +128,7 @@ def _with_slurm_meeting(
     if spec.nodes[1] == 1 or spec.rendezvous.endpoint is not None:
         return spec, None
     if "SLURM_STEP_ID" not in environ or "SLURM_NODEID" not in environ:
-        return spec, None  # build_argv says what is missing
+        return spec, None  # build_argv reports the missing endpoint
     node_rank = integer(environ, "SLURM_NODEID")
     parts = [environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
     run_id = "slurm-" + re.sub(r"[^0-9A-Za-z.-]", "_", ".".join(parts))

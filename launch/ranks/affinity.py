@@ -112,8 +112,8 @@ Place = tuple[int, ...]
 def shares(n_ranks: int, on_gpus: bool, environ: Mapping[str, str], root: Path = Path("/")) -> list[list[int]]:
     """The CPUs of each of `n_ranks` started here; empty if ranks should not be bound.
 
-    Not bound are: a single rank, ranks with fewer than two CPUs each, and ranks whose user binds threads (OpenMP's
-    variables) or asks for more threads than a share has.
+    A single rank, ranks with fewer than two CPUs each, and ranks whose user binds threads (OpenMP's variables) or asks
+    for more threads than a share has are not bound.
     """
     allowed = allowed_cpus()
     if n_ranks < 2 or any(environ.get(name, "").lower() not in _UNSET for name in _OPENMP):

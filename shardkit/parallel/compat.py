@@ -19,7 +19,7 @@ from ..config.libraries import Feature, NameGone, Private
 
 _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
-TREES = Feature("outputs in fp32 where they are nested (precision.output_dtype)")
+TREES = Feature("nested outputs in fp32 (precision.output_dtype)")
 PRODUCTS = Feature("activation.policy=selective_op")
 KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")

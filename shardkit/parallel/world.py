@@ -300,7 +300,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
     try:
         host, port, word = address.split()
         with socket.create_connection((host, int(port)), _PATIENCE_S):
-            pass  # a TCPStore would go on trying
+            pass  # a TCPStore would keep trying
     except (OSError, ValueError):
         return None
     asking = threading.Thread(target=ask, name="rendezvous", daemon=True)

@@ -84,4 +84,4 @@ def agreement(device: str) -> str | None:
     if not ratios:
         return None
     number = f"{len(ratios)} planned run{'s' if len(ratios) > 1 else ''} here"
-    return f"{number} peaked at {min(ratios):+.1%} to {max(ratios):+.1%} of what was predicted"
+    return f"{number} peaked {min(ratios):+.1%} to {max(ratios):+.1%} from the prediction"

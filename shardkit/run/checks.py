@@ -411,7 +411,7 @@ class SumCheck:
         self._done = len(self._losses) >= _SUMS_MAX
         if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
             return
-        # Of a sum, loss / targets stays about the same; of a mean, the loss does.
+        # For a sum, loss / targets stays about the same; for a mean, the loss does.
         of_mean = pvariance([math.log(loss) for _, loss in seen])
         of_sum = pvariance([math.log(loss / n) for n, loss in seen])
         if of_mean < of_sum / 4:

@@ -175,7 +175,7 @@ class Owner:
         own = _read(self._path)
         if own is not None and own.token == self._record.token:
             return None
-        return f"somebody deleted {self._path}"
+        return f"{self._path} was deleted"
 
 
 def superseded(why: str) -> SupersededError:

@@ -12,7 +12,7 @@ import torch
 from ..config.libraries import Feature, NameGone
 
 TRACKER = Feature("following tensors (memory.trace_step, memory.cap on CPUs, plans)")
-CONVOLUTIONS = Feature("counting what convolutions copy on CPUs")
+CONVOLUTIONS = Feature("counting convolutions' copies on CPUs")
 GROUP_NAME = Feature("naming the module that FSDP2 gathered when memory ran out")
 HISTORY = Feature("the CUDA allocator's history (profile.start, post-mortems)")
 OBSERVER = Feature("exact figures of a failed request in post-mortems")

@@ -177,7 +177,7 @@ def test_a_later_start_waits_until_the_earlier_one_noticed(tmp_path: Path, monke
 def test_a_run_whose_mark_was_deleted_stops(tmp_path: Path) -> None:
     mine = owner.claim(tmp_path, HERE)
     mine._path.unlink()
-    with pytest.raises(SupersededError, match=r"somebody deleted"):
+    with pytest.raises(SupersededError, match=r"was deleted"):
         mine.fence()
     mine.close()
 

@@ -175,7 +175,7 @@ def _traced(
     """Trace a config and reduce the log to figures.
 
     Args:
-        ends: for a model that stands for a deeper one: its layers, and how many to tell apart at each end.
+        ends: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
     """
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
     log, counts, segments, targets = trace(config, target, device, speeds=speeds)

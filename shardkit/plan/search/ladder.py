@@ -102,7 +102,7 @@ def parse_rung(text: str) -> Rung:
 def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
     """Predict, and try, each rung on top of those below it.
 
-    A rung that cannot be planned is still tried: it may train all the same.
+    A rung that cannot be planned is tried anyway: it may still train.
 
     Args:
         try_it: runs a rung, given its overrides and its position; `None` only predicts.
@@ -133,7 +133,7 @@ def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[st
     names: set[str] = set()
     for rung in rungs:
         if rung.name in names:
-            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung a name of its own")
+            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung its own name")
         names.add(rung.name)
         settings |= dict(item.split("=", 1) for item in rung.settings)
         overrides = tuple(f"{key}={value}" for key, value in settings.items())
