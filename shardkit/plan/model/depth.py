@@ -76,7 +76,7 @@ def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] |
 
 
 def edges(log: EventLog, device: str, rounding: int, layers: int | None = None, kept: int = KEPT) -> dict[Edge, Peak]:
-    """Peaks by (phase, module); with `layers`, the model's depth, layers count from the nearer end, the middle is left out."""
+    """Peaks by (phase, module); with `layers`, the model's depth, only `kept` layers at each end, counted from it."""
     found: dict[Edge, Peak] = {}
     for (phase, module), peak in log.peaks(device, rounding).items():
         name = module if layers is None else _from_the_ends(module, layers, kept)
