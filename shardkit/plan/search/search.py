@@ -159,7 +159,7 @@ class Search:
         every = combinations(self._load(()), self._target, self._given)
         if not every:
             raise ConfigError(
-                f"no combination for {self._target.world_size} ranks has all of {', '.join(sorted(self._given))}",
+                f"no combination for world size {self._target.world_size} has all of {', '.join(sorted(self._given))}",
                 "leave keys of parallel out of the command line, or plan without --auto",
             )
         self._begun, stopped = time.monotonic(), ""
