@@ -34,7 +34,7 @@ Steps = Callable[[int], list[float]]
 
 
 def in_turns(model: Model, where: Where) -> Found:
-    """Measure both arms' seconds per step, turn by turn; the first arm alternates."""
+    """Seconds per step of both arms, turn by turn; the first arm alternates."""
     device = torch.device("cpu" if where.dry else "cuda")
     tokens = write_tokens(where.folder)
     given = settings(where, overrides(model), [
@@ -77,7 +77,7 @@ def _timed(arms: dict[str, Steps], model: Model) -> tuple[dict[str, list[float]]
 
 
 def _recorded(records: Iterator[dict[str, float]], device: torch.device, count: int) -> list[float]:
-    """shardkit's own steps, including ledger, metrics and progress."""
+    """shardkit's full trainer: ledger, metrics and progress included."""
     losses = [next(records)["loss"] for _ in range(count)]
     _wait(device)
     return losses
@@ -108,7 +108,7 @@ def batches(tokens: str, model: Model, device: torch.device) -> Iterator[list[An
 
 
 class _Copied(Weights):
-    """Parameters with the values of another model's."""
+    """Parameters with the values of another model."""
 
     def __init__(self, values: dict[str, nn.Parameter]) -> None:
         super().__init__(0, lambda fqn, full, generator: None)
@@ -124,10 +124,10 @@ def _recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class Bare:
-    """The hand-written loop: recomputed attention, compiled blocks, autocast, fused AdamW, no syncs with the device.
+    """A hand-written loop: attention recomputed, blocks compiled, autocast, fused AdamW, no device synchronisation.
 
     Args:
-        like: the model whose initial weights are copied.
+        like: the model whose weights it starts from.
     """
 
     def __init__(self, config: RunConfig, like: nn.Module, data: Iterator[list[Any]], device: torch.device) -> None:

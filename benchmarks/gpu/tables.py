@@ -66,7 +66,7 @@ def _measured(known: Known, case: str) -> Found | None:
 
 
 def _cells(found: Found | None, cells: Callable[[Found], list[str]], columns: int) -> list[str]:
-    """A row's measured cells: the figures of a success, else the outcome."""
+    """A row's measured cells, or its outcome if it did not succeed."""
     if found is None:
         return [MISSING, *[""] * (columns - 1)]
     if found["outcome"] != "ok":
@@ -257,7 +257,7 @@ def _categories(known: Known) -> list[str]:
 
 
 def _provenance(known: dict[str, Known]) -> Iterator[str]:
-    """Where and when figures were measured or predicted; each line once."""
+    """The places and dates of measurements and predictions, each once."""
     said: dict[str, Any] = {}
     for cases in known.values():
         for case in cases.values():

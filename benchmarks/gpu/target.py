@@ -1,4 +1,4 @@
-"""The target that the parts plan for, and short trainings on it."""
+"""The target that the parts plan for, and a few steps of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def target(where: Where, cap: str | None = None) -> Target:
-    """The card, or a smaller one imitated by `memory.cap`, which counts only bytes that torch reserves.
+    """The card, or a smaller one emulated by `memory.cap`: the cap counts memory that torch reserves, nothing else.
 
     A dry run uses CPUs, where the cap counts tensors.
     """
@@ -48,14 +48,14 @@ def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunCon
 
 
 def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
-    """Run a few steps in a fresh process, in `folder/NAME`."""
+    """Train a few steps in a separate process, in `folder/NAME`."""
     from shardkit.plan.search.trial import run_trial
 
     return run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
 
 
 def predicted(estimate: MemoryEstimate) -> Found:
-    """The figures of an estimate to compare with measurements; bytes."""
+    """The figures of an estimate to compare with measurements, in bytes."""
     peak = estimate.peak
     return {
         "outcome": "ok", "n_params": estimate.n_params, "allocated": peak.allocated, "reserved": peak.reserved,
@@ -65,12 +65,12 @@ def predicted(estimate: MemoryEstimate) -> Found:
 
 
 def went(trial: Trial) -> Found:
-    """A trial as a JSON object."""
+    """A trial in JSON's types."""
     return {**asdict(trial), "losses": list(trial.losses)}
 
 
 def next_size(trials: Found, start: int, stride: int) -> int | None:
-    """The next size to try: up from `start` while sizes work, else down; `None` once one works and its neighbour fails.
+    """The size to try next: up from `start` while sizes work, else down; `None` once one works and its neighbour fails.
 
     Args:
         trials: size as text → its result.
