@@ -153,7 +153,7 @@ class Watchdog:
         )
         failure.record(error)
         report(error)
-        os._exit(error.exit_code)  # the main thread may be stuck in a collective forever
+        os._exit(error.exit_code)  # the main thread may be stuck in a collective for good
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.txt"

@@ -85,7 +85,7 @@ def refuse_value(frame: FrameType | None) -> None:
 
 
 def of_deepspeed(frame: FrameType | None) -> bool:
-    """Whether DeepSpeed's code called torch."""
+    """Whether the code that called torch is DeepSpeed's."""
     while frame is not None and _is_torch(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and _is_of("deepspeed", frame.f_code.co_filename)

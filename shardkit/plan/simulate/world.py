@@ -322,8 +322,8 @@ class _Chunks:
 class FakeWeights(Weights):
     """Weights without values.
 
-    A constructor that reads values (layers' rates from a `linspace`) gets the true ones: it first runs on real tensors,
-    with its parameters on meta.
+    A constructor that reads values (rates of layers from a `linspace`) gets the true ones: it is run once more before,
+    on real tensors, its parameters on meta.
     """
 
     def build(
@@ -353,7 +353,7 @@ class FakeWeights(Weights):
         try:
             with no_modes(), _ReadValues(kept):
                 Weights(self.seed, lambda *_: None).build(make_model, None)
-        except Exception:  # report the fake run's error instead: it may name an operator
+        except Exception:  # that of the fake one is told: it may name an operator, and this one is of no run
             return []
         return values
 
