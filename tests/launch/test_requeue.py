@@ -268,7 +268,7 @@ def test_the_ranks_are_told_in_time_for_a_slow_save(
     measured(tmp_path, [400.0], [10.0])  # 30 + 2 × 410
     clock = Clock(monkeypatch, tmp_path, requeue.Outlook(ends_at=3600))
     clock.run(3600 - 850 - 1)
-    assert clock.sent == [] and "told 850 s before its time limit" in capfd.readouterr().err
+    assert clock.sent == [] and "told to save 850 s before its time limit" in capfd.readouterr().err
     clock.run(3600 - 850)
     assert clock.sent == [(2750.0, "USR2")]
     assert clock.warning.came == [signal.SIGUSR2]
