@@ -54,7 +54,7 @@ class ZeRO:
         self._linear = nn.functional.linear
         self._accum = resolve_batch(config, world.size)
         self._fqns: dict[int, str] = {}
-        self._ds_config()  # refuse a conflict in raw keys before anything is written
+        self._ds_config()  # a conflict in raw keys is refused before anything is written
         _deepspeed(world)
 
     def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:

@@ -40,8 +40,8 @@ ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
 for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
-ENGINE.use("torch._dynamo")  # imported before zero.Init replaces functions that its import inspects
-ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it process-wide; restored when a job ends
+ENGINE.use("torch._dynamo")  # imported before zero.Init replaces what its import looks at
+ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.ds_opt_adam")
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.opt_id")
 BUILDS = Feature("one build of DeepSpeedCPUAdam at a time, and no waiting for a killed build")
