@@ -1,4 +1,4 @@
-"""What the tables of docs/benchmarks.md are written with."""
+"""Helpers that write the tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 

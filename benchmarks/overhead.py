@@ -1,8 +1,9 @@
-"""What shardkit costs over the shortest hand-written loop for the same engine, on 2 CPU ranks.
+"""The overhead of shardkit over the shortest hand-written loop for the same engine, on 2 CPU ranks.
 
-`python -m benchmarks.overhead` measures for DDP, FSDP2 and ZeRO-2, the same model, weights, data order and settings on
-both sides, our ledger, metrics and progress on: step time (interleaved pairs in one process group), peak tensor memory
-(one run each under the tensor tracker) and time from command to the first step's end (interleaved commands).
+`python -m benchmarks.overhead` measures DDP, FSDP2 and ZeRO-2 with the same model, weights, data order and settings on
+both sides, and shardkit's ledger, metrics and progress on: step time (interleaved pairs in one process group), peak
+tensor memory (one run each under the tensor tracker) and time from command to the first step's end (interleaved
+commands).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def overrides(engine: str, tokens: str, run_dir: str, max_steps: int) -> list[st
 
 
 class Ours:
-    """The trainer, one step at a time, writing what a run writes."""
+    """The trainer, one step at a time, with all files of a run."""
 
     def __init__(self, settings: Sequence[str]) -> None:
         from shardkit.config.load import load_config
@@ -84,7 +85,7 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     losses: dict[str, list[float]] = {"shardkit": [], "bare": []}
     arms = {"shardkit": lambda: ours.step(), "bare": lambda: theirs(next(data))}
     for pair in range(pairs + warmup):
-        for name in sorted(arms, reverse=pair % 2 == 0):  # who goes first alternates
+        for name in sorted(arms, reverse=pair % 2 == 0):  # the first arm alternates
             dist.barrier()
             began = time.perf_counter()
             loss = arms[name]()
@@ -126,7 +127,7 @@ def torchrun(module_args: list[str]) -> list[str]:
 
 
 def rank_environ() -> dict[str, str]:
-    """The environment of measured ranks: one thread each, byte code cached as for an installed package."""
+    """The environment of measured ranks: one thread each, and cached byte code as for an installed package."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return environ | {"OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
 
@@ -151,7 +152,7 @@ def first_step_seconds(arm: str, engine: str, tokens: str, folder: Path) -> floa
 
 
 def write_tokens(folder: Path) -> str:
-    """A token file both sides read: the standard library's source, as bytes."""
+    """A token file for both sides: the standard library's source, as bytes."""
     import numpy as np
 
     from shardkit.config.schema import RunConfig
@@ -184,7 +185,7 @@ def main() -> None:
 
 
 def earlier() -> dict[str, Any]:
-    """What was measured before: engines can be measured one at a time."""
+    """Earlier results: engines can be measured one at a time."""
     path = RESULTS / "overhead.json"
     found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
     return found

@@ -1,10 +1,10 @@
-"""shardkit beside what one would use instead: the same engine under PyTorch or DeepSpeed alone, Accelerate, Fabric.
+"""shardkit beside its alternatives: the same engine under PyTorch or DeepSpeed alone, Accelerate, Fabric.
 
-`python -m benchmarks.peers` runs on 2 CPU ranks over gloo, in an environment of its own (peers_env.py). Starts are
-timed one after the other, in turns, from torchrun's command to the end of the first step. Then all arms are alive at
-once and take turns, one step each, so that each step has one of every other arm beside it. Peak tensor memory is the
-most that torch's CPU allocator had given out at once, from the model's construction on, by the profiler's events in a
-start of its own. No ratio is written unless all losses are those of the loop written by hand.
+`python -m benchmarks.peers` runs on 2 CPU ranks over gloo, in its own environment (peers_env.py). Starts are timed one
+after the other, in turns, from torchrun's command to the end of the first step. Then all arms are alive at once and
+take turns, one step each: each step is compared with the neighbouring steps of the other arms. Peak tensor memory is
+the peak of torch's CPU allocator from the model's construction on, from the profiler's events in a separate start. No
+ratio is written unless all losses equal those of the hand-written loop.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .peers_arms import ARMS, OURS, REFUSALS
 from .peers_ranks import Ranks, worker
 from .turns import RANKS, rotated
 
-TOLERANCE = 1e-5  # of a loss, to that of the loop written by hand
-WARMUP = 2  # steps after the first that no time is taken of
+TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
+WARMUP = 2  # untimed steps after the first
 PEAK_STEPS = 3
-FEWEST = 6  # samples with an interval
+FEWEST = 6  # samples for an interval
 
 Samples = Mapping[str, Sequence[float]]  # of each arm
 
 
 class DifferentLosses(RuntimeError):
-    """An arm does not train as the loop written by hand does: its times would say nothing."""
+    """An arm does not train like the hand-written loop: its times would say nothing."""
 
 
 def starts(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -70,10 +70,10 @@ def turns(
 
 
 def loss_differences(losses: Samples) -> dict[str, float]:
-    """Each arm's largest difference from the first, which is written by hand.
+    """Each arm's largest loss difference from the first arm, the hand-written loop.
 
     Raises:
-        DifferentLosses: one is further off than rounding explains.
+        DifferentLosses: a difference is larger than rounding explains.
     """
     (by_hand, expected), *others = losses.items()
     found = {by_hand: 0.0}
@@ -90,20 +90,20 @@ def loss_differences(losses: Samples) -> dict[str, float]:
 
 
 def ratio(samples: Samples, arm: str) -> tuple[float, float, float]:
-    """(median, low, high) of shardkit's times over the arm's beside them."""
+    """(median, low, high) of shardkit's times over the arm's neighbouring ones."""
     return median_ci([ours / theirs for ours, theirs in zip(samples[OURS], samples[arm], strict=True)])
 
 
 def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """Starts, steps, and shardkit's ratios to each arm ("beside"), unless samples are too few for an interval.
+    """Starts, steps, and shardkit's ratios to each arm ("beside") if there are enough samples for an interval.
 
     Args:
-        arms: the one written by hand first, shardkit among them.
-        rounds: starts of each arm.
-        steps: of each arm.
+        arms: names, the hand-written loop first, including shardkit.
+        rounds: number of starts of each arm.
+        steps: number of steps of each arm.
 
     Raises:
-        DifferentLosses: an arm does not train as the one written by hand.
+        DifferentLosses: an arm does not train like the hand-written loop.
     """
     began = starts(engine, arms, tokens, folder, rounds)
     taken, losses = turns(engine, arms, tokens, folder, steps)
@@ -122,7 +122,7 @@ def times(engine: str, arms: Sequence[str], tokens: str, folder: Path, rounds: i
 
 
 def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[str, int]:
-    """Bytes of each arm at their peak."""
+    """Peak bytes of each arm."""
     found = {}
     for arm in arms:
         with Ranks(engine, arm, tokens, folder, PEAK_STEPS, "peak") as ranks:
@@ -131,7 +131,7 @@ def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[s
 
 
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
-    """What each library says that does not train with this engine on a CPU."""
+    """The error of each library that does not train with this engine on a CPU."""
     found = {}
     for arm in REFUSALS.get(engine, {}):
         with Ranks(engine, arm, tokens, folder, 1, "refusal") as ranks:
@@ -140,7 +140,7 @@ def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
 
 
 def earlier() -> dict[str, Any]:
-    """What was measured before: engines and parts can be measured one at a time."""
+    """Earlier results: engines and parts can be measured one at a time."""
     path = RESULTS / "peers.json"
     found: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
     return found

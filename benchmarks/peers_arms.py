@@ -1,7 +1,7 @@
-"""One engine under each library, as its documentation has one write it: the same model, weights, data and settings.
+"""One engine under each library, written as in its documentation: the same model, weights, data and settings.
 
-An arm is a function that makes everything a rank needs and returns its optimizer step. `ARMS` lists what is measured,
-hand-written first. `REFUSALS` lists what a library does not do on a CPU; each of them raises, in its own words.
+An arm is a function that sets a rank up and returns its optimizer step. `ARMS` lists the measured arms, hand-written
+first. `REFUSALS` lists arms that do not run on a CPU; each raises its library's own error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Arm = Callable[[], Step]
 
 
 class Unsharded(RuntimeError):
-    """A library took a setting that shards the model, and did not shard it."""
+    """A library accepted a setting that shards the model, but did not shard it."""
 
 
 def by_hand(engine: str) -> Step:
@@ -60,7 +60,7 @@ def accelerate_zero(stage: int) -> Step:
 
     model = bare.make_model()
     plugin = DeepSpeedPlugin(hf_ds_config=bare.ds_config(stage, model))
-    # Not cpu=True: with it the plugin is ignored. DeepSpeed finds the CPU by itself, and Accelerate counts one process.
+    # Not cpu=True, which makes Accelerate ignore the plugin. DeepSpeed finds the CPU by itself.
     accelerator = Accelerator(gradient_accumulation_steps=ACCUM, deepspeed_plugin=plugin)
     model, optimizer = accelerator.prepare(model, bare.adamw(model))
     if model.dp_world_size != int(os.environ["WORLD_SIZE"]):
@@ -105,7 +105,7 @@ def fabric_fsdp2() -> Step:
     world_size = int(os.environ["WORLD_SIZE"])
     fabric = _fabric(ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1))
     model = fabric.setup_module(bare.make_model())
-    # As the other arms of this engine do, every micro-batch reduces: whole gradients would be kept otherwise.
+    # Every micro-batch reduces, as in the other arms of this engine: whole gradients would be kept otherwise.
     return _fabric_step(fabric, model, fabric.setup_optimizers(bare.adamw(model)), reduce_every=True)
 
 
@@ -166,7 +166,7 @@ OURS = "shardkit"
 
 
 def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Generator[float]:
-    """Up to `count` optimizer steps of an arm on this rank, each of them a loss: a mean over ranks, or this rank's."""
+    """Losses of up to `count` optimizer steps of an arm on this rank: means over ranks, or this rank's own."""
     if arm == OURS:
         from .overhead import Ours, overrides
 

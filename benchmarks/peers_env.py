@@ -1,4 +1,4 @@
-"""The virtual environment that the comparison with other libraries runs in: made once, and again when a pin changes."""
+"""The virtual environment for the comparison with other libraries: made once, and again when a pin changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PINS = REPO / "benchmarks" / "peers.txt"
 
 
 def enter() -> None:
-    """Go on as the same module in the benchmark's environment; returns at once inside of it."""
+    """Restart the same module in the benchmark's environment; returns at once inside it."""
     if Path(sys.prefix).resolve() == VENV.resolve():
         return
     python = str(make())
@@ -24,15 +24,15 @@ def enter() -> None:
 
 
 def make() -> Path:
-    """The environment's interpreter; installs what peers.txt says, and shardkit, if that was not done yet.
+    """The environment's interpreter; installs peers.txt and shardkit if needed.
 
-    torch comes first and alone, so that pip takes the build that its settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)
-    point at: a CPU-only one is gigabytes smaller.
+    torch comes first and alone: pip then takes the build of its settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS); a
+    CPU-only one is gigabytes smaller.
     """
     python, stamp = VENV / "bin" / "python", VENV / "installed"
     wanted = "".join(path.read_text() for path in (PINS, REPO / "constraints.txt", REPO / "setup.cfg"))
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"installing what is compared into {VENV} (once; torch is large, this takes minutes)", flush=True)
+        print(f"installing the compared libraries into {VENV} (once; torch is large, this takes minutes)", flush=True)
         venv.create(VENV, clear=True, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         constrained = [*pip, "-c", str(REPO / "constraints.txt")]

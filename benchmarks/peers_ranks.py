@@ -15,8 +15,8 @@ class Ranks(turns.Ranks):
     """Two ranks of an arm.
 
     Args:
-        mode: "turns", or "peak" or "refusal" for one answer of that kind.
-        count: how many steps it is going to take.
+        mode: "turns"; or "peak" or "refusal" for one such answer.
+        count: number of steps it will take.
     """
 
     def __init__(self, engine: str, arm: str, tokens: str, folder: Path, count: int, mode: str = "turns") -> None:
@@ -24,7 +24,7 @@ class Ranks(turns.Ranks):
         super().__init__(f"{engine} {arm}", argv, folder)
 
     def peak(self) -> int:
-        """Bytes, of the rank that took more."""
+        """Peak bytes of the rank that took more."""
         return max(int(answer["peak"]) for answer in self.answers())
 
     def refusal(self) -> str:
@@ -33,7 +33,7 @@ class Ranks(turns.Ranks):
 
 
 def worker(mode: str, engine: str, arm: str, tokens: str, count: str, scratch: str) -> None:
-    """The side of a rank."""
+    """The process of a rank."""
     steps = steps_of(engine, arm, tokens, scratch, int(count))
 
     def answers(stream: TextIO) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""What planning costs: seconds and memory from a fresh process to the estimate, by depth, width and world size.
+"""The cost of planning: seconds and memory from a fresh process to the estimate, by depth, width and world size.
 
-`python -m benchmarks.plan` plans each case on fake H100s in a process of its own, three times; start-up of Python and
-torch is part of it.
+`python -m benchmarks.plan` plans each case on fake H100s three times, each time in a fresh process; this includes the
+start-up of Python and torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROUNDS = 3
 
 
 def once(world_size: int, overrides: list[str]) -> tuple[float, float]:
-    """Seconds, and GiB of the largest process, for one `shardkit plan`."""
+    """(seconds, GiB of the largest process) for one `shardkit plan`."""
     asked = ["plan", "-", *overrides, "--gpus", str(world_size)]
     command = [sys.executable, "-m", "shardkit.cli", *asked, "--gpu", "h100",
                "--json", "--no-advice"]  # fmt: skip

@@ -1,8 +1,8 @@
 """Predicted against measured peaks of tensor memory: models × optimizers × policies × precisions × strategies, on CPU.
 
-`python -m benchmarks.plan_accuracy` runs every case for real, in as many processes as it has ranks, and takes what the
-CPU allocator of torch gave out on rank 0 (from the profiler's events). The prediction is the planner's;
-nothing in the measurement uses the tracker that the planner has.
+`python -m benchmarks.plan_accuracy` runs every case for real, one process per rank, and measures torch's CPU allocator
+on rank 0 (from the profiler's events). The prediction is the planner's; the measurement does not use the
+planner's tracker.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ ZERO: dict[str, tuple[int, list[str]]] = {
     }.items()
 }
 STEPS = 3
-_MARKER = 12_347  # bytes; allocated once a step is over, to find that moment among the allocator's events
+_MARKER = 12_347  # bytes; allocated at the end of each step, to find that moment among the allocator's events
 
 
 def cases() -> dict[str, tuple[int, list[str]]]:
@@ -128,7 +128,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
 
 
 def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, int]:
-    """Bytes of torch's CPU allocator on this rank: at their peak in the wrap and a few steps, and after them."""
+    """Bytes of torch's CPU allocator on this rank: (peak in the wrap and a few steps, total after them)."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -150,7 +150,7 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
     weights = Weights(config.train.seed, getattr(task, "init_parameter", None))
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        batch = {key: value.clone() for key, value in batch.items()}  # counts, as the planner's does
+        batch = {key: value.clone() for key, value in batch.items()}  # allocated here: the planner counts it too
         unobserved(config, world, task, batch, weights)
         del batch
         gc.collect()
@@ -163,13 +163,13 @@ def measured(config: Any, world_size: int, rank: int, store: str) -> tuple[int, 
 
 
 def allocated(profiler: Any, alive: set[int]) -> list[tuple[int, int]]:
-    """(bytes, live bytes after it) of every event of torch's CPU allocator under a profiler with `profile_memory`.
+    """(bytes, live bytes afterwards) of every event of torch's CPU allocator under a profiler with `profile_memory`.
 
-    What one of gloo's threads lets go of last shows no end, since the profiler follows the threads that autograd knows;
-    it is left out.
+    Blocks without an end that no tensor holds are left out: a gloo thread freed them, which the profiler does not
+    follow.
 
     Args:
-        alive: addresses that tensors still hold when the profiler ends.
+        alive: addresses that tensors still hold at the end of the profile.
     """
     events = sorted(_events(profiler.profiler.kineto_results.experimental_event_tree()))
     begun: dict[int, int] = {}
@@ -188,7 +188,7 @@ def allocated(profiler: Any, alive: set[int]) -> list[tuple[int, int]]:
 
 
 def held_addresses() -> set[int]:
-    """Where the storages of all CPU tensors that Python knows begin."""
+    """Start addresses of the storages of all CPU tensors that Python knows."""
     import torch
 
     found = set()
@@ -211,7 +211,7 @@ def _events(tree: list[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 class Unheard:
-    """Nobody listens to the steps."""
+    """A `Phases` that records nothing."""
 
     def phase(self, name: Any) -> Any:
         return nullcontext()
@@ -220,7 +220,7 @@ class Unheard:
 
 
 def unobserved(config: Any, world: Any, task: Any, batch: Any, weights: Any) -> None:
-    """The wrap and `STEPS` steps, each followed by an allocation that says where it ended."""
+    """The wrap and `STEPS` steps, each followed by an allocation that marks its end."""
     import torch
 
     from shardkit.plan.simulate.step import take_step, wrapped
@@ -233,7 +233,7 @@ def unobserved(config: Any, world: Any, task: Any, batch: Any, weights: Any) -> 
 
 
 def in_ranks(name: str, world_size: int) -> tuple[int, int]:
-    """What rank 0 measured; every rank is a process of its own."""
+    """Rank 0's measurement; every rank is a process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_accuracy", "--measure", name, "--store"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -254,10 +254,10 @@ def in_ranks(name: str, world_size: int) -> tuple[int, int]:
 def compare(
     found: dict[str, tuple[int, list[str]]], known: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Prediction beside measurement, case by case.
+    """Predictions beside measurements, case by case.
 
     Args:
-        known: rows of an earlier result, whose measurements are taken over instead of running the cases again.
+        known: rows of an earlier result; their measurements are kept instead of running the cases again.
     """
     from shardkit.config.load import load_config
     from shardkit.plan.client import Planner
@@ -299,9 +299,9 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="run the cases whose names hold this, and write nothing")
+    parser.add_argument("--only", default="", help="run the cases whose names contain this, and write nothing")
     parser.add_argument(
-        "--keep-measured", action="store_true", help="predict anew; run only cases that are not recorded"
+        "--keep-measured", action="store_true", help="predict again; run only cases that are not recorded"
     )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Models that are not built in, as tasks of one's own: a plain MLP and a small convolutional network."""
+"""Models as user tasks: a plain MLP and a small convolutional network."""
 
 from __future__ import annotations
 

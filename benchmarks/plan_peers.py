@@ -1,10 +1,10 @@
-"""What other tools say of the same cases: DeepSpeed's estimators, accelerate estimate-memory, torch's memory trackers.
+"""Other tools' predictions of the same cases: DeepSpeed's estimators, accelerate estimate-memory, torch's trackers.
 
-`python -m benchmarks.plan_peers` asks each of them, by its own functions, about the cases of `plan_accuracy` that it
-speaks of, and compares with what was measured there. Nothing is trained here.
+`python -m benchmarks.plan_peers` calls each tool's own functions for those cases of `plan_accuracy` that it covers, and
+compares with the measurements there. Nothing is trained here.
 
 - DeepSpeed's `estimate_zero2/3_model_states_mem_needs`: parameters, gradients and optimizer states under mixed
-  precision. What it says of offload is for a machine whose GPU and host are not one memory.
+  precision. Its offload figures assume separate GPU and host memory.
 - `accelerate estimate-memory`, its "Training using Adam": one process.
 - `FSDPMemTracker`, `MemTracker` of torch.distributed._tools: the peak of a step on fake tensors; wrapped modules of
   FSDP2, or one process.
@@ -27,7 +27,7 @@ CLOSE = 0.03
 
 
 def of_case(name: str, world_size: int, overrides: list[str]) -> dict[str, Any]:
-    """What every tool that speaks of a case says of it, in bytes of one rank; or why it cannot."""
+    """Each covering tool's answer for a case, in bytes of one rank; or the reason why it failed."""
     import torch
 
     from shardkit.config.load import load_config
@@ -70,7 +70,7 @@ def _accelerate(model: Any, precision: str) -> int:
 
     total, _ = calculate_maximum_sizes(model)
     stages = estimate_training_usage(total, {"fp32": "float32", "bf16": "bfloat16"}[precision])
-    return int(max(stages.values()))  # what the command prints
+    return int(max(stages.values()))  # the figure that the command prints
 
 
 def _tracked(config: Any, world_size: int) -> int:
@@ -95,7 +95,7 @@ def _tracked(config: Any, world_size: int) -> int:
 
 
 class _Tracked:
-    """torch's tracker around the steps, as its documentation shows."""
+    """torch's tracker around the steps, as in its documentation."""
 
     def __init__(self, strategy: Any, batch: Any) -> None:
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -125,10 +125,10 @@ class _Tracked:
 
 
 def with_gradients(name: str, row: Mapping[str, Any], n_params: int, key: str) -> int:
-    """Bytes of all model states: `row[key]`, those between two steps, and the gradients that the step adds to them.
+    """Bytes of all model states: `row[key]` (the states between two steps) plus the gradients that a step adds.
 
-    fp32, whole or in shards; DDP's buckets stay, and are counted already. DeepSpeed has a bf16 partition and its
-    fp32 copy.
+    Gradients are fp32, whole or sharded; DDP's buckets persist and are counted already. DeepSpeed has a bf16 partition
+    and its fp32 copy.
     """
     engine, _, rest = name.split(" ")[1].partition("@")
     world_size = int(rest.partition("+")[0])
@@ -140,7 +140,7 @@ def with_gradients(name: str, row: Mapping[str, Any], n_params: int, key: str) -
 
 
 def errors(rows: Mapping[str, Mapping[str, Any]], said: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """By tool and by what it is compared with: its errors, and the planner's in the same cases."""
+    """By tool and reference: the tool's errors, and the planner's in the same cases."""
 
     def of(tool: str, ours: Callable[[str], float], truth: Callable[[str], float]) -> dict[str, Any]:
         asked = {name: answer[tool] for name, answer in said.items() if tool in answer}
@@ -178,7 +178,7 @@ def _spread(found: Iterator[float] | Any) -> dict[str, float]:
 
 
 def _in_world(world_size: int) -> dict[str, Any]:
-    """A process can pretend to be a rank of one world only."""
+    """Run the cases of one world size in a process, which can pretend to be a rank of only one world."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_peers", str(world_size)],
         stdout=subprocess.PIPE, text=True, cwd=REPO, check=True,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.report` makes docs/benchmarks.md of benchmarks/results/*.json: no figure is typed by hand."""
+"""`python -m benchmarks.report` makes docs/benchmarks.md from benchmarks/results/*.json: no figure is typed by hand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PAGE = REPO / "docs" / "benchmarks.md"
 INTRO = """# Benchmarks
 
 Generated from `benchmarks/results/*.json` by `python -m benchmarks.report`; a test compares. Ratios are medians of
-pairs measured in one run, in brackets the distribution-free 95 % interval of the median. Absolute times say little
-beyond the machine named; ratios of times below 1 are in shardkit's favour.
+pairs measured in one run; brackets give the distribution-free 95 % interval of the median. Absolute times say little
+beyond the machine named; time ratios below 1 favour shardkit.
 """
 
 
 def page() -> str:
-    """The whole of docs/benchmarks.md."""
+    """The text of docs/benchmarks.md."""
     parts = [INTRO]
     for name, section in SECTIONS.items():
         path = RESULTS / f"{name}.json"
@@ -46,8 +46,8 @@ def overhead(result: dict[str, Any]) -> str:
     return "\n".join([
         "## Overhead over the shortest hand-written loop",
         "",
-        "`python -m benchmarks.overhead`: the same model, weights, data order and settings, 2 CPU ranks over gloo, our",
-        f"ledger, metrics and progress on. Goals: step time ≤ {goals['step_time']}, peak tensor memory ≤ "
+        "`python -m benchmarks.overhead`: the same model, weights, data order and settings, 2 CPU ranks over gloo,",
+        f"shardkit's ledger, metrics and progress on. Goals: step time ≤ {goals['step_time']}, peak tensor memory ≤ "
         f"{goals['peak_tensor_memory']}, command to first step ≤ {goals['first_step']}.",
         "",
         "| engine | step time | peak tensor memory | command to first step | ledger / step time | loss difference |",
@@ -94,9 +94,9 @@ def checkpoint(result: dict[str, Any]) -> str:
     measured = {
         f"save: throughput over that of a raw write (goal ≥ {goals['save_throughput']})": "save_throughput",
         f"load: throughput over that of a raw read (goal ≥ {goals['load_throughput']})": "load_throughput",
-        f"background save: time it blocks over that of a save (goal ≤ {goals['async_blocking']})": "async_blocking",
-        "training speed while it is written, over that without": "training_speed_during_async",
-        "training time it costs, blocked and slowed, over that of a save": "async_cost",
+        f"background save: blocking time over the time of a save (goal ≤ {goals['async_blocking']})": "async_blocking",
+        "training speed during a background save, over the speed without": "training_speed_during_async",
+        "training time that a background save costs (blocked and slowed), over the time of a save": "async_cost",
         "save: time over that of `torch.save` of the full state dict (FSDP2, gathered on rank 0)": "over_torch_save",
         "save: time over that of DeepSpeed's `save_checkpoint` (ZeRO-2)": "over_deepspeed",
     }
@@ -110,8 +110,8 @@ def checkpoint(result: dict[str, Any]) -> str:
         f"`python -m benchmarks.checkpoint`: {samples['bytes'] / 2**30:.2f} GiB of fp32 weights and AdamW moments, "
         f"{result['ranks']} CPU ranks, {len(samples['rounds'])} rounds,",
         "in turns on one disk. Raw is one file per rank, memory to disk and back, without checksums. Every write ends",
-        "with an fsync, `torch.save`'s and DeepSpeed's too; what is read is not in the page cache. Training keeps all",
-        "cores busy, so that a background save competes with it for them.",
+        "with an fsync, including `torch.save`'s and DeepSpeed's; reads do not come from the page cache. Training",
+        "keeps all cores busy and competes with a background save for them.",
         "",
         "| measured | median [95 %] |",
         "|---|---|",
@@ -120,7 +120,7 @@ def checkpoint(result: dict[str, Any]) -> str:
         f"Median throughputs in GiB/s: save {speed['save']:.2f} (raw {speed['raw_write']:.2f}), "
         f"load {speed['load']:.2f} (raw {speed['raw_read']:.2f}). The first background",
         f"save makes its buffers and blocks for {result['first_async_blocking']:.2f} of a save's time. "
-        "Most host memory taken, as a multiple of the rank's",
+        "Peak host memory, as a multiple of the rank's",
         "share of the checkpoint: " + ", ".join(f"{text} {memory[arm]:.2f}" for text, arm in peaks.items()) + ".",
         "",
         machine(result["environment"]),
@@ -139,8 +139,8 @@ def checkpoint_matrix(result: dict[str, Any]) -> str:
     return "\n".join([
         "## Checkpoints between strategies and world sizes",
         "",
-        f"`python -m benchmarks.checkpoint_matrix`: each of these saved, and loaded under each: {sizes}.",
-        f"The difference is the largest of the next {steps} losses, to the single run that was never saved.",
+        f"`python -m benchmarks.checkpoint_matrix`: each of these saves, and each loads every save: {sizes}.",
+        f"The difference is the largest over the next {steps} losses, from the single run that was never saved.",
         "",
         "| precision | pairs | masters and moments bit-equal after the load | loss difference |",
         "|---|---|---|---|",
@@ -162,8 +162,8 @@ def launch(result: dict[str, Any]) -> str:
     return "\n".join([
         "## Launching and recovering",
         "",
-        "`python -m benchmarks.launch`: from the command to the end of the first optimizer step, the same training",
-        f"module on 2 CPU ranks (goal for `shardkit launch` ≤ {goals['first_step']:.2f}).",
+        "`python -m benchmarks.launch`: from the command to the end of the first optimizer step, with the same",
+        f"training module on 2 CPU ranks (goal for `shardkit launch` ≤ {goals['first_step']:.2f}).",
         "",
         "| launcher | median s | over torchrun |",
         "|---|---|---|",
@@ -173,7 +173,7 @@ def launch(result: dict[str, Any]) -> str:
         "",
         f"Time inside the calls over a step of {1000 * shares['step_s']:.0f} ms (goal for watchdog and flag together "
         f"< {100 * goals['watching']:.1f} %).",
-        "The reduction carries loss, finiteness, token count and the flag; the wait for the slower rank is left out.",
+        "The reduction carries loss, finiteness, token count and the flag; waiting for the slower rank is excluded.",
         "",
         "| call | share |",
         "|---|---|",
@@ -195,16 +195,14 @@ def activation(result: dict[str, Any]) -> str:
             f"{model['n_heads']} heads, "
             f"vocab {model['vocab_size']}, {result['dtype']}, loss chunks of {model['loss_chunk_size']} tokens, no "
             "dropout, on the CPU. Saved: bytes alive on the device after forward (storages, counted by the tensor "
-            "tracker) beside weights and gradients; peak: the most during the step; both include the loss's own. "
-            "Again: FLOPs of products computed a second time, over those of one forward. Time: against keeping "
-            f"everything, step by step in one run. Gradients of all rows equal bit for bit: {'yes' if equal else 'NO'}."
+            "tracker) besides weights and gradients; peak: the peak of the step; both include the loss's memory. "
+            "Again: FLOPs of recomputed products, over the FLOPs of one forward. Time: over the time of keeping "
+            f"everything, step by step in one run. The gradients of all rows are bit-equal: {'yes' if equal else 'NO'}."
         ),
     ]
     for backend, measured in result["attention"].items():
         parts += _policies(backend, measured, result["goals"])
-    parts.append(
-        "On the CPU the host's copies lie in the same memory: the peaks of the offload rows are not lower than without."
-    )
+    parts.append("On the CPU the host's copies lie in the same memory: offload does not lower the peaks.")
     return "\n\n".join([*parts, *_budgets(result["budget"]), _loss(result), machine(result["environment"]), ""])
 
 
@@ -217,7 +215,7 @@ def _policies(backend: str, measured: dict[str, Any], goals: dict[str, float]) -
         for name, r in measured["policies"].items()
     ]
     head = ["| policy | saved, MiB | on the host, MiB | peak, MiB | again | time |", "|---|---|---|---|---|---|"]
-    saves = f"{title}: `selective` saves {measured['selective_share_of_full']:.0%} of what `full` saves{goal}."
+    saves = f"{title}: `selective` saves {measured['selective_share_of_full']:.0%} as much as `full`{goal}."
     return [saves, "\n".join([*head, *rows])]
 
 
@@ -228,8 +226,8 @@ def _budgets(budgets: dict[str, Any]) -> list[str]:
     ]
     head = ["| budget | math: saved, MiB | time | fused: saved, MiB | time |", "|---|---|---|---|---|"]
     text = paragraph(
-        "`budget`, blocks compiled: bytes saved by the whole model, counted by saved-tensor hooks, because neither the "
-        "tracker nor the FLOP counter sees into compiled code. Times one budget after the other, against budget 1."
+        "`budget`, blocks compiled: bytes saved by the whole model, counted by saved-tensor hooks, because the "
+        "tracker and the FLOP counter cannot see into compiled code. Times are relative to budget 1."
     )
     return [text, "\n".join([*head, *rows])]
 
@@ -258,11 +256,11 @@ def gather(result: dict[str, Any]) -> str:
     sent = next(iter(result["worlds"].values()))["bytes_sent_per_rank"]
     text = paragraph(
         f"`python -m benchmarks.gather`: every rank's row to rank 0 in one gloo gather of {sent} bytes per rank, and "
-        f"its line for `memory.jsonl`; {result['rounds']} rounds, all ranks processes of this one machine. Processor "
-        f"time is rank 0's own, and its share of the time between gathers: {result['interval']} steps of "
-        f"{1e3 * result['step_s']:.0f} ms (goal < {100 * result['goal']:.0f} %). Wall times also hold what the other "
-        f"ranks' processes take from the {result['environment']['cores']} cores: with all of them waiting already, and "
-        "begun at once."
+        f"its line for `memory.jsonl`; {result['rounds']} rounds, all ranks on this one machine. Processor "
+        f"time is rank 0's own, with its share of the time between gathers: {result['interval']} steps of "
+        f"{1e3 * result['step_s']:.0f} ms (goal < {100 * result['goal']:.0f} %). Wall times include the other "
+        f"ranks' use of the {result['environment']['cores']} cores: with all of them already waiting, and with all "
+        "beginning at once."
     )
     return "\n".join([
         "## Gathering every rank's memory",
@@ -316,10 +314,10 @@ def plan_accuracy(result: dict[str, Any]) -> str:
         "",
         paragraph(
             "`python -m benchmarks.plan_accuracy`: peak bytes of torch's CPU allocator in the wrap and "
-            f"{result['steps']} steps of real processes (from the profiler's events), against what the "
-            "planner says of the same config. Models of some million parameters: what kernels take for themselves "
-            "weighs more than it would in large ones. Of that, oneDNN's copies of images and weights are predicted, "
-            "its scratchpads for bf16 are not: those are what is missing in the CNN and in ViT. Measured at commit "
+            f"{result['steps']} steps of real processes (from the profiler's events), against the planner's "
+            "prediction for the same config. Models have some million parameters: the kernels' own memory weighs more "
+            "than in large ones. The planner predicts oneDNN's copies of images and weights, but not its scratchpads "
+            "for bf16, which explain the errors of the CNN and of ViT. Measured at commit "
             f"{result['measured_at'][:10]}, predicted at the one below."
         ),
         "",

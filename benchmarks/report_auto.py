@@ -24,14 +24,14 @@ def auto(result: dict[str, Any]) -> str:
         "",
         paragraph(
             f"`python -m benchmarks.auto`: {len(result['grid'])} settings (strategy × checkpointing × micro-batch, the "
-            f"samples of a step fixed) of a small transformer on {result['ranks']} CPU ranks are all trained, several "
-            f"at once that take turns of one step with {_cell(result['reference'])}, by whose steps beside them their "
-            "speed is counted. `shardkit plan --auto` chooses under caps on memory, evenly spaced between the least "
-            "and the most that a setting needs, from this machine's calibration and without having run any; the best "
-            "is the fastest whose measured peak is under the cap. Choices and the fastest took turns once more "
+            f"samples of a step fixed) of a small transformer are all trained on {result['ranks']} CPU ranks; several "
+            f"at once take turns of one step with {_cell(result['reference'])}, and their speed is measured against "
+            "its neighbouring steps. `shardkit plan --auto` chooses under memory caps, evenly spaced between the least "
+            "and the most that a setting needs, from this machine's calibration and without running any; the best is "
+            "the fastest setting whose measured peak is under the cap. Choices and best settings took turns again "
             f"({steps} steps each; ratio of tokens/s, 1 = the best was chosen), and each choice ran alone with "
-            f"`memory.cap`. The search leaves free what its estimate may be off ({uncertainty:.0%}); * marks a best "
-            "that needs some of that and so could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
+            f"`memory.cap`. The search leaves its estimate's uncertainty free ({uncertainty:.0%}); * marks a best "
+            "setting that needs some of this margin and could not be chosen. Goal: ratio ≥ 0.95, never out of memory. "
             f"Rank correlation of predicted and measured speed over the {len(both)} settings that the search "
             f"reported: {_rank_correlation(both):.2f}."
         ),
@@ -56,7 +56,7 @@ def _in_margin(result: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    """Spearman's: of the ranks."""
+    """Spearman's rank correlation."""
     ranks = [_ranks([pair[side] for pair in pairs]) for side in (0, 1)]
     n = len(pairs)
     return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (n * (n * n - 1))

@@ -1,4 +1,4 @@
-"""The section on parity of docs/benchmarks.md."""
+"""The section of docs/benchmarks.md on CUDA parity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
 TITLES = {
     "pairs": "Every engine, precision, policy, offload, accumulation, clipping and averaging with each other",
     "full": "Every strategy in every precision under every activation policy",
-    "late": "Offload and prefetch, with copies that come late and new memory that is poisoned",
+    "late": "Offload and prefetch, with late copies and poisoned new memory",
 }
 
 
@@ -22,12 +22,12 @@ def cuda_parity(result: dict[str, Any]) -> str:
         "",
         paragraph(
             "`python -m benchmarks.cuda_parity`, on **emulated** cards: the CUDA build of torch with its allocator, "
-            "streams and ProcessGroupNCCL, the CPU's arithmetic below (tests/emulated_cuda/README.md says what that "
-            "shows, and what only a GPU does). In brackets the number of cases, then the largest difference of a loss "
-            f"in {result['steps']} steps, and the largest ‖weights − wanted‖ / ‖wanted‖ after them. In fp32 they may "
-            f"be {exact:.0e} and {exact_weights:.0e}; below it, this many times the distance of the CPU's own bf16 "
+            "streams and ProcessGroupNCCL, over the CPU's arithmetic (tests/emulated_cuda/README.md explains what that "
+            "shows and what needs a GPU). Cells give the number of cases in brackets, the largest difference of a loss "
+            f"in {result['steps']} steps, and the largest ‖weights − wanted‖ / ‖wanted‖ after them. The limits in fp32 "
+            f"are {exact:.0e} and {exact_weights:.0e}; below fp32, this many times the distance of the CPU's bf16 "
             f"from its fp32: {times}. pure_bf16 is compared with the CPU's pure_bf16, the others with its fp32. In "
-            "fp16, one rank's gradient overflows once, in every case of the full product."
+            "fp16, one rank's gradient overflows once in every case of the full product."
         ),
     ]
     for name, found in result["sets"].items():

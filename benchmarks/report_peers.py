@@ -17,11 +17,11 @@ def peers(result: dict[str, Any]) -> str:
     text = paragraph(
         f"`python -m benchmarks.peers`: {result['ranks']} CPU ranks over gloo under torchrun, one thread each; the "
         f"reference transformer, d_model {sizes['d_model']}, {sizes['n_layers']} layers, {settings['ACCUM']} "
-        f"micro-batches of {tokens} per rank and step, fp32, AdamW, clipping; every library is given the same model, "
-        "weights, data order and settings. PyTorch and DeepSpeed are loops written by hand. Starts are timed in turns, "
-        "and so are steps, with all arms alive. Peak: the most of torch's CPU allocator on a rank, by the profiler's "
+        f"micro-batches of {tokens} per rank and step, fp32, AdamW, clipping; every library gets the same model, "
+        "weights, data order and settings. PyTorch and DeepSpeed are hand-written loops. Starts are timed in turns, "
+        "and so are steps, with all arms alive. Peak: the peak of torch's CPU allocator on a rank, from the profiler's "
         "events, from the model's construction on. No ratio is written unless all losses are within "
-        f"{result['tolerance']:g} of the loop written by hand."
+        f"{result['tolerance']:g} of the hand-written loop's."
     )
     ratios = ["engine", "library", "step time", "command to first step", "peak tensor memory", "steps", "starts"]
     return "\n\n".join([
@@ -31,8 +31,8 @@ def peers(result: dict[str, Any]) -> str:
         table(ratios, _ratios(engines)),
         "Medians:",
         table(["engine", "library", "step, ms", "first step, s", "peak, MiB", "loss difference"], _medians(engines)),
-        "What did not train on a CPU, and what it said:",
-        table(["engine", "library", "said"], _refused(engines)),
+        "Libraries that did not train on a CPU, and their errors:",
+        table(["engine", "library", "error"], _refused(engines)),
         paragraph(", ".join(f"{name} {version}" for name, version in packages.items()) + "."),
         machine(result["environment"]),
         "",

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on what other tools predict."""
+"""The section of docs/benchmarks.md on other tools' predictions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def plan_peers(result: dict[str, Any]) -> str:
         "## What other tools predict",
         "",
         paragraph(
-            "`python -m benchmarks.plan_peers`: the cases above, each tool asked by its own functions about those that "
-            "it speaks of, and shardkit about the same ones. Model states are parameters, gradients and optimizer "
-            "states: what was measured between two steps, and the gradients. That is what DeepSpeed's and Accelerate's "
-            "figures are for; neither says anything of activations and buffers, and their rows against the peak only "
-            "tell how far states are from what a job needs. DeepSpeed: ZeRO-2 and -3 in bf16 without offload (on CPUs "
-            "device and host are one memory). Accelerate: AdamW on one process; its bf16 figure is the largest stage, "
-            "as the command prints it. The trackers: one process, or modules wrapped by FSDP2, two steps under a fake "
-            "process group; DDP and DeepSpeed's engine they do not follow there. FSDPMemTracker counts the shapes that "
-            "DTensor computes with in the optimizer's step, if tensors are fake. "
+            "`python -m benchmarks.plan_peers`: for the cases above, each tool predicts those that it covers by its "
+            "own functions, and shardkit predicts the same ones. Model states are parameters, gradients and optimizer "
+            "states: the bytes measured between two steps, and the gradients. DeepSpeed's and Accelerate's figures are "
+            "for these states and ignore activations and buffers; their rows against the peak only show how far states "
+            "are from a job's needs. DeepSpeed: ZeRO-2 and -3 in bf16 without offload (on CPUs device and host share "
+            "memory). Accelerate: AdamW on one process; its bf16 figure is the largest stage, as its command prints. "
+            "The trackers: one process, or modules wrapped by FSDP2, two steps under a fake process group, where they "
+            "do not follow DDP or DeepSpeed's engine. With fake tensors, FSDPMemTracker also counts the global "
+            "shapes of DTensor's sharding propagation in the optimizer's step. "
             + (f"{failed} cases failed." if failed else "No tool failed on a case.")
         ),
         "",

@@ -1,7 +1,7 @@
 """How long `shardkit [submit] --help` and `import shardkit` take: python -m benchmarks.startup [--pairs N].
 
-Each is timed in whole processes, alternating with its baseline in one run: a typer app with as many commands that do
-nothing (plain, as ours; and with typer's default rich output), and an interpreter that does nothing.
+Each is timed in whole processes, alternating with its baseline in one run: a typer app with the same number of empty
+commands (plain, like ours, and with typer's default rich output), and an interpreter that does nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def seconds(code: str, environ: dict[str, str]) -> float:
 
 
 def interleaved(codes: list[str], rounds: int) -> list[list[float]]:
-    """`rounds` timings of each code, taken in turn and in alternating order, after one round to fill caches."""
+    """`rounds` timings of each code, in turn and in alternating order, after one round to fill caches."""
     with tempfile.TemporaryDirectory() as caches:
-        # Byte code is cached as for an installed package, whatever this checkout and its environment do.
+        # Byte code is cached as for an installed package, whatever this checkout's environment says.
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environ |= {"PYTHONPATH": str(REPO), "PYTHONPYCACHEPREFIX": caches}
         times: list[list[float]] = [[] for _ in codes]
@@ -76,14 +76,14 @@ def ratio(ours: list[float], baseline: list[float]) -> dict[str, Any]:
 
 
 def import_ms(rounds: int) -> tuple[float, float, float]:
-    """(median, low, high) of what `import shardkit` adds to an interpreter's start, in ms."""
+    """(median, low, high) of the ms that `import shardkit` adds to an interpreter's start."""
     nothing, importing = interleaved([NOTHING, IMPORT], rounds)
     value, low, high = median_ci([(b - a) * 1e3 for a, b in zip(nothing, importing, strict=True)])
     return value, low, high
 
 
 def help_ratio(rounds: int) -> dict[str, Any]:
-    """`shardkit --help` against a bare typer app that shows its help in the same way."""
+    """`shardkit --help` against a bare typer app with the same style of help."""
     return ratio(*interleaved([SHARDKIT_HELP, PLAIN_APP], rounds))
 
 

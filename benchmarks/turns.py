@@ -1,4 +1,4 @@
-"""Runs of two ranks that take a step when they are told to, so that several of them can take turns."""
+"""Runs of two ranks that take a step on request: several runs can take turns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any, TextIO
 from .common import REPO
 from .overhead import rank_environ, torchrun
 
-RANKS = 2  # as overhead.torchrun starts
+RANKS = 2  # as many as overhead.torchrun starts
 LIMIT_S = 240  # for a start, and for a step
 
 
 class Ranks:
-    """The side of the measurement. A line to a rank is one more step; a line from it is what became of it.
+    """The measuring side. Each line to a rank asks for a step; each line from it is the result.
 
     Args:
         name: for errors.
-        worker: module and arguments of a rank, which calls `serve` with the folder that comes as its last argument.
-        folder: for what they leave.
+        worker: module and arguments of a rank, which calls `serve` with its last argument, the folder.
+        folder: directory for the ranks' files.
 
     Raises:
-        RuntimeError: a rank ended early, or took more than four minutes; holds what the ranks printed.
+        RuntimeError: a rank ended early, or took more than four minutes; includes the ranks' output.
     """
 
     def __init__(self, name: str, worker: Sequence[str], folder: Path) -> None:
@@ -59,7 +59,7 @@ class Ranks:
             return
         connection.settimeout(LIMIT_S)
         self.streams.append(connection.makefile("rw"))
-        connection.close()  # which leaves the stream open
+        connection.close()  # the stream stays open
 
     def answers(self, asked: str | None = None) -> list[dict[str, Any]]:
         """The next line of each rank."""
@@ -74,12 +74,12 @@ class Ranks:
         return [json.loads(line) for line in lines]
 
     def first_step(self) -> tuple[float, float]:
-        """Seconds from the command to its end on the last rank, and its loss."""
+        """(seconds from the command to the first step's end on the last rank, its loss)."""
         found = self.answers()
         return max(answer["at"] for answer in found) - self.began, mean_loss(found)
 
     def step(self) -> tuple[float, float]:
-        """Seconds that it took the slower rank, and the loss: all ranks have as many targets."""
+        """(seconds on the slower rank, mean loss: all ranks have the same number of targets)."""
         found = self.answers("step")
         return max(answer["seconds"] for answer in found), mean_loss(found)
 
@@ -109,13 +109,13 @@ def mean_loss(answers: Sequence[dict[str, Any]]) -> float:
 
 
 def rotated(arms: Sequence[Any], index: int) -> list[Any]:
-    """Who goes first changes."""
+    """The arms in rotated order: each goes first in turn."""
     first = index % len(arms)
     return [*arms[first:], *arms[:first]]
 
 
 def serve(scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]]) -> None:
-    """The side of a rank: say each of `answers`, which read what is asked."""
+    """The rank's side: send each of `answers`, which read the requests."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{scratch}/turns")
         stream = connection.makefile("rw")
@@ -126,7 +126,7 @@ def serve(scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]]) -
 
 
 def timed(steps: Iterator[float], stream: TextIO) -> Iterator[dict[str, float]]:
-    """A step's loss at once, then one for each line that comes."""
+    """The first step's loss at once, then one step for each line received."""
     yield {"loss": next(steps), "at": time.time()}
     while stream.readline():
         began = time.perf_counter()

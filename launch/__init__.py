@@ -1,1 +1,1 @@
-"""From one process to a cluster: who this rank is, and how ranks are started. Imports no torch."""
+"""Start ranks, from one process to a cluster, and tell each rank who it is. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What a batch script runs: one srun step, told in time to save, queued again when it was preempted.
+"""Run a batch job: one srun step, warned in time to save, and requeued after a preemption.
 
     python -m shardkit.launch.batch torchrun|srun CONFIG [section.key=value ...]
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _SRUN_LOG = "srun.log"
 _BEGAN = time.time()  # this process is one start of the job
-# Slurm's warning goes to every process of a step: until a process listens, it has to be ignored, or it kills.
+# Slurm's warning goes to every process of a step: until a process listens, it must be ignored, or it kills.
 _SHIELD = ["bash", "-c", "trap '' USR2; exec \"$@\"", "shield"]
 
 
@@ -47,10 +47,10 @@ class Batch:
     Attributes:
         train_args: CONFIG and overrides.
         log_dir: this start's folder below RUN_DIR/logs, absolute.
-        restart: how often Slurm queued this job again before.
+        restart: how often Slurm has requeued this job.
         n_ranks_per_node: ranks on each node.
         snapshot: the resolved config, as YAML.
-        is_periodic: whether it makes checkpoints on the way.
+        is_periodic: whether the run makes periodic checkpoints.
     """
 
     style: str
@@ -66,10 +66,10 @@ class Batch:
     is_periodic: bool = False
 
     def pin(self) -> Batch:
-        """Keep the config with the run: however often the job starts, it runs what it ran first.
+        """Keep the config with the run: every later start of the job uses the config of the first.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the config cannot be written.
         """
         path = _pinned(self.run_dir, self.job_id)
         if self.restart == 0 or not path.exists():
@@ -96,13 +96,13 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     """The job from its command line and Slurm's variables.
 
     Raises:
-        ConfigError: the config is wrong, or does not fit the ranks: said here, before they start.
+        ConfigError: the config is wrong, or does not fit the ranks; raised before they start.
         LaunchError: not inside a batch job, or no config.
     """
     if len(args) < 2 or args[0] not in ("torchrun", "srun"):
         raise LaunchError("no config was given", "sbatch slurm/train.sbatch CONFIG [section.key=value ...]")
     if "SLURM_JOB_ID" not in environ:
-        raise LaunchError("this is no Slurm job: SLURM_JOB_ID is not set", "sbatch slurm/train.sbatch CONFIG")
+        raise LaunchError("this is not a Slurm job: SLURM_JOB_ID is not set", "sbatch slurm/train.sbatch CONFIG")
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
     overrides = _array_overrides(overrides, environ)
     loaded = _load(config, overrides)
@@ -115,7 +115,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
     job_id = environ["SLURM_JOB_ID"]
     restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
     pinned = _pinned(run_dir, job_id)
-    if restart and pinned.exists():  # the file that was submitted may be another by now
+    if restart and pinned.exists():  # the submitted file may have changed since
         config, overrides = str(pinned), []
         loaded = _load(config, overrides)
     n_nodes, n_ranks = integer(environ, "SLURM_JOB_NUM_NODES"), _ranks_per_node(style, environ)
@@ -147,7 +147,7 @@ def _load(config: str | None, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def _array_overrides(overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """In values `%a` stands for the array index."""
+    """Replace `%a` in values by the array index."""
     index = environ.get("SLURM_ARRAY_TASK_ID")
     return list(overrides) if index is None else [item.replace("%a", index) for item in overrides]
 
@@ -183,7 +183,7 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
 
 
 def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
-    """srun takes no --cpus-per-task from sbatch since Slurm 22.05. torchrun shares a node's CPUs among its ranks."""
+    """The --cpus-per-task for srun, which ignores sbatch's since Slurm 22.05. torchrun's ranks share a node's CPUs."""
     if batch.style == "srun":
         return integer(environ, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in environ else None
     per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -191,7 +191,7 @@ def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
 
 
 def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the step's processes get beside the job's environment."""
+    """The job's environment, plus the variables of the step's processes."""
     keep = os.pathsep.join([str(batch.log_dir), str(job_starts.path(batch.run_dir).absolute())])
     job_output = batch.run_dir.absolute() / "logs"
     kept_outputs = [str(path) for path in job_output.glob("slurm-*.out")]
@@ -207,7 +207,7 @@ def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) -> int:
-    """Run the step to its end, and decide what comes after it.
+    """Run the step to its end, then requeue or end the job; returns the exit code.
 
     Raises:
         LaunchError: the run directory cannot be written, or the job has been started too often.
@@ -232,7 +232,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
     while process.poll() is None:
         warning.watch(batch.job_id, batch.run_dir)
-        if signal.SIGTERM in warning.came and not noted:  # Slurm may leave this script no time to do so at its end
+        if signal.SIGTERM in warning.came and not noted:  # Slurm may leave this script no time for it at the end
             noted, why = True, requeue.taken_back(batch.job_id, batch.restart)
             if why is not None:
                 job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
@@ -248,7 +248,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
 
 
 def _note_earlier_ends(batch: Batch) -> None:
-    """Of starts that could not say themselves why they ended, as Slurm does."""
+    """Note Slurm's reason for earlier starts that could not record their own end."""
     for start in job_starts.starts(batch.run_dir):
         if start.job == batch.job_id and start.restart < batch.restart and start.reason is None:
             why = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
@@ -265,7 +265,7 @@ def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:
 
 
 def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
-    """Raises if the job should not run another time."""
+    """Raise if the job should not run again."""
     most = int(environ.get("SHARDKIT_MAX_REQUEUES", "100"))
     problem = requeue.refusal(batch.run_dir, batch.job_id, most)
     if problem is not None:
@@ -275,7 +275,7 @@ def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
 def _after(
     batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str], saved: tuple[int, int] | None
 ) -> int:
-    """Note why the step ended; the job goes back to the queue, or ends with the returned code.
+    """Note why the step ended; requeue the job, or end it with the returned code.
 
     Args:
         saved: the newest checkpoint, if this start made it.
@@ -299,11 +299,11 @@ def _after(
 
 def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool, saved: bool) -> int:
     if stopped and not saved:
-        say(f"error: the ranks said that they saved, but {batch.run_dir}/checkpoints has no checkpoint of this start")
+        say(f"error: the ranks reported a save, but {batch.run_dir}/checkpoints has no checkpoint of this start")
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped, without a checkpoint")
         return exit_codes.UNSAVED
     if stopped:
-        say("saved and stopped; not queued again, because nobody but Slurm's warning or a preemption asks for that")
+        say("saved and stopped; not queued again: only Slurm's warning or a preemption requeues a job")
         job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
         return exit_codes.PREEMPTED
     job_starts.note_end(
@@ -317,7 +317,7 @@ def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: b
 
 
 def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
-    """Say what ranks died of; under torchrun each node's launcher has done it."""
+    """Print why ranks died; under torchrun each node's launcher has done it."""
     if failures and batch.style == "srun":
         memory = oom.words(failures, oom.read(batch.run_dir, _BEGAN))
         kills = failure.oom_kills_in_srun_log(_srun_log(batch))
@@ -329,7 +329,7 @@ def _cause(first: failure.Failure) -> str:
 
 
 def _failures(batch: Batch) -> list[failure.Failure]:
-    """Why ranks ended, likely origin first: their own words, what their launchers saw, and what srun did."""
+    """Why ranks ended, likely origin first: from their own files, their launchers and srun."""
     if batch.style == "torchrun":
         found = [one for folder in batch.log_dir.glob("*") for one in failure.of_launcher(folder)]
         return sorted(found, key=lambda one: one.order)
@@ -339,7 +339,7 @@ def _failures(batch: Batch) -> list[failure.Failure]:
 def _srun_log(batch: Batch) -> str:
     try:
         return (batch.log_dir / _SRUN_LOG).read_text(errors="replace")
-    except OSError:  # somebody deleted the run
+    except OSError:  # the run was deleted
         return ""
 
 

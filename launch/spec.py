@@ -1,4 +1,4 @@
-"""What to run, where, on how many ranks: the one description that torchrun's command and Slurm's script come from."""
+"""The description of a job, from which torchrun's command and Slurm's script are made."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Rendezvous:
 
     Attributes:
         endpoint: HOST:PORT of the store; None = one node, whose store is a file.
-        folder: where that file lies, closed to other users; empty = torchrun makes one for itself.
-        node_rank: this node's place, for nodes that are numbered from outside (Slurm); None = torchrun numbers them.
+        folder: private folder of that file; empty = torchrun makes one for itself.
+        node_rank: this node's number, if Slurm or the user numbers nodes; None = torchrun numbers them.
         is_host: whether this node holds the store; None = torchrun compares host names.
-        run_id: the same on every node, and another for every job that uses the endpoint.
-        conf: more of torchrun's `--rdzv-conf`, `key=value,…`.
+        run_id: the same on every node, and different for every job that uses the endpoint.
+        conf: more entries for torchrun's `--rdzv-conf`, `key=value,…`.
     """
 
     endpoint: str | None = None
@@ -35,15 +35,15 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What is asked of Slurm; None leaves the choice to the cluster.
+    """Options for Slurm; None leaves the choice to the cluster.
 
     Attributes:
         style: `torchrun` starts one torchrun per node, `srun` one task per rank.
         signal_s: seconds before the time limit at which the job is told to save; None = preemption_warning.DEFAULT_S.
-        time: as Slurm writes it, `4:00:00`.
+        time: time limit in Slurm's format, `4:00:00`.
         container: an image for srun's --container-image (pyxis).
-        container_mounts: as pyxis writes them, beside the working and the run directory.
-        max_requeues: preemptions and time limits after which the job is not queued again.
+        container_mounts: mounts in pyxis' format, besides the working and the run directory.
+        max_requeues: the job is not requeued after this many preemptions and time limits.
         extra: raw `--key=value` options for sbatch.
     """
 
@@ -72,14 +72,14 @@ class JobSpec:
     Attributes:
         config: the YAML file; None = defaults.
         overrides: `section.key=value`, applied after the file.
-        run_dir: where the run is written.
+        run_dir: directory of the run's files.
         nproc_per_node: ranks on each node.
         nodes: (min, max); they differ for an elastic job.
         gpus_per_node: GPUs to ask the cluster for; 0 = none.
         python: the interpreter that ranks run in.
-        cwd: where relative paths of the config start.
-        log_dir: where torchrun puts each rank's output.
-        bind_cpus: whether each rank gets CPUs of its own.
+        cwd: base directory of the config's relative paths.
+        log_dir: torchrun's directory for each rank's output.
+        bind_cpus: whether each rank is bound to its own CPUs.
         on_gpus: whether ranks use GPUs.
     """
 
@@ -101,7 +101,7 @@ class JobSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether nodes may leave and join while it runs."""
+        """Whether nodes may leave and join while the job runs."""
         return self.nodes[0] != self.nodes[1]
 
     @property
@@ -119,7 +119,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise LaunchError(f"--nnodes {text!r} is no number of nodes", "pass a number, or MIN:MAX with 1 <= MIN <= MAX")
+        raise LaunchError(f"--nnodes {text!r} is not a number of nodes", "pass N, or MIN:MAX with 1 <= MIN <= MAX")
     return low, high
 
 
@@ -127,7 +127,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """`host:29500` → (host, 29500).
 
     Raises:
-        LaunchError: no port, or not one.
+        LaunchError: the endpoint is not HOST:PORT.
     """
     host, colon, port = endpoint.rpartition(":")
     if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
@@ -139,11 +139,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def check_fits(config: RunConfig, nodes: int, ranks_per_node: int, gpus_per_node: int) -> None:
-    """Refuse what the ranks would refuse.
+    """Refuse a job that its ranks would refuse.
 
     Raises:
-        ConfigError: the strategy, its mesh or the batch does not fit the ranks, or there is no GPU for run.device=cuda.
-        LaunchError: no ranks, or more on a node than GPUs.
+        ConfigError: the strategy, its mesh or the batch does not fit the ranks, or run.device=cuda has no GPU.
+        LaunchError: no ranks, or more ranks than GPUs on a node.
     """
     from ..config import capability
     from ..config.load import resolve_batch

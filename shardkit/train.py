@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure.record(error)
         if args.debug:
             raise
-        # Such errors are the same on every rank of a machine, or agreed on by all: say it once.
+        # Every rank of a machine has the same error, or all ranks agreed on it: print it once.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
         mine = local_rank == "0" or isinstance(error, OutOfMemoryError)
         return report(error) if mine else error.exit_code
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(loaded: LoadedConfig) -> int:
-    said = affinity.bind(detect())  # before torch has threads
+    said = affinity.bind(detect())  # before torch starts threads
     grow_segments(os.environ)
     from .run.job import start
     from .run.planning import RunPlan
@@ -75,7 +75,7 @@ def run(loaded: LoadedConfig) -> int:
             trainer = Trainer(job)
             plan.begin(job, trainer.run_dir)
             outcome = trainer.fit()
-        if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: nobody waits for this
+        if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: no rank waits for this
             plan.close(loaded.config, trainer.run_dir)
     if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
         return 0

@@ -1,4 +1,4 @@
-"""Plain DeepSpeed with its own defaults, offloading as its tutorials do; `… benchmarks.gpu.plain JSON` prints JSON."""
+"""Plain DeepSpeed with its own defaults and its tutorials' offload; `… benchmarks.gpu.plain JSON` prints JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|DefaultCPUAllocator", r
 
 
 def offload_config(stage: int, cpu: bool) -> dict[str, Any]:
-    """The settings; buckets and the like are DeepSpeed's defaults."""
+    """The DeepSpeed config; buckets and the like keep DeepSpeed's defaults."""
     there = {"device": "cpu", "pin_memory": not cpu}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -38,7 +38,7 @@ def offload_config(stage: int, cpu: bool) -> dict[str, Any]:
 
 
 def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Found:
-    """Losses of some steps of the reference transformer, its blocks checkpointed, on this repository's usual text."""
+    """Train the reference transformer with checkpointed blocks for some steps on the benchmarks' usual text."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
@@ -74,7 +74,7 @@ def train(stage: int, sizes: dict[str, int], steps: int, cpu: bool) -> Found:
 
 
 def _build(stage: int, config: Any, given: dict[str, Any], device: Any) -> Any:
-    """The model in bf16 where it will be used: on the device, or partitioned as it is built."""
+    """Build the model in bf16 in its final place: on the device, or partitioned during construction."""
     import deepspeed
     import torch
     from torch.utils.checkpoint import checkpoint

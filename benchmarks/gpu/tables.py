@@ -1,4 +1,4 @@
-"""The GPU section of docs/benchmarks.md: every case has its row, measured or not."""
+"""The GPU section of docs/benchmarks.md: every case has a row, measured or not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .mfu import CEILING, GOALS, MODELS
 MISSING = "not yet measured"
 GIB = 2**30
 Known = dict[str, dict[str, Found]]
-"""Case → "predicted" and "measured", whichever is complete."""
+"""Case → its complete results, under "predicted" and "measured"."""
 
 
 def section(results: Path) -> str:
-    """The section for the files in `results`; those that are not there leave rows without figures."""
+    """The section for the files in `results`; missing files leave rows without figures."""
     known = {part: read(results / f"gpu_{part}.json", part) for part in PARTS}
     parts = [
         "## On a GPU",
@@ -43,7 +43,7 @@ def read(path: Path, part: str) -> Known:
     """The complete cases of a file, without those that the part no longer has.
 
     Raises:
-        ValueError: it holds a dry run.
+        ValueError: the file holds a dry run.
     """
     if not path.exists():
         return {}
@@ -66,7 +66,7 @@ def _measured(known: Known, case: str) -> Found | None:
 
 
 def _cells(found: Found | None, cells: Callable[[Found], list[str]], columns: int) -> list[str]:
-    """A row's measured cells: of a success, or how it went."""
+    """A row's measured cells, or its outcome if it did not succeed."""
     if found is None:
         return [MISSING, *[""] * (columns - 1)]
     if found["outcome"] != "ok":
@@ -108,8 +108,8 @@ def _mfu(known: Known) -> list[str]:
     return [
         "### Model FLOPs utilisation",
         paragraph(
-            "Compiled blocks, attention recomputed, chunked cross-entropy, through shardkit with ledger and metrics "
-            "on, and in a loop written by hand, in turns. MFU: 6 N_matmul + 12 L d T FLOPs per token, no recompute, "
+            "Compiled blocks, recomputed attention, chunked cross-entropy, through shardkit with ledger and metrics "
+            "on, and in a hand-written loop, in turns. MFU: 6 N_matmul + 12 L d T FLOPs per token, no recompute, "
             f"over the card's dense bf16 peak. Goals: ≥ {GOALS['over_bare']} of the bare loop's throughput, "
             f"≥ {GOALS['mfu']:.0%} MFU. Ceiling, the best of a sweep of bf16 products: {shown}."
         ),
@@ -125,8 +125,8 @@ def _ladder(known: Known) -> list[str]:
     parts = [
         "### The ladder",
         paragraph(
-            "Each rung on top of those above it; GiB. Predicted: required bytes with what lies outside of torch's "
-            "allocator. Largest: predicted → trained, in brackets the next one that ran out of memory."
+            "Each rung on top of those above it; GiB. Predicted: required bytes, including those outside torch's "
+            "allocator. Largest: predicted → trained, in brackets the next size, which ran out of memory."
         ),
     ]
     for name, card in CARDS.items():
@@ -146,7 +146,7 @@ def _ladder(known: Known) -> list[str]:
 
 
 def _size(known: Known, case: str, form: str) -> str:
-    """`12 → 12 (13)`: predicted, trained, ran out of memory."""
+    """`12 → 12 (13)`: the sizes predicted, trained, and out of memory."""
     plan, found = _predicted(known, case), _measured(known, case)
     amount = plan.get("amount")
     shown = plan.get("outcome", "–") if amount is None else form.format(amount)
@@ -214,7 +214,7 @@ def _accuracy(known: Known) -> list[str]:
     parts = [
         "### Predicted against measured on a GPU",
         paragraph(
-            "World size 1, GiB. Last column: whether the run works when the card is made as small as "
+            "World size 1, GiB. Last column: whether the run works on a card limited to "
             f"{MARGIN} × the predicted required bytes (goal: always). Goals: median error ≤ 1 % allocated, ≤ 5 % "
             "reserved."
         ),
@@ -245,7 +245,7 @@ def _categories(known: Known) -> list[str]:
     parts = [
         "### Categories beside the allocator",
         paragraph(
-            "SwinIR's size (Swin2SR): the traced step's categories at its peak, GiB, and what the allocator held "
+            "SwinIR's size (Swin2SR): the traced step's categories at its peak, GiB, and the allocator's bytes "
             "beyond them (goal ≤ 2 %)."
         ),
         table(("", "allocator's peak", "traced peak", "categories", "unattributed"), list(map(row, CATEGORY_ARMS))),
@@ -257,7 +257,7 @@ def _categories(known: Known) -> list[str]:
 
 
 def _provenance(known: dict[str, Known]) -> Iterator[str]:
-    """Where and when figures were measured, and predictions made; each place once."""
+    """The places and dates of measurements and predictions, each once."""
     said: dict[str, Any] = {}
     for cases in known.values():
         for case in cases.values():

@@ -1,1 +1,1 @@
-"""`shardkit doctor`: what on this machine makes training fail or crawl."""
+"""`shardkit doctor`: find problems of this machine that make training fail or crawl."""

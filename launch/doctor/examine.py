@@ -1,4 +1,4 @@
-"""`shardkit doctor`: looks at this machine for what makes training fail or crawl. Imports no torch: a child asks it."""
+"""Examine this machine for problems that make training fail or crawl. Imports no torch: a child process does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OLDEST = {"torch": (2, 9), "deepspeed": (0, 19), "accelerate": (1, 0), "psutil"
 
 
 def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
-    """All checks of this machine, torch's in a process of its own."""
+    """All checks of this machine; torch's run in their own process."""
 
     looks: list[Callable[[], Iterable[Check]]] = [
         python,
@@ -51,7 +51,7 @@ def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
 
 
 def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[Check]:
-    """What torch and DeepSpeed say about themselves; a crash on import is a finding, not the end."""
+    """Checks of torch and DeepSpeed; a crash on import is a finding, not the end."""
     command = [python, "-m", "shardkit.launch.doctor.libraries"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -71,7 +71,7 @@ def python() -> list[Check]:
 
 
 def packages() -> list[Check]:
-    """Versions of what shardkit needs."""
+    """Versions of the packages that shardkit needs."""
     checks = []
     for name, oldest in _OLDEST.items():
         wanted = ".".join(map(str, oldest))
@@ -88,7 +88,7 @@ def packages() -> list[Check]:
 
 
 def compiler() -> list[Check]:
-    """What DeepSpeed needs to build CPUAdam."""
+    """The tools that DeepSpeed needs to build CPUAdam."""
     missing = [] if any(shutil.which(name) for name in ("c++", "g++", "clang++")) else ["a C++ compiler"]
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing.append("Python's headers")
@@ -101,7 +101,7 @@ def compiler() -> list[Check]:
 
 
 def gpu_driver() -> list[Check]:
-    """Driver and topology as nvidia-smi tells."""
+    """Driver and topology, from nvidia-smi."""
     said = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
     if said is None:
         if visible_gpus():
@@ -116,7 +116,7 @@ def gpu_driver() -> list[Check]:
 
 
 def gpu_processes() -> list[Check]:
-    """Others on the GPUs take memory that a plan counts on."""
+    """Other processes on the GPUs, which take memory that a plan counts on."""
     said = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
     if said is None:
         return []
@@ -128,13 +128,13 @@ def gpu_processes() -> list[Check]:
 
 
 def numa(root: Path = Path("/")) -> list[Check]:
-    """NUMA nodes, which of them GPUs hang on, and how `shardkit launch` shares the CPUs out among a rank per GPU."""
+    """NUMA nodes, the node of each GPU, and whether this process may use the CPUs beside its GPUs."""
     nodes: dict[int, list[int]] = {}
     for cpu, place in sorted(affinity.topology(root).items()):
         nodes.setdefault(place[0], []).append(cpu)
     allowed = affinity.allowed_cpus()
     found = "; ".join(f"node {node}: CPUs {affinity.render(cpus)}" for node, cpus in sorted(nodes.items()))
-    found = found or "the kernel tells no NUMA nodes"
+    found = found or "the kernel reports no NUMA nodes"
     gpus = affinity.gpu_nodes(os.environ, root)
     if gpus:
         found += f"; GPUs on nodes {', '.join('?' if node is None else str(node) for node in gpus)}"
@@ -162,7 +162,7 @@ def memory() -> list[Check]:
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes this process's control group may use, the tightest on the way up; None = no limit."""
+    """Bytes that this process's control group may use: the tightest limit up to the root; None = no limit."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -194,7 +194,7 @@ def limits() -> list[Check]:
 
 
 def shared_memory() -> list[Check]:
-    """/dev/shm: NCCL and data-loader workers put their buffers there; a full one ends them with SIGBUS."""
+    """/dev/shm: NCCL and data-loader workers keep buffers there; if it is full, SIGBUS kills them."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return [Check("/dev/shm", "warn", "not mounted", "mount a tmpfs on /dev/shm")]
@@ -220,14 +220,12 @@ def network() -> list[Check]:
         fix = "open the firewall between the nodes (all ports from 1024 up), and on the loopback device"
         return [Check("ports", "fail", f"cannot connect to {name} ({address}) on a free port: {error.strerror}", fix)]
     loop = address.startswith("127.") or address == "::1"
-    found = f"{name} is {address}, a free port can be reached" + (
-        "; other nodes must know another address" if loop else ""
-    )
+    found = f"{name} is {address}, a free port can be reached" + ("; other nodes need another address" if loop else "")
     return [Check("ports", "pass", found, data={"address": address})]
 
 
 def rank_variables() -> list[Check]:
-    """Variables of launchers that contradict each other."""
+    """Launchers' variables that contradict each other."""
     try:
         env = detect()
     except LaunchError as error:
@@ -236,7 +234,7 @@ def rank_variables() -> list[Check]:
 
 
 def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
-    """Space, and the speed of a write that reaches the disk, where `path` is or will be."""
+    """Free space and durable write speed where `path` is or will be."""
     place = path.absolute()
     while not place.exists():
         place = place.parent

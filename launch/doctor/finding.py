@@ -17,9 +17,9 @@ class Check:
     """One finding.
 
     Attributes:
-        found: what there is, one line.
-        fix: what to do about it; empty when it passed.
-        data: the numbers, for programs.
+        found: the state found, in one line.
+        fix: how to correct it; empty if the check passed.
+        data: the figures, for programs.
     """
 
     name: str
@@ -43,7 +43,7 @@ def render(checks: list[Check]) -> str:
 
 
 def as_json(checks: list[Check], extra: dict[str, Any]) -> str:
-    """For programs: `{"status": …, "checks": […], …}`."""
+    """JSON for programs: `{"status": …, "checks": […], …}`."""
     return json.dumps({"status": worst(checks), "checks": [asdict(check) for check in checks], **extra}, indent=1)
 
 

@@ -1,4 +1,4 @@
-"""`python -m shardkit.launch.doctor.libraries`: what torch and DeepSpeed say about this machine, as a line of JSON."""
+"""`python -m shardkit.launch.doctor.libraries`: checks of torch and DeepSpeed on this machine, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .finding import Check
 
-# In a process of its own: DeepSpeed prints, and an op of another build can crash.
+# In its own process: DeepSpeed prints, and an op of another build can crash.
 _OPS = """
 import json, os
 os.environ.setdefault("DS_ACCELERATOR", "{accelerator}")
@@ -21,7 +21,7 @@ print("OPS " + json.dumps(bool(CPUAdamBuilder().is_compatible(False))))
 
 
 def examine() -> list[Check]:
-    """Versions, GPUs, and whether this build of torch has code for them."""
+    """Checks of versions and GPUs, and whether this build of torch has code for them."""
     import torch
 
     builds = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": _nccl(), "path": torch.__path__[0]}
@@ -69,7 +69,7 @@ def _cpu_adam(cuda: bool) -> Check:
     said = [line for line in done.stdout.splitlines() if line.startswith("OPS ")]
     if done.returncode or not said:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Check("DeepSpeed ops", "warn", f"cannot be looked at: {last}", "pip install --force-reinstall deepspeed")
+        return Check("DeepSpeed ops", "warn", f"cannot be checked: {last}", "pip install --force-reinstall deepspeed")
     if json.loads(said[-1][4:]):
         return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
     fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"

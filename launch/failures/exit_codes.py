@@ -1,4 +1,4 @@
-"""What a process's exit code says about why it ended."""
+"""Read from a process's exit code why it ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 OK, FAILED, USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 5, 6, 75, 130
 FINAL = (USER_ERROR, OUT_OF_MEMORY, UNSAVED, SUPERSEDED)
-"""Started again, the ranks would end the same way."""
+"""Codes after which a restart would end the same way."""
 
 _CAUSES = {
     signal.SIGKILL: (
-        "the kernel killed it because the host or its cgroup ran out of memory, or somebody did",
+        "the kernel killed it because the host or its cgroup ran out of memory, or a user killed it",
         "look for 'oom' in dmesg, lower data.workers or offload less to the host, or ask for more memory",
     ),
     signal.SIGSEGV: (
@@ -23,15 +23,15 @@ _CAUSES = {
         "see the last lines of the rank's log; for a timeout look at the rank that did not arrive",
     ),
     signal.SIGBUS: (
-        "shared memory that could not be backed: /dev/shm is full",
+        "no room for shared memory: /dev/shm is full",
         "set data.workers=0, or start the container with a larger --shm-size",
     ),
     signal.SIGILL: (
         "an instruction that this CPU does not have: an op compiled on another machine",
-        "delete ~/.cache/torch_extensions, so that it is compiled here",
+        "delete ~/.cache/torch_extensions: the op is then compiled here",
     ),
     signal.SIGTERM: (
-        "somebody asked it to end: the scheduler, a user, or torchrun after another rank failed",
+        "it was asked to end: by the scheduler, a user, or torchrun after another rank failed",
         "look at the scheduler's log of the job and at the other ranks",
     ),
     signal.SIGINT: ("it was interrupted (Ctrl-C)", ""),
@@ -39,7 +39,7 @@ _CAUSES = {
 
 
 def signal_of(code: int) -> signal.Signals | None:
-    """The signal that ended a process: −9 as Python reports it, 137 = 128 + 9 as shells do."""
+    """The signal that ended a process, from Python's code (−9) or a shell's (137 = 128 + 9); None if none did."""
     number = -code if code < 0 else code - 128
     try:
         return signal.Signals(number) if number > 0 else None
@@ -48,7 +48,7 @@ def signal_of(code: int) -> signal.Signals | None:
 
 
 def shell_code(code: int) -> int:
-    """The code to exit with oneself: 128 + signal instead of a negative number."""
+    """The code for exiting the same way: 128 + signal instead of a negative number."""
     return 128 - code if code < 0 else code
 
 
@@ -59,7 +59,7 @@ def describe(code: int) -> str:
 
 
 def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
-    """(cause, fix) in words; empty for codes that say nothing. `oom_kills`: what the kernel counted during the job."""
+    """(cause, fix) in words; empty for codes that say nothing. `oom_kills`: the kernel's OOM kills during the job."""
     found = signal_of(code)
     if found is None:
         return "", ""
@@ -70,7 +70,7 @@ def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """Processes that the kernel killed for want of memory: in this cgroup, else on this machine; 0: unknown."""
+    """Number of the kernel's OOM kills in this cgroup, else on this machine; 0 if unknown."""
     for path in (*_cgroup_records(root), root / "proc/vmstat"):
         try:
             text = path.read_text()
@@ -83,7 +83,7 @@ def oom_kill_count(root: Path = Path("/")) -> int:
 
 
 def _cgroup_records(root: Path) -> list[Path]:
-    """Where the kernel may count them for the cgroup, version 2 and 1; a container sees its own as the topmost."""
+    """Files in which the kernel may count a cgroup's OOM kills (v2 and v1); a container sees its cgroup as the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

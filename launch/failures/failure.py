@@ -1,7 +1,7 @@
-"""Why ranks failed: each leaves a small file, and the launcher finds the one that failed first.
+"""Why ranks failed: each writes a small file, and the launcher finds the rank that failed first.
 
-The file is torchelastic's (TORCHELASTIC_ERROR_FILE), with a `shardkit` entry beside what torch writes; ranks that
-srun starts get a directory instead (SHARDKIT_ERROR_DIR).
+The file is torchelastic's (TORCHELASTIC_ERROR_FILE), with a `shardkit` entry beside torch's own; ranks that srun
+starts get a directory instead (SHARDKIT_ERROR_DIR).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ...files import parse_json, read_regular, write_whole
 from . import exit_codes
 
 TORCHRUN_LOG = "torchrun.log"
-"""What torchrun itself says, in a launcher's log directory."""
+"""torchrun's own output, in a launcher's log directory."""
 
-# What a rank says that lost a peer: never the first cause while another rank says something else.
+# Messages of a rank that lost a peer: never the first cause while another rank reports something else.
 _LOST_PEER = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|socket (closed|timeout)|Socket Timeout"
     r"|DistBackendError|DistNetworkError|DistStoreError|NCCL (communicator was aborted|remote|unhandled system error)"
     r"|timed? ?out waiting|Timed out after|not all ranks|not all \d+ ranks|cannot reach rank 0|Gloo .*failed",
     re.IGNORECASE,
 )
-# What the watchdog says of peers that stand still or are gone: the cause, unless one was killed before.
+# The watchdog's message about stopped or lost peers: the cause, unless a rank was killed before.
 _MISSES_PEER = re.compile(r"rank\(s\) .* did not even answer")
 _TORCHRUN_ENTRY = re.compile(
     r"^\s*time\s*: (\S+)\s*\n\s*host\s*:.*\n\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*\n"
@@ -40,7 +40,7 @@ _TORCHRUN_ENTRY = re.compile(
     re.MULTILINE,
 )
 _FORCED = re.compile(r"Unable to shutdown process (\d+) via")
-# What NCCL's watchdog and CUDA's libraries write before they abort the process, which leaves no word of its own then.
+# Last lines of NCCL's watchdog and CUDA's libraries before they abort a process, which then writes no error file.
 _LAST_WORDS = re.compile(
     r"Watchdog caught collective operation timeout.*|Operation timed out after \d+ ms"
     r"|(?:CUDA|NCCL) error: .*|CUDA failure.*"
@@ -62,14 +62,14 @@ class Failure:
     """One rank's end.
 
     Attributes:
-        exit_code: as Python reports it; negative for a signal.
-        when: seconds since the epoch; 0 if nobody noted it.
+        exit_code: Python's exit code; negative for a signal.
+        when: seconds since the epoch; 0 if unknown.
         message: one line, or cause and fix for an error that the user can correct.
         trace: the whole traceback; empty for user errors and signals.
         fix: for user errors.
-        node: as Slurm calls it; empty elsewhere.
-        local_rank: its place on its machine, where torchrun told.
-        forced: torchrun killed it because it did not end after another's failure.
+        node: Slurm's name of the node; empty elsewhere.
+        local_rank: the rank's number on its machine, if torchrun reported it.
+        forced: torchrun killed it because it did not end after another rank's failure.
     """
 
     rank: int
@@ -85,12 +85,12 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sorts the likely origin first: what cannot be a consequence of another rank's end, then by time."""
+        """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time."""
         found = exit_codes.signal_of(self.exit_code)
         misses_peer = bool(_MISSES_PEER.search(self.message))
         if (
             self.is_error and not self.lost_peer and not misses_peer
-        ):  # before a rank that torchrun killed because it did not end
+        ):  # sorts before a rank that torchrun killed because it did not end
             kind = -1
         elif self.forced:
             kind = 3
@@ -111,10 +111,10 @@ class Failure:
 
 
 def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Leave this rank's error where the launcher looks; None where no launcher asked for it."""
+    """Write this rank's error to the launcher's file; returns its path, None if no launcher asked for it."""
     environ = os.environ if environ is None else environ
     path = _error_file(environ)
-    if path is None or getattr(error, "recorded_at", None) == path:  # when it came counts, not when it arrived
+    if path is None or getattr(error, "recorded_at", None) == path:  # keep the time of the first record
         return path
     message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
     own: dict[str, Any] = {
@@ -139,11 +139,11 @@ _RESERVE_BYTES = 2**16
 
 @contextmanager
 def reserved(environ: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Hold room for this rank's last word on the disk while it runs: a full disk is what many have to tell of."""
+    """Reserve disk space for this rank's error file while it runs: many of its errors are full disks."""
     path = _error_file(os.environ if environ is None else environ)
     held = None if path is None else _reserve(path)
     if held is not None:
-        with suppress(OSError):  # full from the beginning
+        with suppress(OSError):  # the disk is already full
             held.parent.mkdir(parents=True, exist_ok=True)
             held.write_bytes(bytes(_RESERVE_BYTES))
     try:
@@ -158,7 +158,7 @@ def _reserve(path: Path) -> Path:
 
 
 def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Leave word that this rank saved and stopped because it was asked to; False without shardkit's own launcher."""
+    """Record that this rank saved and stopped on request; False without shardkit's own launcher."""
     environ = os.environ if environ is None else environ
     path = _error_file(environ)
     if path is None or "SHARDKIT_KEEP" not in environ:
@@ -180,7 +180,7 @@ def _write(path: Path, own: Mapping[str, Any]) -> bool:
 
 
 def read(paths: Iterable[Path]) -> list[Failure]:
-    """The failures in these files, likely origin first; files of other programs count by torch's entry."""
+    """The failures in these files, likely origin first; other programs' files count by torch's entry."""
     found = []
     for path in paths:
         try:
@@ -197,7 +197,7 @@ def read(paths: Iterable[Path]) -> list[Failure]:
 
 
 def in_torchrun_log(text: str) -> list[Failure]:
-    """Ranks that torchrun reports: the only trace of one that a signal ended."""
+    """Failed ranks from torchrun's report, the only trace of a rank that a signal ended."""
     forced = set(_FORCED.findall(text))
     return [
         Failure(
@@ -216,7 +216,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 
 def in_srun_log(text: str) -> list[Failure]:
-    """Tasks that srun reports, in order: the only trace of one that a signal ended. The later ones it ended itself."""
+    """Failed tasks in srun's log, in order: the only trace of a task that a signal ended. srun ended the later ones."""
     found: list[Failure] = []
     for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
         number = signal.SIGKILL if out_of_memory else _SIGNALS.get(ended)
@@ -229,19 +229,19 @@ def in_srun_log(text: str) -> list[Failure]:
 
 
 def oom_kills_in_srun_log(text: str) -> int:
-    """Processes that the kernel killed for want of memory in the step's cgroups, as far as slurmstepd and srun say."""
+    """Number of OOM kills in the step's cgroups, as far as slurmstepd and srun report them."""
     counted = sum(int(count) for count in re.findall(r"Detected (\d+) oom_kill event", text))
     return max(counted, text.count(": Out Of Memory"))
 
 
 def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Failure]:
-    """What ended a launcher's last attempt, likely origin first: its ranks' own words, and what torchrun saw."""
+    """The failures of a launcher's last attempt, likely origin first: from its ranks' files and torchrun's log."""
     last = attempts(log_dir)[-1:]
     if recorded is None:
         recorded = [found for folder in last for found in in_attempt(folder)]
     try:
         reported = in_torchrun_log((log_dir / TORCHRUN_LOG).read_text(errors="replace"))
-    except OSError:  # somebody deleted the run
+    except OSError:  # the run was deleted
         reported = []
     for folder in last:
         reported = with_last_words(reported, folder)
@@ -249,13 +249,13 @@ def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Fa
 
 
 def silent_in(attempt: Path) -> list[int]:
-    """Local ranks of an attempt that left no word."""
+    """Local ranks of an attempt that wrote no error file."""
     folders = [path.parent for path in attempt.glob("*/stderr.log") if not (path.parent / "error.json").exists()]
     return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
 
 
 def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:
-    """The same, with what libraries wrote to the log of ranks that they aborted."""
+    """The failures, with the last lines of libraries that aborted a rank added to its message."""
     return [_with_last_words(failure, attempt) for failure in failures]
 
 
@@ -271,7 +271,7 @@ def _with_last_words(failure: Failure, attempt: Path) -> Failure:
 
 
 def _local(text: str) -> float:
-    """torchrun's `2026-01-01_10:00:01`, in seconds since the epoch; 0 for what is no such time."""
+    """torchrun's `2026-01-01_10:00:01` in seconds since the epoch; 0 for any other text."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%d_%H:%M:%S"))
     except ValueError:
@@ -291,12 +291,12 @@ def attempts(log_dir: Path) -> list[Path]:
 
 
 def in_attempt(folder: Path) -> list[Failure]:
-    """What ranks recorded in an attempt, likely origin first."""
+    """The failures that an attempt's ranks recorded, likely origin first."""
     return read(folder.glob("*/error.json"))
 
 
 def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
-    """One failure per rank, likely origin first: a rank's own file says more than torchrun does."""
+    """One failure per rank, likely origin first: a rank's own file says more than torchrun."""
     own = {failure.rank: failure for failure in reversed(recorded)}
     everyone = {**{failure.rank: failure for failure in reported}, **own}
     return sorted(everyone.values(), key=lambda failure: failure.order)
@@ -305,13 +305,13 @@ def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
 def explain(
     failures: list[Failure], where: str, oom_kills: int = 0, memory: Mapping[int, list[str]] | None = None
 ) -> str:
-    """What to show: the first failing rank whole, the others in one line.
+    """The text to show: the first failing rank in full, the others in one line.
 
     Args:
         failures: likely origin first; at least one.
         where: the logs' directory.
-        oom_kills: processes the kernel killed for want of memory while the job ran.
-        memory: rank → what its post-mortem says about memory; takes the place of a general fix.
+        oom_kills: the kernel's OOM kills while the job ran.
+        memory: rank → lines from its memory post-mortem; they replace the general fix.
     """
     first, others = failures[0], failures[1:]
     said = (memory or {}).get(first.rank, [])
@@ -346,7 +346,7 @@ def exit_code_of(failures: list[Failure]) -> int:
 
 
 def _own(data: object) -> Failure | None:
-    """A rank's record, without what a later version adds; None if it is none."""
+    """A rank's record, without fields that a later version adds; None if it is invalid."""
     if not isinstance(data, dict):
         return None
     kinds = get_type_hints(Failure)

@@ -22,10 +22,10 @@ class Start:
     """One start of a job.
 
     Attributes:
-        restart: how often Slurm queued the job again before.
-        step: the optimizer step that the run stood at.
-        reason: why it ended; None while it runs, or if it could not say.
-        began: when, in local time as Slurm writes it.
+        restart: how often Slurm had requeued the job.
+        step: the run's optimizer step at this start.
+        reason: why the start ended; None while it runs, or if it could not record the reason.
+        began: local start time in Slurm's format.
     """
 
     job: str
@@ -36,17 +36,17 @@ class Start:
 
     @property
     def ended(self) -> str:
-        """Why it ended, for one that has."""
+        """The reason of the end, for a start that has ended."""
         return _NO_END if self.reason is None else self.reason
 
 
 def path(run_dir: Path) -> Path:
-    """The file."""
+    """The file of the record."""
     return run_dir / "logs" / "restarts.jsonl"
 
 
 def note_start(run_dir: Path, job_id: str, restart: int, nodes: str) -> None:
-    """Record that the job starts, where, and the step it stands at."""
+    """Record that the job starts, on which nodes and at which step."""
     _append(run_dir, {"event": "start", "job": job_id, "restart": restart, "step": last_step(run_dir), "nodes": nodes})
 
 
@@ -57,13 +57,13 @@ def note_end(run_dir: Path, job_id: str, restart: int, reason: str) -> None:
 
 
 def note_restart(run_dir: Path, reason: str, lost_peer: bool = False) -> None:
-    """Record that ranks are started again within a job; `lost_peer`: the cause is on another node, if one says so."""
+    """Record a restart of ranks within a job; `lost_peer`: another node's record of the cause is preferred."""
     event = {"event": "restart", "step": last_step(run_dir), "node": os.uname().nodename, "by": os.getpid()}
     _append(run_dir, {**event, "reason": reason, "lost_peer": lost_peer})
 
 
 def restarts(run_dir: Path) -> list[tuple[int, str]]:
-    """(step, reason) of each restart within jobs; what several nodes saw of one restart counts once."""
+    """(step, reason) of each restart within jobs; a restart that several nodes recorded counts once."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     seen: Counter[tuple[int, int]] = Counter()
     for event in _events(run_dir, "restart"):
@@ -91,7 +91,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of a kind, without lines that are none."""
+    """The valid events of a kind."""
     return [
         event
         for event in read_objects(path(run_dir))
@@ -100,7 +100,7 @@ def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def summary(run_dir: Path) -> str | None:
-    """`started 3 times; ended before: 2 x saved after USR2`; None for a run that was never started again."""
+    """`started 3 times; ended before: 2 x saved after USR2`; None for a run that was never restarted."""
     reasons = [start.ended for start in starts(run_dir)[:-1]] + [reason for _, reason in restarts(run_dir)]
     if not reasons:
         return None
@@ -109,7 +109,7 @@ def summary(run_dir: Path) -> str | None:
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
-    """(step, when it was written in ns) of the newest complete checkpoint: differs for one that was written anew."""
+    """(step, time of writing in ns) of the newest complete checkpoint; the time tells a rewritten one apart."""
     found = []
     for path in (run_dir / "checkpoints").glob("step_*/manifest.json"):
         step = path.parent.name.removeprefix("step_")
@@ -120,7 +120,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
 
 
 def forget_others(run_dir: Path, job_id: str | None) -> None:
-    """Drop what is recorded of other jobs, whose run was deleted."""
+    """Drop the records of other jobs, whose run was deleted."""
     events = read_objects(path(run_dir))
     kept = [event for event in events if job_id is not None and event.get("job") == job_id]
     if kept != events:
@@ -143,5 +143,5 @@ def _append(run_dir: Path, event: dict[str, Any]) -> None:
     try:
         path(run_dir).parent.mkdir(parents=True, exist_ok=True)
         append_lines(path(run_dir), [line.encode()])
-    except OSError as error:  # a full disk must not end a job that only wanted to note something
+    except OSError as error:  # a full disk must not end a job over a note
         print(f"cannot write {path(run_dir)}: {error.strerror}", file=sys.stderr, flush=True)

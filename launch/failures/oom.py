@@ -1,4 +1,4 @@
-"""What ranks that ran out of memory left in RUN_DIR/oom, for the words at the end of a job."""
+"""Post-mortems in RUN_DIR/oom of ranks that ran out of memory, for the report at the end of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCHEMA = 1
 
 
 def read(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """Rank → post-mortem, of those written after `since` (seconds since the epoch): earlier attempts left theirs."""
+    """Rank → post-mortem, if written after `since` (seconds since the epoch): earlier attempts left older ones."""
     found: dict[int, dict[str, Any]] = {}
     for path in (run_dir / FOLDER).glob("rank*.json"):
         try:
@@ -30,7 +30,7 @@ def read(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
 
 
 def words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
-    """Rank → what to say of its memory, for ranks that ran out of it, or that were killed when the host almost had."""
+    """Rank → lines about its memory, for ranks that ran out of it or were killed when the host almost had."""
     said: dict[int, list[str]] = {}
     for failure in failures:
         record = post_mortems.get(failure.rank)
@@ -38,7 +38,7 @@ def words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, A
             said[failure.rank] = [*_changes(record), f"  post-mortem: {record['path']}"]
         found = exit_codes.signal_of(failure.exit_code)
         if found is not None and found.name == "SIGKILL":
-            # Any rank of its host may have noticed; its own word counts first.
+            # Any rank of the host may have noticed; the rank's own record counts first.
             near = record or next((r for r in post_mortems.values() if r["kind"] == "host-risk"), None)
             if near is not None and near["kind"] == "host-risk":
                 said[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
@@ -56,7 +56,7 @@ def _pressure(record: Mapping[str, Any]) -> str:
 
 
 def _changes(record: Mapping[str, Any]) -> list[str]:
-    """The best changes, a line each; those that would not have been enough by themselves say so."""
+    """The best changes, one line each; a change that would not have been enough says so."""
     best = record["advice"][:_BEST]
     if not best:
         return []

@@ -1,4 +1,4 @@
-"""`shardkit launch`: run torchrun, show rank 0, keep every rank's log, and say in one place what went wrong."""
+"""`shardkit launch`: run torchrun, show rank 0, keep every rank's log, and report failures in one place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .restart import Restarts
 from .torchrun import build_argv, command_line
 
 _POLL_S = 0.05
-_STOP_S = 7.0  # Ctrl-C: for ranks to leave by themselves; what is left after it is killed
+_STOP_S = 7.0  # Ctrl-C: time for ranks to end by themselves before they are killed
 _SAVE_S = 25.0  # SIGTERM, SIGHUP: ranks may be saving; schedulers kill after 30 s
 _NO_MEETING = re.compile(r"Rendezvous\w*Error|DistNetworkError|DistStoreError", re.IGNORECASE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,12 +36,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Ended:
-    """What torchrun left.
+    """The end of torchrun.
 
     Attributes:
         code: its exit code.
         asked: the signal that this process was sent, if any.
-        user_error: whether it was stopped early because a rank reported an error that no restart can mend.
+        user_error: whether it was stopped early because a rank reported an error that no restart can fix.
         unmet: whether it was stopped early because the nodes did not meet.
     """
 
@@ -55,7 +55,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
     """Run the job's ranks on this node; returns the exit code for the shell (docs/launch.md).
 
     Raises:
-        LaunchError: contradicting options, or nodes that do not find each other.
+        LaunchError: contradictory options, or nodes that do not find each other.
     """
     environ = dict(os.environ if environ is None else environ)
     with ExitStack() as left:
@@ -86,13 +86,13 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
 
 
 def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[Sequence[int]] = ()) -> dict[str, str]:
-    """Variables that ranks get and the user did not set."""
+    """Variables for the ranks that the user did not set."""
     threads = min([default_omp_threads(spec.nproc_per_node, environ), *map(len, cpus)])
     added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads)}
     added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
     added |= {name: value for name, value in torchrun.elastic_variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
-        added["PYTHONUNBUFFERED"] = "1"  # output goes to files, where Python would hold it back
+        added["PYTHONUNBUFFERED"] = "1"  # output goes to files, which Python would buffer
     keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]
     return {**added, "SHARDKIT_KEEP": os.pathsep.join(keep)}
 
@@ -110,7 +110,7 @@ def _shows_rank_0(spec: JobSpec) -> bool:
 def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
     node = 0 if spec.rendezvous.node_rank is None else spec.rendezvous.node_rank
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{node}-{os.getpid()}"
-    # In a batch job the logs of all nodes lie together.
+    # In a batch job the logs of all nodes share a folder.
     path = Path(environ.get("SHARDKIT_LOG_ROOT") or Path(spec.run_dir).absolute() / "logs") / name
     try:
         path.mkdir(parents=True)
@@ -128,7 +128,7 @@ def _with_slurm_meeting(
     if spec.nodes[1] == 1 or spec.rendezvous.endpoint is not None:
         return spec, None
     if "SLURM_STEP_ID" not in environ or "SLURM_NODEID" not in environ:
-        return spec, None  # build_argv says what is missing
+        return spec, None  # build_argv reports the missing endpoint
     node_rank = integer(environ, "SLURM_NODEID")
     parts = [environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
     run_id = "slurm-" + re.sub(r"[^0-9A-Za-z.-]", "_", ".".join(parts))
@@ -144,7 +144,7 @@ def _with_slurm_meeting(
 
 
 def _never_met(ended: Ended, log_dir: Path) -> bool:
-    """Whether torchrun ended before any rank began, for want of other nodes."""
+    """Whether torchrun ended before any rank began because nodes were missing."""
     if ended.asked is not None or failure.attempts(log_dir):
         return False
     return ended.unmet or (
@@ -180,7 +180,7 @@ def _run(
 
 
 def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float) -> bool:
-    """Until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
+    """Wait until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
     deadline = time.monotonic() + patience_s
     while process.poll() is None and not asked and not failure.attempts(log_dir):
         if time.monotonic() > deadline:
@@ -190,12 +190,12 @@ def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list
 
 
 def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts: Restarts, asked: list[int]) -> bool:
-    """Wait for the end, or a reason to end it; True if a rank reported an error that only the user can mend."""
+    """Wait for the end, or a reason to end it; True if a rank reported an error that only the user can fix."""
     next_look = 0.0
     while process.poll() is None and not asked:
         if rank_0 is not None:
             rank_0.pump()
-        if time.monotonic() >= next_look:  # a restart would only repeat it
+        if time.monotonic() >= next_look:  # a restart would only repeat such an error
             next_look = time.monotonic() + 10 * _POLL_S
             if restarts.look():
                 return True
@@ -211,7 +211,7 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
     last_attempt = failure.attempts(log_dir)[-1:]
     recorded = [found for folder in last_attempt for found in failure.in_attempt(folder)]
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
-        print(f"{recorded[0].message}: start it again with run.resume=true to go on", file=sys.stderr, flush=True)
+        print(f"{recorded[0].message}: start it again with run.resume=true to continue", file=sys.stderr, flush=True)
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
@@ -221,7 +221,7 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
         return 128 + ended.asked
     failures = failure.of_launcher(log_dir, recorded)
     if failures:
-        began = max((_mtime(folder) for folder in last_attempt), default=0.0)  # when its ranks' folders came
+        began = max((_mtime(folder) for folder in last_attempt), default=0.0)  # when its ranks' folders were created
         memory = oom.words(failures, oom.read(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
@@ -244,7 +244,7 @@ def _last_lines(path: Path, count: int = 20) -> str:
 
 @contextmanager
 def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
-    """Note signals instead of dying of them; yields the list of those that came."""
+    """Record signals instead of dying from them; yields the list of received signals."""
     came: list[int] = []
 
     def note(signum: int, _: FrameType | None) -> None:
@@ -262,7 +262,7 @@ def _caught(signals: tuple[signal.Signals, ...]) -> Iterator[list[int]]:
 
 @contextmanager
 def _ignored(number: signal.Signals) -> Iterator[None]:
-    """Slurm's warning goes to every process of a step; its default action would end the agents (ranks catch it)."""
+    """Ignore Slurm's warning, which goes to every process of a step and would end the agents (ranks catch it)."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield

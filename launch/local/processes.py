@@ -1,4 +1,4 @@
-"""Starting processes so that no child of theirs survives, and showing their output while they write it."""
+"""Start processes, leave no child behind, and show their output while they write it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """From now on processes below this one become its children when their parent dies, so that none gets lost."""
+    """From now on orphaned descendants become this process's children: none gets lost."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """From now on this rank gets SIGTERM if its torchrun dies: nobody else would end it while it waits for others."""
+    """From now on this rank gets SIGTERM if its torchrun dies: nothing else would end it while it waits for peers."""
     if "TORCHELASTIC_RUN_ID" in environ:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -38,7 +38,7 @@ def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | N
 
     def tie_to_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # the parent died in between
             os._exit(1)
 
     return subprocess.Popen(
@@ -48,7 +48,7 @@ def start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | N
 
 
 def descendants(pid: int | None = None) -> list[int]:
-    """Process ids below `pid` (default: this process), parents first; zombies left out."""
+    """Process ids below `pid` (default: this process), parents first, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -66,7 +66,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
-    """Pass `signum` on, wait up to `grace_s`, then kill all that is left of it."""
+    """Send `signum`, wait up to `grace_s`, then kill every process that is left."""
     if process.poll() is None:
         process.send_signal(signum)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,7 +76,7 @@ def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
 
 
 def sweep(timeout_s: float = 2.0) -> list[int]:
-    """Kill every process below this one; returns those there were. Only for a process that owns all its children."""
+    """Kill every process below this one; returns their ids. Only for a process that owns all its children."""
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
     while (left := descendants()) and time.monotonic() < deadline:
@@ -99,7 +99,7 @@ _TRACEBACK = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\)
 
 
 class Follower:
-    """Copies what is appended to one file; the file may appear later, and may be shortened."""
+    """Copies text that is appended to a file; the file may appear later, and may be truncated."""
 
     def __init__(self, path: Path, out: BinaryIO) -> None:
         self.path = path
@@ -107,7 +107,7 @@ class Follower:
         self._offset = 0
 
     def pump(self, stop_at_error: bool = False) -> int:
-        """Copy what is new; returns the number of bytes. `stop_at_error` drops a traceback and what comes after it."""
+        """Copy new text; returns the number of bytes. `stop_at_error` drops a traceback and everything after it."""
         data = self._new()
         if stop_at_error and (match := _TRACEBACK.search(data)):
             data = data[: match.start()]
@@ -120,7 +120,7 @@ class Follower:
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self._offset:  # started anew
+                if size < self._offset:  # truncated
                     self._offset = 0
                 file.seek(self._offset)
                 data = file.read()
@@ -131,7 +131,7 @@ class Follower:
 
 
 class RankOutput:
-    """Rank 0's output below a torchrun log directory, attempt after attempt."""
+    """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt."""
 
     def __init__(self, log_dir: Path, out: BinaryIO, err: BinaryIO, local_rank: int = 0) -> None:
         self._log_dir, self._local_rank = log_dir, local_rank
@@ -139,7 +139,7 @@ class RankOutput:
         self._followers: dict[Path, Follower] = {}
 
     def pump(self) -> int:
-        """Copy what is new. A traceback that the rank also recorded is left to the launcher's report."""
+        """Copy new text; returns the number of bytes. A recorded traceback is left to the launcher's report."""
         copied = 0
         for name, stream in self._streams.items():
             for path in sorted(self._log_dir.glob(f"*/attempt_*/{self._local_rank}/{name}")):

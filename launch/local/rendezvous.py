@@ -1,5 +1,5 @@
-"""Where ranks meet: on one node in a folder that is closed to others; nodes of a Slurm step on a free port that node 0
-reserves and publishes through the run directory.
+"""Where ranks meet: on one node in a private folder; nodes of a Slurm step on a free port that node 0 reserves and
+publishes in the run directory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...files import write_whole
 from ..spec import split_endpoint
 
 STORE = "SHARDKIT_STORE"
-"""The variable that tells the ranks of a single node in which folder they meet."""
+"""The variable that names the folder where the ranks of a single node meet."""
 
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A folder on this machine that only this user can enter, while it is needed.
+    """A temporary folder on this machine that only this user can enter.
 
     Raises:
-        LaunchError: there is no place for it.
+        LaunchError: the folder cannot be made.
     """
     try:
         made = tempfile.TemporaryDirectory(prefix="shardkit-", ignore_cleanup_errors=True)
@@ -39,19 +39,19 @@ def private_folder() -> Iterator[str]:
 
 
 def one_node_environment(folder: str, on_gpus: bool, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which the ranks of a single node meet in `folder`, and listen to nobody outside."""
+    """Variables that make the ranks of a single node meet in `folder` and accept no connections from outside."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo", **({"NCCL_SOCKET_IFNAME": "lo"} if on_gpus else {})}
     return {
         STORE: folder,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun would serve one for the ranks, on every interface
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun serves a store for the ranks, on every interface
         **{name: value for name, value in loopback.items() if name not in environ},
     }
 
 
 class ReservedPort:
-    """A free port that nobody else is given: bound, but not listened on, so that the store can take it over.
+    """A free port that no other process gets: bound, but not listening, which lets the store take it over.
 
-    The store (libuv) binds with SO_REUSEADDR, which Linux allows beside a socket that has it too and does not listen.
+    The store (libuv) binds with SO_REUSEADDR; Linux allows this if the other socket also has it and does not listen.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ReservedPort:
 
 
 def reachable_name(environ: Mapping[str, str] | None = None) -> str:
-    """What other nodes can call this one: its host name if that resolves, else the address Slurm knows."""
+    """A name by which other nodes reach this one: its host name if that resolves, else Slurm's address."""
     environ = os.environ if environ is None else environ
     name = socket.gethostname()
     try:
@@ -79,7 +79,7 @@ def reachable_name(environ: Mapping[str, str] | None = None) -> str:
 
 
 def publish(path: Path, endpoint: str) -> None:
-    """Write `endpoint` where the other nodes look, whole or not at all.
+    """Write `endpoint` for the other nodes, atomically.
 
     Raises:
         LaunchError: the directory cannot be written.
@@ -94,7 +94,7 @@ def publish(path: Path, endpoint: str) -> None:
 
 
 def trouble(endpoint: str) -> str:
-    """Why nodes do not meet at HOST:PORT, as seen from here."""
+    """Why nodes do not meet at HOST:PORT, as seen from this node."""
     host, port = split_endpoint(endpoint)
     try:
         socket.getaddrinfo(host, port)
@@ -103,22 +103,22 @@ def trouble(endpoint: str) -> str:
     try:
         socket.create_connection((host, port), 5).close()
     except OSError as error:
-        return f"nobody answers there ({error.strerror or error})"
-    return "somebody listens there: the first node, and others did not come, or another program that took the port"
+        return f"nothing answers there ({error.strerror or error})"
+    return "something listens there: the first node while others are missing, or another program that took the port"
 
 
 def wait_for(path: Path, timeout_s: float) -> str:
     """The endpoint that node 0 published.
 
     Raises:
-        LaunchError: it did not within `timeout_s`.
+        LaunchError: there was none within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             return path.read_text()
         except FileNotFoundError:
-            # A directory listing refreshes what NFS remembers about names that were not there.
+            # Listing the directory refreshes NFS's cache of missing names.
             os.listdir(path.parent if path.parent.is_dir() else path.parent.parent)
         time.sleep(0.1)
     raise LaunchError(

@@ -1,4 +1,4 @@
-"""torchrun's command line as a pure function of the job, and what jobs with a changing number of nodes need."""
+"""torchrun's command line as a pure function of the job, and checks for jobs whose number of nodes changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def build_argv(spec: JobSpec) -> list[str]:
     """The torchrun command of one node.
 
-    Every rank's output goes to a file below `log_dir`. One node meets itself in a file: torchrun's own store listens on
-    every interface, and unpickles what anybody sends. Nodes that are numbered from outside keep their numbers (static
-    rendezvous) unless workers may restart, which takes c10d.
+    Every rank's output goes to a file below `log_dir`. A single node uses a file as its store: torchrun's own store
+    listens on every interface and unpickles data from anyone. Nodes with given numbers keep them (static rendezvous)
+    unless workers may restart, which needs c10d.
 
     Raises:
         LaunchError: several nodes without an endpoint, or no ranks.
@@ -36,7 +36,7 @@ def build_argv(spec: JobSpec) -> list[str]:
 
 
 def command_line(argv: list[str], environ: Mapping[str, str]) -> str:
-    """What to type in a shell for the same process: `environ` holds the variables that were added."""
+    """The shell command for the same process; `environ` holds the added variables."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
     return " ".join([*settings, shlex.join(argv)])
 
@@ -78,10 +78,10 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
 
 
 def check_elastic(spec: JobSpec, config: RunConfig) -> None:
-    """Refuse before it starts what would go wrong when the number of nodes changes.
+    """Refuse an elastic job that would go wrong when the number of nodes changes.
 
     Raises:
-        LaunchError: no restarts, or a run that each start would delete.
+        LaunchError: no restarts are allowed, or each start would delete the run.
         ConfigError: a batch or mesh that does not fit some number of nodes.
     """
     if not spec.is_elastic:
@@ -97,7 +97,7 @@ def check_elastic(spec: JobSpec, config: RunConfig) -> None:
     if config.run.overwrite:
         raise LaunchError(
             f"{nodes} with run.overwrite=true would delete the run whenever a node joins",
-            "delete run.dir yourself, or set another one: an elastic job goes on with the run that is there",
+            "delete run.dir yourself, or set another one: an elastic job continues the run that is there",
         )
     if config.train.global_batch_size is None:
         most = spec.nodes[1] * spec.nproc_per_node
@@ -121,11 +121,11 @@ def check_elastic(spec: JobSpec, config: RunConfig) -> None:
 
 
 def elastic_variables(spec: JobSpec) -> dict[str, str]:
-    """What torchrun and its ranks have to know where nodes meet through c10d and workers may restart.
+    """Variables for torchrun and its ranks if nodes meet through c10d and workers may restart.
 
-    torchrun by default shares its own store with the ranks. A node that joins later never learns its address, and keys
-    of earlier rounds stay in it (https://github.com/pytorch/pytorch/issues/135712, still so in torch 2.13): there, the
-    first rank makes a new store in each round.
+    By default torchrun shares its own store with the ranks. A node that joins later never learns its address, and keys
+    of earlier rounds stay in it (https://github.com/pytorch/pytorch/issues/135712, open in torch 2.13): with this
+    variable the first rank makes a new store in each round.
     """
     if spec.nodes[1] == 1 or spec.max_restarts == 0:
         return {}

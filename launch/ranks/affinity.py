@@ -1,4 +1,4 @@
-"""Which CPUs each rank of a node runs on, and with how many threads: a share of the allowed ones, near its GPU."""
+"""CPUs and threads of each rank of a node: a share of the allowed CPUs, near its GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ROOT = Path("/")
 def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None = None) -> int:
     """Threads per rank: OMP_NUM_THREADS if set, else this process's cores shared among the node's ranks, at least 1.
 
-    A task that srun gave its own cores (SLURM_CPUS_PER_TASK) keeps all of them. torchrun sets OMP_NUM_THREADS=1 itself
-    when it starts several ranks and the variable is unset, so call this before torchrun, not in its ranks.
+    A task with its own cores from srun (SLURM_CPUS_PER_TASK) keeps all of them. torchrun sets an unset OMP_NUM_THREADS
+    to 1 when it starts several ranks: call this before torchrun, not in its ranks.
 
     Raises:
         LaunchError: OMP_NUM_THREADS or SLURM_CPUS_PER_TASK is not a positive integer.
@@ -38,17 +38,17 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None
 
 
 def available_cores() -> int:
-    """Logical CPUs this process may keep busy: its affinity mask, cut to the cgroup's CPU quota."""
+    """Logical CPUs that this process may keep busy: its affinity mask, limited by the cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cpu_quota()
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cgroup_cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time this process's control group may use; None = no limit.
+    """Number of CPUs (a fraction is possible) that this process's control group may use; None = no limit.
 
-    The tightest limit on the way up counts (cgroup v2: `cpu.max`; v1: `cpu.cfs_quota_us / cpu.cfs_period_us`). Inside a
-    container `/proc/self/cgroup` may name a path of the host that is not mounted: then the mount's top is what applies.
+    The tightest limit up to the root counts (cgroup v2: `cpu.max`; v1: `cpu.cfs_quota_us / cpu.cfs_period_us`). In a
+    container `/proc/self/cgroup` may name a host path that is not mounted: then the mount's root applies.
     """
     quotas: list[float] = []
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -82,7 +82,7 @@ def _v1_quota(directory: Path) -> float | None:
 
 
 def _text(path: Path) -> str:
-    """A file's text, stripped; empty where this kernel or container does not have it."""
+    """A file's text, stripped; empty if this kernel or container lacks the file."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -90,7 +90,7 @@ def _text(path: Path) -> str:
 
 
 def _outermost(asked: str) -> int:
-    """OMP_NUM_THREADS may list a number for each nesting level: the first is the outermost."""
+    """The outermost number of OMP_NUM_THREADS, which may list one for each nesting level."""
     first = asked.split(",")[0].strip()
     if not re.fullmatch(r"[0-9]{1,6}", first) or int(first) < 1:
         raise LaunchError(
@@ -101,7 +101,7 @@ def _outermost(asked: str) -> int:
 
 VARIABLE = "SHARDKIT_CPUS"
 OFF = "off"
-_LEAST = 2  # a rank has threads beside its own: collectives, loaders, saves
+_LEAST = 2  # a rank has other threads too: collectives, loaders, saves
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _UNSET = ("", "none", "false", "disabled")
 
@@ -110,10 +110,10 @@ Place = tuple[int, ...]
 
 
 def shares(n_ranks: int, on_gpus: bool, environ: Mapping[str, str], root: Path = Path("/")) -> list[list[int]]:
-    """The CPUs of each of `n_ranks` started here; empty where ranks are better left alone.
+    """The CPUs of each of `n_ranks` started here; empty if ranks should not be bound.
 
-    That is: a single rank, fewer than two CPUs each, or a user who binds threads (OpenMP's variables) or asks for more
-    threads than a share has.
+    A single rank, ranks with fewer than two CPUs each, and ranks whose user binds threads (OpenMP's variables) or asks
+    for more threads than a share has are not bound.
     """
     allowed = allowed_cpus()
     if n_ranks < 2 or any(environ.get(name, "").lower() not in _UNSET for name in _OPENMP):
@@ -128,12 +128,12 @@ def shares(n_ranks: int, on_gpus: bool, environ: Mapping[str, str], root: Path =
 def divide(
     allowed: Sequence[int], n_ranks: int, places: Mapping[int, Place], beside: Sequence[int | None] = ()
 ) -> list[list[int]]:
-    """Share `allowed` out: neighbours together, none twice.
+    """Divide `allowed` among ranks: neighbours stay together, no CPU is used twice.
 
     Args:
         allowed: CPUs that this process may use.
         places: where each CPU is; threads of a core stay together.
-        beside: each rank's GPU's NUMA node: its ranks share the node's CPUs. Ignored unless known for every rank.
+        beside: the NUMA node of each rank's GPU; a node's ranks share its CPUs. Ignored unless known for every rank.
     """
     ordered = sorted(allowed, key=lambda cpu: (places.get(cpu, (0,)), cpu))
     nodes = {cpu: places.get(cpu, (0,))[0] for cpu in ordered}
@@ -153,12 +153,12 @@ def _part(cpus: Sequence[int], index: int, count: int) -> list[int]:
 
 
 def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
-    """Move this rank to its CPUs, before it has threads; what to say about it, None if nothing changed.
+    """Bind this rank to its CPUs, before it has threads; returns a message, None if there is nothing to say.
 
-    The launcher's word counts. A task of srun takes its share itself, unless Slurm bound it (--cpu-bind).
+    The launcher's SHARDKIT_CPUS decides. An srun task takes its share itself, unless Slurm bound it (--cpu-bind).
 
     Raises:
-        LaunchError: SHARDKIT_CPUS has no CPUs for this rank, or some that it may not use.
+        LaunchError: SHARDKIT_CPUS has no CPUs for this rank, or CPUs that it may not use.
     """
     environ = os.environ if environ is None else environ
     given = environ.get(VARIABLE, "")
@@ -172,7 +172,7 @@ def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
                 "give one list of CPUs per rank of the node, separated by colons, or set it to off",
             )
         _move(parse(listed[env.local_rank]))
-        return None  # the launcher has said it
+        return None  # the launcher has printed it
     if env.source != "slurm" or _bound_by_slurm(environ):
         return None
     found = shares(env.local_world_size, bool(pci_addresses(environ)), environ)
@@ -183,7 +183,7 @@ def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _bound_by_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this task has CPUs of its own already: by --cpu-bind, or because it may use no more than it asked for."""
+    """Whether this task already has its own CPUs: by --cpu-bind, or because it may use no more than it asked for."""
     if environ.get("SLURM_CPU_BIND_TYPE", "").rstrip(":").lower() not in _UNSET:
         return True
     own = environ.get("SLURM_CPUS_PER_TASK", "")
@@ -192,7 +192,7 @@ def _bound_by_slurm(environ: Mapping[str, str]) -> bool:
 
 def describe(found: Sequence[Sequence[int]]) -> str:
     """`CPUs per rank: 0-7 8-15`."""
-    return f"CPUs per rank: {' '.join(render(cpus) for cpus in found)} ({VARIABLE}=off leaves them alone)"
+    return f"CPUs per rank: {' '.join(render(cpus) for cpus in found)} ({VARIABLE}=off turns this off)"
 
 
 def render(cpus: Sequence[int]) -> str:
@@ -216,18 +216,18 @@ def parse(text: str) -> list[int]:
     for part in text.strip().split(","):
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise LaunchError(f"{VARIABLE}: {shown(text)} is no list of CPUs", "write them like 0-7,16-23, or off")
+            raise LaunchError(f"{VARIABLE}: {shown(text)} is not a list of CPUs", "write them like 0-7,16-23, or off")
         cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(cpus)
 
 
 def allowed_cpus() -> list[int]:
-    """CPUs this process may run on."""
+    """CPUs that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def topology(root: Path = Path("/")) -> dict[int, Place]:
-    """Where each CPU is, as the kernel tells; empty where it does not."""
+    """The place of each CPU, from the kernel; empty if it does not say."""
     found: dict[int, Place] = {}
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for cpu in parse(text) if (text := _text(node / "cpulist")) else []:
@@ -243,7 +243,7 @@ def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int | 
 
 
 def _numa_node(address: str, root: Path) -> int | None:
-    """The node a PCI device hangs on; None where the machine has but one, or does not say (−1)."""
+    """The NUMA node of a PCI device; None if the machine has only one, or does not say (−1)."""
     text = _text(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
     return int(text) if text.isdigit() else None
 

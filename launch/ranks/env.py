@@ -1,8 +1,8 @@
-"""Who am I: this process's rank, from whichever launcher started it.
+"""This process's rank, from whichever launcher started it.
 
-Looked at in this order: torchrun (torchelastic), RANK and WORLD_SIZE (accelerate, deepspeed, by hand), a task of an
-srun step, Open MPI or a PMI launcher, a single process. Variables that are half set, or that two launchers set to
-different things, are errors: a job that guesses here trains several models at once, or waits for ranks for ever.
+Checked in this order: torchrun (torchelastic), RANK and WORLD_SIZE (accelerate, deepspeed, by hand), a task of an srun
+step, Open MPI or a PMI launcher, a single process. Incomplete variables, and variables of two launchers that differ,
+are errors: a job that guesses would train several models at once, or wait for ranks forever.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Source = Literal["torchelastic", "env", "slurm", "mpi", "single", "group"]
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process among the job's.
+    """This process's place among the job's ranks.
 
     Attributes:
         rank: 0 ≤ rank < world_size.
         local_rank: position among the local_world_size ranks of this node.
         node_rank: position of this node among n_nodes.
-        source: which launcher said so; `group` when the caller had made a process group already.
-        master_addr: where rank 0 listens; None = meet through a file in the run directory (plain srun, MPI).
-        master_port: set exactly when master_addr is.
-        restart_count: how often these ranks were started before: torchrun's restarts plus Slurm's requeues.
+        source: the launcher that set the rank; `group` if the caller had already made a process group.
+        master_addr: host of rank 0; None = ranks meet through a file in the run directory (plain srun, MPI).
+        master_port: set if and only if master_addr is.
+        restart_count: earlier starts of these ranks: torchrun's restarts plus Slurm's requeues.
     """
 
     rank: int
@@ -51,7 +51,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
     """This process's place in the job; `environ` defaults to os.environ.
 
     Raises:
-        LaunchError: variables half set, not integers, out of range, or set differently by two launchers.
+        LaunchError: variables that are incomplete, not integers, out of range, or set differently by two launchers.
     """
     environ = os.environ if environ is None else environ
     task = _task(environ)
@@ -70,7 +70,7 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
 
 
 def _task(environ: Mapping[str, str]) -> Placement | None:
-    """The task launcher's view; where srun's and MPI's differ, mpirun's daemons may be the step's tasks."""
+    """The task launcher's placement; if srun's and MPI's differ, mpirun's daemons may be the step's tasks."""
     slurm, mpi = slurm_step(environ), mpi_task(environ)
     for found in (slurm, mpi):
         if found is not None:
@@ -125,7 +125,7 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
     if task is not None and not agrees and not _launcher_per_task(environ, task):
         raise LaunchError(
             f"RANK={rank}, WORLD_SIZE={world_size}, but {task}",
-            f"unset RANK and WORLD_SIZE, so that {task.rank_var} counts, or start through torchrun",
+            f"unset RANK and WORLD_SIZE to use {task.rank_var}, or start through torchrun",
         )
     if task is not None and agrees:
         _check_local_rank(environ, task)
@@ -168,7 +168,7 @@ def _from_task(environ: Mapping[str, str], task: Placement) -> RankEnv:
 
 
 def _launcher_per_task(environ: Mapping[str, str], task: Placement) -> bool:
-    """Whether each task runs a launcher of one node's ranks: deepspeed's sets CROSS_SIZE to the number of nodes."""
+    """Whether each task runs a launcher for one node's ranks: deepspeed's sets CROSS_SIZE to the number of nodes."""
     return "CROSS_SIZE" in environ and integer(environ, "CROSS_SIZE") >= task.size
 
 
@@ -177,13 +177,13 @@ def _check_local_rank(environ: Mapping[str, str], task: Placement) -> None:
         name = "SLURM_LOCALID" if task.launcher == "slurm" else "MPI's local rank"
         raise LaunchError(
             f"LOCAL_RANK={environ['LOCAL_RANK']}, but {name}={task.local_rank}",
-            f"unset LOCAL_RANK, so that {name} counts",
+            f"unset LOCAL_RANK to use {name}",
         )
 
 
 def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int, int]:
-    """(local_rank, local_world_size) where only RANK and WORLD_SIZE are sure to be set."""
-    size_var = first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # deepspeed's launcher says LOCAL_SIZE
+    """(local_rank, local_world_size), if only RANK and WORLD_SIZE are sure to be set."""
+    size_var = first_set(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # deepspeed's launcher sets LOCAL_SIZE
     local_rank = integer(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else None
     if size_var is not None:
         local_size = integer(environ, size_var)
@@ -200,7 +200,7 @@ def _local(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int,
 
 
 def _node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """(node_rank, n_nodes): told by deepspeed's launcher, else from the numbering."""
+    """(node_rank, n_nodes), from deepspeed's launcher, else from the numbering."""
     if "CROSS_RANK" in environ and "CROSS_SIZE" in environ:
         return integer(environ, "CROSS_RANK"), integer(environ, "CROSS_SIZE")
     return node_of(rank, world_size, local_rank, local_size, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
@@ -236,7 +236,7 @@ def _required_address(environ: Mapping[str, str]) -> str:
         if not environ.get(name):
             raise LaunchError(
                 f"{name} is not set ({other}={shown(environ.get(other, ''))})",
-                "set both to where rank 0 listens, or neither, to meet through the run directory",
+                "set both to rank 0's address, or neither to meet through the run directory",
             )
     return environ["MASTER_ADDR"]
 

@@ -1,4 +1,4 @@
-"""GPUs of this node, without torch."""
+"""This node's GPUs, without torch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def visible_gpus(environ: Mapping[str, str] | None = None, root: Path = Path("/"
 
 
 def _is_device(entry: str, present: int) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES can be a device: CUDA hides those from the first on that is none."""
+    """Whether an entry of CUDA_VISIBLE_DEVICES can be a device: CUDA ignores entries from the first invalid one on."""
     return int(entry) < present if entry.isdigit() else entry.startswith(("GPU-", "MIG-"))
 
 
 def grow_segments(environ: MutableMapping[str, str], root: Path = Path("/")) -> None:
-    """Let the segments of torch's CUDA allocator grow, which keeps it from fragmenting, unless its settings are chosen.
+    """Let the segments of torch's CUDA allocator grow, against fragmentation, unless the user set the allocator up.
 
-    It has to be called before torch is imported. Does nothing where there is no GPU.
+    Call it before torch is imported. Does nothing without a GPU.
     """
     if visible_gpus(environ, root) and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
-    """PCI addresses of the GPUs that a process started here would see, in its order; empty where the driver is silent.
+    """PCI addresses of the GPUs that a process started here would see, in order; empty if the driver does not say.
 
-    CUDA's default order is by speed: on machines with unlike GPUs this may differ from it.
+    CUDA's default order is by speed: on machines with different GPUs this order may differ.
     """
     environ = os.environ if environ is None else environ
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
@@ -56,7 +56,7 @@ def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/
 
 
 def model_names(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
-    """What the driver calls the GPUs of `pci_addresses`; torch calls them the same."""
+    """The driver's names of the GPUs of `pci_addresses`; torch uses the same names."""
     found = []
     for address in pci_addresses(environ, root):
         said = _information(root / "proc/driver/nvidia/gpus" / address)
@@ -72,9 +72,9 @@ def _information(folder: Path) -> str:
 
 
 def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings that make NCCL's last collectives readable after a timeout: what the user has not set himself.
+    """Settings that make NCCL's last collectives readable after a timeout, unless the user has set them.
 
-    Read by torch 2.9 and later, which also knows the older names; a file per rank, for `torchfrtrace`.
+    torch 2.9 and later read them, and also the older names; it writes a file per rank, for `torchfrtrace`.
     """
     defaults = {
         "TORCH_FR_BUFFER_SIZE": ("2000", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
@@ -91,15 +91,15 @@ def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks_per_node(asked: str, device: str, environ: Mapping[str, str] | None = None) -> int:
-    """`auto` → one rank per visible GPU; a number as it is.
+    """`auto` → one rank per visible GPU; a number stays.
 
     Raises:
-        LaunchError: no number, or `auto` on a machine without GPUs or for a run on the CPU.
+        LaunchError: neither a number nor `auto`, or `auto` without GPUs or for a run on the CPU.
     """
     if re.fullmatch(r"[0-9]{1,5}", asked) and int(asked) > 0:
         return int(asked)
     if asked != "auto":
-        raise LaunchError(f"--nproc-per-node {asked!r} is no number of ranks", "pass a number from 1, or auto")
+        raise LaunchError(f"--nproc-per-node {asked!r} is not a number of ranks", "pass a number from 1, or auto")
     count = 0 if device == "cpu" else visible_gpus(environ)
     if count == 0:
         what = "run.device=cpu" if device == "cpu" else "this machine has no GPU"

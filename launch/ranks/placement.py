@@ -1,4 +1,4 @@
-"""Where a task launcher (Slurm's srun, Open MPI, a PMI launcher) put this process, read from its variables."""
+"""This process's placement by a task launcher (Slurm's srun, Open MPI, a PMI launcher), read from its variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...errors import LaunchError
 
-# Slurm numbers the batch script, salloc's interactive shell and its own helpers from the top of the range down.
+# Slurm numbers the batch script, salloc's interactive shell and its own helpers down from the top of the range.
 _FIRST_RESERVED_STEP = 0xFFFF_FFF0
 _TASKS_PER_NODE = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 _MAX_NODES = 1_000_000
@@ -17,12 +17,12 @@ _MAX_NODES = 1_000_000
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank as its task launcher numbers it.
+    """A rank and its numbers from a task launcher.
 
     Attributes:
         launcher: `slurm` or `mpi`.
-        rank_var: the variable the rank was read from, for messages.
-        size_var: the variable the number of ranks was read from.
+        rank_var: the variable of the rank, for messages.
+        size_var: the variable of the number of ranks.
     """
 
     launcher: str
@@ -59,17 +59,17 @@ def shown(value: str) -> str:
 
 
 def first_set(environ: Mapping[str, str], *names: str) -> str | None:
-    """The first of `names` that is set."""
+    """The first of `names` that is set; None if none is."""
     return next((name for name in names if name in environ), None)
 
 
 def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) -> tuple[int, int]:
     """(node_rank, n_nodes), for launchers that number ranks but not nodes.
 
-    Ranks are taken to be numbered node after node, or round-robin over nodes, with as many on each node.
+    Assumes the same number of ranks on each node, numbered node after node or round-robin over nodes.
 
     Raises:
-        LaunchError: the numbers fit neither; `names` says where they came from.
+        LaunchError: the numbers fit neither; the message names their variables (`names`).
     """
     n_nodes, rest = divmod(size, local_size)
     if not rest:
@@ -79,14 +79,14 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) 
             return rank % n_nodes, n_nodes
     raise LaunchError(
         f"cannot tell nodes apart: rank {rank} of {size} is number {local_rank} of {local_size} on its node ({names})",
-        "start as many ranks on every node, numbered node after node, or use torchrun",
+        "start the same number of ranks on every node, numbered node after node, or use torchrun",
     )
 
 
 def slurm_step(environ: Mapping[str, str]) -> Placement | None:
-    """This process as a task of an srun step of several tasks; None anywhere else.
+    """This process as a task of an srun step with several tasks; None anywhere else.
 
-    A batch script and salloc's shell see SLURM_PROCID=0 and SLURM_NTASKS=N too, but they are no ranks.
+    A batch script and salloc's shell also see SLURM_PROCID=0 and SLURM_NTASKS=N, but they are not ranks.
 
     Raises:
         LaunchError: the step's variables are incomplete or not integers.
@@ -131,7 +131,7 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int, n_nodes: int, siz
         match = _TASKS_PER_NODE.fullmatch(entry)
         repeat = int(match[2] or 1) if match else 0
         if match is None or len(counts) + repeat > _MAX_NODES:
-            raise LaunchError(f"{name}={shown(environ[name])} is no list of tasks per node", f"unset {name}")
+            raise LaunchError(f"{name}={shown(environ[name])} is not a list of tasks per node", f"unset {name}")
         counts += [int(match[1])] * repeat
     if len(counts) != n_nodes or sum(counts) != size:
         raise LaunchError(
@@ -142,7 +142,7 @@ def _tasks_on_node(environ: Mapping[str, str], node_rank: int, n_nodes: int, siz
 
 
 def mpi_task(environ: Mapping[str, str]) -> Placement | None:
-    """This process as one of several started by mpirun or mpiexec; None anywhere else.
+    """This process as one of several from mpirun or mpiexec; None anywhere else.
 
     Raises:
         LaunchError: the variables are incomplete or not integers, or nodes cannot be told apart.
@@ -167,7 +167,7 @@ def mpi_task(environ: Mapping[str, str]) -> Placement | None:
 
 
 def job_name(environ: Mapping[str, str] | None = None) -> str:
-    """What the ranks of this start have in common and another start has not, as far as their launcher tells."""
+    """A name that all ranks of this start share, and that differs from other starts' as far as the launcher tells."""
     environ = os.environ if environ is None else environ
     slurm = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     mpi = first_set(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")

@@ -1,1 +1,1 @@
-"""Slurm: submitting, the batch job, the queue."""
+"""Slurm: submit jobs, run a batch job, show the queue."""

@@ -1,4 +1,4 @@
-"""Slurm's commands: their output, or what they refused in the user's terms."""
+"""Run Slurm's commands; a refusal becomes an error in the user's terms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...errors import LaunchError
 
 
 def require(program: str) -> None:
-    """Check that one of Slurm's commands is there.
+    """Check that one of Slurm's commands is installed.
 
     Raises:
-        LaunchError: it is not.
+        LaunchError: it is not installed.
     """
     if shutil.which(program) is None:
         raise LaunchError(
@@ -27,7 +27,7 @@ def call(program: str, *args: str) -> str:
     """Output of one of Slurm's commands.
 
     Raises:
-        LaunchError: Slurm is not installed here, or the command refused, with its own reason.
+        LaunchError: Slurm is not installed here, or the command refused (gives its reason).
     """
     require(program)
     done = subprocess.run([program, *args], capture_output=True, text=True)
@@ -40,10 +40,10 @@ def call(program: str, *args: str) -> str:
 
 
 def ask(program: str, *args: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands from within a job, whose ranks go on whatever it says: never raises, never hangs.
+    """Run one of Slurm's commands inside a job, whose ranks continue whatever it says: never raises, never hangs.
 
-    A controller that restarts does not answer for a while; then the return code is 124. Slurm ends a job that goes back
-    to the queue with SIGTERM to all its processes: not to this one, which may be what leaves out a node.
+    The return code is 124 if the controller does not answer, for example while it restarts. The command ignores
+    SIGTERM, with which Slurm ends a requeued job: it may be the one that excludes a bad node.
     """
     argv = [program, *args]
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user may prefer relative times
@@ -67,5 +67,5 @@ def _advice(text: str) -> str:
     if any(word in lower for word in ("node configuration", "nodes", "gres", "processors", "memory")):
         return "`sinfo -o '%P %D %c %m %G'` shows what the partitions' nodes have"
     if "connect" in lower or "controller" in lower:
-        return "`scontrol ping` tells whether the controller is up"
+        return "`scontrol ping` shows whether the controller is up"
     return "correct the option and submit again"

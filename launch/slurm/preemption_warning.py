@@ -1,4 +1,4 @@
-"""Telling a batch job to save before it ends: how long before, and on whose word (Slurm's signals, its own clock)."""
+"""Tell a batch job to save before it ends: how long before, and on which sign (Slurm's signals, its own clock)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ...files import TAIL, read_objects
 from . import commands, requeue
 
 DEFAULT_S = 120
-"""Lead of a run that has saved nothing yet."""
-_SLACK_S = 30  # for the ranks to hear of it, and for Slurm to take the job back
-_USUAL = 0.95  # of the steps: the first one after a start may compile
+"""Seconds of warning for a run that has saved nothing yet."""
+_SLACK_S = 30  # for the warning to reach the ranks, and for Slurm to requeue the job
+_USUAL = 0.95  # quantile of step times: the first step after a start may compile
 
 
 def needed_s(run_dir: Path) -> int | None:
-    """Seconds that the end of a run takes: a long step, then its longest save, twice over.
+    """Seconds that a run needs for its end: twice the sum of a long step and its longest save, plus slack.
 
-    Twice, because a save in the background may have to be waited for, and disks have bad days. None: nothing was saved.
+    Twice, since a background save may have to finish first, and disks have bad days. None if nothing was saved.
     """
     saved = read_objects(run_dir / "logs" / "checkpoints.jsonl", TAIL)
     saves = [float(save["total_s"]) for save in saved if "total_s" in save]
@@ -36,9 +36,9 @@ def needed_s(run_dir: Path) -> int | None:
 
 
 def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
-    """Seconds before the time limit at which Slurm should signal: as asked, else by the run that this one goes on with.
+    """Seconds before the time limit at which Slurm should signal: as asked, else from the run that this one continues.
 
-    Slurm rounds to its own clock, up to a minute early, never late.
+    Slurm's clock rounds this up to a minute early, never late.
     """
     if asked is not None:
         return asked
@@ -46,13 +46,13 @@ def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
     return max([DEFAULT_S, *(needed for path in earlier if (needed := needed_s(path)) is not None)])
 
 
-_START_S = 60  # Slurm may signal that much early; and processes have to start, ranks to join
+_START_S = 60  # Slurm may signal that early; and processes must start, ranks must join
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _CLOCK = re.compile(r"(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?")
 
 
 def limit_s(text: str) -> int | None:
-    """Seconds of a time limit as Slurm writes it: `90`, `90:30`, `4:00:00`, `2-0`, …; None for any other word."""
+    """Seconds of a time limit in Slurm's format (`90`, `90:30`, `4:00:00`, `2-0`, …); None for any other word."""
     if days := _DAYS.fullmatch(text):
         count, hours, minutes, seconds = (int(part or 0) for part in days.groups())
         return ((24 * count + hours) * 60 + minutes) * 60 + seconds
@@ -63,12 +63,12 @@ def limit_s(text: str) -> int | None:
 
 
 def doubts(left_s: float, lead_s: int, run_dir: Path, periodic: bool) -> list[str]:
-    """Why a job may lose what it does before its time limit.
+    """Reasons why a job may lose its work at its time limit.
 
     Args:
-        left_s: until the limit.
-        lead_s: the ranks are told to save so long before it, or earlier if saves were seen to take longer.
-        periodic: whether checkpoints are made on the way.
+        left_s: seconds until the limit.
+        lead_s: seconds before the limit at which ranks are told to save; more if known saves take longer.
+        periodic: whether the run makes periodic checkpoints.
     """
     needed = needed_s(run_dir)
     lead_s = max(lead_s, needed or 0)
@@ -86,16 +86,16 @@ def doubts(left_s: float, lead_s: int, run_dir: Path, periodic: bool) -> list[st
     return found
 
 
-_LOOK_S = 30.0  # between two questions to Slurm's controller
-_REPEAT_S = 3.0  # between two warnings: ranks that had not started yet did not get the one before
+_LOOK_S = 30.0  # between two queries to Slurm's controller
+_REPEAT_S = 3.0  # between two warnings: ranks that had not started missed the earlier one
 _POLL_S = 0.1
 
 
 class PreemptionWarning:
-    """Notes what comes from its construction on, or came to the batch script before, and passes it on to the steps.
+    """Records signals to this process, or earlier to the batch script, and passes them on to the steps.
 
     Attributes:
-        came: the signals, in order; USR2 also for a time limit or preemption that nobody signalled.
+        came: the signals, in order; USR2 also stands for a time limit or preemption without a signal.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class PreemptionWarning:
         self.came.append(signal.Signals(number))
 
     def watch(self, job_id: str, run_dir: Path) -> None:
-        """Look for a reason to save, and tell the ranks; to be called often."""
+        """Check for a reason to save, and tell the ranks; call it often."""
         now = time.time()
         if now >= self._next_look and signal.SIGUSR2 not in self.came:
             self._next_look = now + _LOOK_S
@@ -125,17 +125,17 @@ class PreemptionWarning:
     def _look(self, job_id: str, run_dir: Path, now: float) -> None:
         outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
         if outlook.preempted:
-            say("Slurm preempts this job")
+            say("Slurm is preempting this job")
             self.came.append(signal.SIGUSR2)
         if outlook.ends_at is None or needed is None:
             return
         self._ends_at = outlook.ends_at - needed
         if needed > self._told:
             self._told = 2 * needed
-            say(f"warning: a save may take so long that this run has to be told {needed} s before its time limit")
+            say(f"warning: saves may take long: this run is told to save {needed} s before its time limit")
 
     def _pass_on(self, job_id: str, now: float) -> None:
-        """TERM once. USR2 again and again: agents ignore it, ranks save."""
+        """Send TERM once, USR2 repeatedly: agents ignore it, ranks save."""
         if signal.SIGUSR2 in self.came and now >= self._next_warning:
             if self._next_warning == 0:
                 say("the ranks are told to save")
@@ -147,18 +147,16 @@ class PreemptionWarning:
             _signal_steps("TERM", job_id)
 
     def wait_for_term(self, timeout_s: float = 120) -> None:
-        """Until SIGTERM has come, with which Slurm ends a script whose job it took back."""
+        """Wait for the SIGTERM with which Slurm ends the script of a requeued job."""
         deadline = time.monotonic() + timeout_s
         while signal.SIGTERM not in self.came and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
 def _signal_steps(name: str, job_id: str) -> None:
-    commands.ask(
-        "scancel", f"--signal={name}", job_id
-    )  # a step that is just ending cannot be signalled: that is no news
+    commands.ask("scancel", f"--signal={name}", job_id)  # fails for a step that is just ending, which does not matter
 
 
 def say(text: str) -> None:
-    """A line of the batch script's own in the job's output."""
+    """Print a line of the batch script to the job's output."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

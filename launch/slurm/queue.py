@@ -1,4 +1,4 @@
-"""`shardkit jobs`, `logs` and `cancel`: what Slurm knows about one's jobs."""
+"""`shardkit jobs`, `logs` and `cancel`: the user's jobs in Slurm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import LaunchError
 from ..local.processes import Follower
 from . import commands
 
-_SEPARATOR = "\x1f"  # a job's name may hold anything that can be typed
+_SEPARATOR = "\x1f"  # job names may hold any printable character
 _ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
 _ITS_TURN = ("None", "Priority", "Resources", "Dependency", "BeginTime", "Licenses", "JobHeldUser", "JobArrayTaskLimit")
 _POLL_S, _LOOK_S = 0.2, 1.0
@@ -21,7 +21,7 @@ _POLL_S, _LOOK_S = 0.2, 1.0
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in Slurm's queue, as squeue shows it."""
+    """A job in Slurm's queue, from squeue."""
 
     job_id: str
     state: str
@@ -33,7 +33,7 @@ class Queued:
 
 
 def jobs() -> list[Queued]:
-    """This user's jobs that shardkit submitted and that have not ended.
+    """This user's shardkit jobs that have not ended.
 
     Raises:
         LaunchError: Slurm is not installed, or does not answer.
@@ -48,7 +48,7 @@ def jobs() -> list[Queued]:
 def table(queued: list[Queued]) -> str:
     """The jobs as aligned lines."""
     if not queued:
-        return "no jobs of shardkit are queued or running"
+        return "no shardkit jobs are queued or running"
     head = ("JOB", "STATE", "TIME", "LIMIT", "NODES", "WHERE OR WHY", "RUN DIRECTORY")
     rows = [head, *((q.job_id, q.state, q.elapsed, q.limit, q.nodes, q.reason, q.run_dir) for q in queued)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -61,18 +61,18 @@ def output_of(job: str) -> tuple[str | None, Path]:
     """(job id, its output file), for a job's id or a run directory; the id is None for a directory.
 
     Raises:
-        LaunchError: Slurm does not know the job (any more), or the directory has no output of a job.
+        LaunchError: Slurm does not know the job (any more), or the directory has no job output.
     """
     if not is_job_id(job):
         found = sorted(Path(job).glob("logs/slurm-*.out"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise LaunchError(
-                f"{job} is no job's id, and no run directory with a job's output", "`shardkit jobs` lists jobs"
+                f"{job} is neither a job id nor a run directory with a job's output", "`shardkit jobs` lists jobs"
             )
         return None, found[-1]
     shown = show(job)
     submitted = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
-    if submitted is not None:  # scontrol writes a % in a path wrongly
+    if submitted is not None:  # scontrol garbles a % in a path
         path = Path(submitted[1]) / "logs" / f"slurm-{job}.out"
         if path.parent.is_dir():
             return job, path
@@ -113,7 +113,7 @@ def is_active(job: str) -> bool:
 
 
 def held_back(job: str) -> str | None:
-    """Slurm's reason why a queued job waits, unless it only waits for its turn; None also where Slurm does not say."""
+    """Slurm's reason why a queued job waits; None if it only waits for its turn, or Slurm does not say."""
     try:
         reason = commands.call("squeue", "--noheader", "--format=%r", f"--jobs={job}").strip()
     except LaunchError:
@@ -150,7 +150,7 @@ def cancel(job: str) -> str:
         LaunchError: Slurm does not know the job, or refuses.
     """
     if not is_job_id(job):
-        raise LaunchError(f"{job!r} is no job's id", "`shardkit jobs` lists them")
+        raise LaunchError(f"{job!r} is not a job id", "`shardkit jobs` lists them")
     shown = show(job)
     commands.call("scancel", job)
     match = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Whether a job goes back to the queue, without the nodes that let it down."""
+"""Decide whether a job goes back to the queue, without its faulty nodes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..failures.failure import Failure
 from . import commands
 
 MAX_IDLE_STARTS = 3
-"""Starts in a row that ended by themselves without one optimizer step, after which a job is not started again."""
+"""A job is not restarted after this many starts in a row that ended by themselves without one optimizer step."""
 PREEMPTED_BY_SLURM = "preempted"
 TAKEN_BACK = "taken back by Slurm"
 NOT_ITS_DOING = (PREEMPTED_BY_SLURM, TAKEN_BACK)
-"""Ends that say nothing about the job."""
+"""Ends that the job did not cause."""
 _ENDS = {
     "PREEMPTED": PREEMPTED_BY_SLURM,
     "PREEMPTION": PREEMPTED_BY_SLURM,
@@ -32,10 +32,10 @@ _ENDS = {
     "TIME LIMIT": "its time limit",
     "OUT_OF_MEMORY": "out of memory by its cgroup's record",
 }
-"""Words of sacct and slurmstepd → how a start ended."""
+"""State names of sacct and slurmstepd → how a start ended."""
 _CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]*[A-Z])")
 
-# What CUDA, NCCL and the kernel say when it is the machine that failed: another start there would fail as well.
+# Messages of CUDA, NCCL and the kernel about a faulty machine: another start there would fail as well.
 _NODE_FAULT = re.compile(
     r"uncorrectable ECC|uncorrectable NVLink|fallen off the bus|Xid|GPU is lost|hardware stack error"
     r"|CUDA driver initialization failed|system not yet initialized"
@@ -49,13 +49,13 @@ _BEGAN = time.strftime("%Y-%m-%dT%H:%M:%S")  # this process is one start of the 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What Slurm plans for a job.
+    """Slurm's plans for a job.
 
     Attributes:
-        ends_at: when its time limit ends it, seconds since the epoch; None without a limit.
-        preempted: whether Slurm is taking it off its nodes.
-        excluded: nodes that it will not run on, as Slurm writes lists.
-        restarts: how often it was queued again; more than the job knows of once Slurm has taken it back.
+        ends_at: the end of its time limit in seconds since the epoch; None without a limit.
+        preempted: whether Slurm is preempting it.
+        excluded: nodes that it will not run on, in Slurm's list format.
+        restarts: how often it was requeued; more than the job itself knows of once Slurm has requeued it.
     """
 
     ends_at: float | None = None
@@ -65,7 +65,7 @@ class Outlook:
 
 
 def outlook(job_id: str) -> Outlook:
-    """Ask Slurm; an empty outlook where it does not answer."""
+    """Ask Slurm about a job; an empty outlook if it does not answer."""
     shown = commands.ask("scontrol", "show", "job", job_id, "-o").stdout
     end = re.search(r" EndTime=(\d{4}-\S+)", shown)
     excluded = re.search(r" ExcNodeList=(\S+)", shown)
@@ -79,10 +79,10 @@ def outlook(job_id: str) -> Outlook:
 
 
 def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
-    """How Slurm says that a start ended: its accounting, else what it wrote to the job's output; None: it does not.
+    """How a start ended, from Slurm's accounting, else from its messages in the job's output; None if unknown.
 
     Args:
-        since: when it started, as Slurm writes times.
+        since: the start time, in Slurm's format.
     """
     asked = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
     done = commands.ask("sacct", *asked)
@@ -101,7 +101,7 @@ def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
 
 
 def taken_back(job_id: str, restart: int) -> str | None:
-    """Why Slurm takes a running job off its nodes, or has done so; None: it does not."""
+    """Why Slurm is taking a running job off its nodes, or has done so; None if it is not."""
     now = outlook(job_id)
     if now.preempted:
         return PREEMPTED_BY_SLURM
@@ -116,13 +116,12 @@ def reason(
     saved: int | None,
     restart: int = 0,
 ) -> str | None:
-    """Why the job should be queued again; None if it should not.
+    """Why the job should be requeued; None if it should not.
 
-    USR2 comes from Slurm alone: before the time limit, or at a preemption. TERM may be a user's scancel, so that only
-    Slurm's own note of a preemption counts, or that it has queued the job again by itself: without a GraceTime it notes
-    nothing else. A step that died without having saved is queued again at a preemption, and resumes from its last
-    checkpoint. After USR2 it has to stand on a checkpoint that this start made: without one the next start would come
-    no further.
+    USR2 comes only from Slurm: before the time limit, or at a preemption. TERM may be a user's scancel: then only
+    Slurm's own record of a preemption counts, or a requeue that Slurm has already made (its only trace without a
+    GraceTime). A step that died unsaved is requeued at a preemption, and resumes from its last checkpoint. After USR2
+    this start must have made a checkpoint: without one the next start would get no further.
 
     Args:
         saved: the step of the newest checkpoint, if this start made it.
@@ -133,7 +132,7 @@ def reason(
     why = taken_back(job_id, restart)
     if failures and failures[0].exit_code == exit_codes.UNSAVED:
         goes_on = saved is not None and (told or why is not None)
-        return f"the last save failed, goes on from step {saved}" if goes_on else None
+        return f"the last save failed, continues from step {saved}" if goes_on else None
     if why is not None and not any(found.is_error and not found.lost_peer for found in failures):
         return why
     bad = bad_nodes(failures)
@@ -141,32 +140,32 @@ def reason(
 
 
 def bad_nodes(failures: Sequence[Failure]) -> list[str]:
-    """Nodes whose hardware is what the first failure speaks of."""
+    """The node whose hardware the first failure blames, if any."""
     first = failures[0] if failures else None
     return [first.node] if first is not None and first.node and _NODE_FAULT.search(first.message) else []
 
 
 def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None:
-    """Why a job is not started (again): too often, or it never gets anywhere. A preemption is not the job's doing."""
+    """Why a job must not start again: too many requeues, or no progress. A preemption is not the job's fault."""
     starts = [start for start in job_starts.starts(run_dir) if start.job == job_id]
     if len(starts) > max_requeues:
         return LaunchError(
-            f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit it anew"
+            f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit the job again"
         )
     idle = [start for start in starts if start.reason not in NOT_ITS_DOING][-MAX_IDLE_STARTS:]
     if len(idle) == MAX_IDLE_STARTS and idle[0].step == job_starts.last_step(run_dir):
         ends = "; ".join(dict.fromkeys(start.ended for start in idle))
         return LaunchError(
-            f"job {job_id} made no step in {MAX_IDLE_STARTS} starts, it stands at {idle[0].step}. They ended: {ends}",
-            f"look at {run_dir}/logs, mend the cause, and submit it anew with run.resume=true",
+            f"job {job_id} made no step in {MAX_IDLE_STARTS} starts: it is still at {idle[0].step}. They ended: {ends}",
+            f"look at {run_dir}/logs, fix the cause, and submit the job again with run.resume=true",
         )
     return None
 
 
 def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> str:
-    """Hand the job back to Slurm, unless Slurm took it; it ends this script with SIGTERM. What to tell the user.
+    """Requeue the job unless Slurm has; Slurm then ends this script with SIGTERM. Returns a message for the user.
 
-    The nodes can be excluded only while the job waits, which it does for a while after it was requeued.
+    Nodes can be excluded only while the job waits, as it does for a while after a requeue.
 
     Raises:
         LaunchError: Slurm refuses.

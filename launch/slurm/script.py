@@ -19,10 +19,10 @@ _TEMPLATE_OF = {"torchrun": "train.sbatch", "srun": "train_srun.sbatch"}
 def render_sbatch(spec: JobSpec) -> str:
     """The whole script for sbatch: `#SBATCH` lines from the spec, then the template's own commands.
 
-    Everything that came from a user is quoted, in the header as sbatch reads it and below as bash does.
+    Everything from the user is quoted, for sbatch in the header and for bash below.
 
     Raises:
-        LaunchError: a value that no quoting can carry (a line break; a backslash in the run directory).
+        LaunchError: a value that cannot be quoted (a line break; a backslash in the run directory).
     """
     for name, value in (("name", spec.name), ("run.dir", spec.run_dir), ("directory", spec.cwd)):
         _one_line(name, value)
@@ -43,7 +43,7 @@ def render_sbatch(spec: JobSpec) -> str:
 
 
 def header_options(spec: JobSpec) -> list[str]:
-    """sbatch's options, as on its command line."""
+    """sbatch's options in command-line form."""
     slurm = spec.slurm
     number = "%A_%a" if slurm.array else "%j"
     options: dict[str, object] = {
@@ -75,10 +75,10 @@ def output_pattern(path: str) -> str:
     """`path` for --output, where `%j` means the job's id.
 
     Raises:
-        LaunchError: a backslash, which would switch that off for the whole pattern.
+        LaunchError: the path has a backslash, which would turn off `%j` for the whole pattern.
     """
     if "\\" in path:
-        raise LaunchError(f"run.dir={path!r} has a backslash, which Slurm cannot write output under", "rename it")
+        raise LaunchError(f"run.dir={path!r} has a backslash: Slurm cannot write output there", "rename it")
     return path.replace("%", "%%")
 
 
@@ -88,7 +88,7 @@ def _body(style: str) -> str:
 
 
 def _header_word(option: str) -> str:
-    """An option as sbatch reads `#SBATCH` lines: quotes group, a backslash takes the next character as it is."""
+    """An option quoted for `#SBATCH` lines, where quotes group and a backslash escapes the next character."""
     _one_line("an option", option)
     if all(c.isalnum() or c in "-_=./:@%,+" for c in option):
         return option
@@ -102,14 +102,14 @@ def _one_line(name: str, value: str) -> None:
 
 
 CONTAINER_PYTHON = "python3"
-"""The image's interpreter, for which shardkit has to be installed there."""
+"""The image's interpreter, which must have shardkit."""
 
 
 def srun_options(image: str, paths: Iterable[str], environ: Mapping[str, str]) -> list[str]:
-    """srun's options for `image`, with `paths` where they are outside.
+    """srun's options for `image`, with `paths` mounted at the same place as outside.
 
     Args:
-        environ: SHARDKIT_CONTAINER_MOUNTS holds more mounts as pyxis writes them, `SRC:DST[:ro],...`.
+        environ: SHARDKIT_CONTAINER_MOUNTS holds more mounts in pyxis' format, `SRC:DST[:ro],...`.
 
     Raises:
         LaunchError: a path that a list of mounts cannot carry.

@@ -1,4 +1,4 @@
-"""`shardkit submit`: check before it queues, keep what was submitted, pass Slurm's answer on."""
+"""`shardkit submit`: check a job, keep a snapshot of it, and hand it to Slurm."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FOLDER = "submit"
 
 
 def write_snapshot(folder: Path, config: str, script: str) -> list[Path]:
-    """Write what is submitted to a folder that `reserve` made; returns the files.
+    """Write a submission's snapshot to a folder that `reserve` made; returns the files.
 
-    Files: config.yaml (resolved), job.sbatch (can be submitted again), code.json (versions, commit), code.patch (what
-    differs from that commit, if anything).
+    Files: config.yaml (resolved), job.sbatch (can be submitted again), code.json (versions, commit), code.patch (the
+    changes since that commit, if any).
 
     Raises:
         LaunchError: the run directory cannot be written.
@@ -54,7 +54,7 @@ def write_snapshot(folder: Path, config: str, script: str) -> list[Path]:
 
 
 def reserve(run_dir: Path) -> Path:
-    """Make a folder for one submission, RUN_DIR/submit/N; a later one never changes what an earlier job runs.
+    """Make a new folder for one submission, RUN_DIR/submit/N; later submissions never change an earlier job.
 
     Raises:
         LaunchError: the run directory cannot be written.
@@ -65,7 +65,7 @@ def reserve(run_dir: Path) -> Path:
         (run_dir / "logs").mkdir(exist_ok=True)
         while True:
             folder = _next(run_dir)
-            with contextlib.suppress(FileExistsError):  # somebody else submits just now
+            with contextlib.suppress(FileExistsError):  # another submission was faster
                 folder.mkdir()
                 return folder
     except OSError as error:
@@ -80,17 +80,17 @@ def _next(run_dir: Path) -> Path:
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Take back a snapshot whose job was refused, and the directories if nothing else is in them."""
+    """Remove the snapshot of a refused job, and its directories if they are then empty."""
     shutil.rmtree(folder, ignore_errors=True)
     run_dir = folder.parent.parent
-    with contextlib.suppress(OSError):  # holds something else
+    with contextlib.suppress(OSError):  # not empty
         folder.parent.rmdir()
         (run_dir / "logs").rmdir()
         run_dir.rmdir()
 
 
 def code_version() -> dict[str, object]:
-    """Versions, commit of the working directory and of shardkit, and how this was submitted."""
+    """Versions, the commits of the working directory and of shardkit, and the submitting command."""
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -106,7 +106,7 @@ def code_version() -> dict[str, object]:
 
 
 def _git(*args: str, cwd: Path | None = None) -> str | None:
-    """Output of a git command; None where there is no git or no repository."""
+    """Output of a git command; None without git or a repository."""
     try:
         done = subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
@@ -119,9 +119,9 @@ class Submission:
     """A job that is ready to be submitted.
 
     Attributes:
-        spec: with the snapshot's config in place of the user's.
+        spec: the job, with the snapshot's config instead of the user's.
         config: the resolved config as YAML.
-        doubts: why it may lose what it does, to be shown.
+        doubts: reasons why it may lose its work, to show to the user.
     """
 
     spec: JobSpec
@@ -130,7 +130,7 @@ class Submission:
 
     @property
     def script(self) -> str:
-        """What sbatch gets."""
+        """The script for sbatch."""
         return render_sbatch(self.spec)
 
 
@@ -145,11 +145,11 @@ def prepare(
     name: str | None = None,
     options: SlurmOptions = SlurmOptions(),  # noqa: B008 - immutable
 ) -> Submission:
-    """Check the config on the asked nodes and GPUs, and render the script; writes nothing.
+    """Check the config for these nodes and GPUs, and render the script; writes nothing.
 
     Raises:
-        ConfigError: the config is wrong, or does not fit the number of ranks.
-        LaunchError: the run directory holds a run already, or options that Slurm could not take.
+        ConfigError: the config is wrong or does not fit the number of ranks, or the run directory already holds a run.
+        LaunchError: options that Slurm could not take.
     """
     by_index = [item for item in overrides if "%a" in item and options.array is not None]
     fixed = [item for item in overrides if item not in by_index]
@@ -170,7 +170,7 @@ def prepare(
         name=name or f"shardkit-{run_dir.name}",
         slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
-    render_sbatch(spec)  # refuses what no script can carry
+    render_sbatch(spec)  # refuses values that no script can carry
     limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
     found = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
     return Submission(spec, loaded.render(), tuple(found))
@@ -180,7 +180,7 @@ def submit(job: Submission) -> tuple[str, Path]:
     """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder.
 
     Raises:
-        LaunchError: Slurm is not installed, or sbatch refused; then nothing of the snapshot is left.
+        LaunchError: Slurm is not installed, or sbatch refused; the snapshot is then removed.
     """
     commands.require("sbatch")
     folder = reserve(Path(job.spec.run_dir))
@@ -222,5 +222,5 @@ def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
     if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(
             f"run.dir={loaded.config.run.dir} already holds a run",
-            "set run.resume=true to go on with it, run.overwrite=true to delete it, or another run.dir",
+            "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",
         )

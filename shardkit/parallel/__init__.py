@@ -1,1 +1,1 @@
-"""What every engine builds on: the process groups, and how one block is initialised, cast, compiled and updated."""
+"""The base of every engine: process groups, blocks, initial weights, precision, compilation and optimizers."""

@@ -1,4 +1,4 @@
-"""Batch normalisation over ranks: statistics of all ranks' micro-batches, on CPU too."""
+"""Batch normalisation across ranks: statistics over all ranks' micro-batches, on CPU too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class CPUSyncBatchNorm(nn.BatchNorm1d):
-    """`nn.SyncBatchNorm`, which needs a GPU, for the CPU: sums are exchanged, ranks may hold unequal shares."""
+    """`nn.SyncBatchNorm` for the CPU (torch's needs a GPU): ranks exchange sums; batch sizes may differ."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -41,7 +41,7 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
         return out.to(input.dtype)
 
     def _with_running(self, input: torch.Tensor) -> torch.Tensor:
-        """As in evaluation; by this batch's statistics where none are kept, as torch's own does."""
+        """Normalise as in evaluation; without running statistics use this batch's, as torch does."""
         return nn.functional.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias,
             training=self.running_mean is None and self.running_var is None, eps=self.eps,
@@ -49,7 +49,7 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
-        """Running statistics, the variance unbiased; `momentum` None = the plain average so far."""
+        """Update the running statistics (unbiased variance); `momentum` None keeps the plain average so far."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -83,10 +83,10 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Synchronise batch norms if `model.sync_batchnorm` asks for it, in place; say once what batch norm does not do.
+    """Synchronise batch norms in place if `model.sync_batchnorm` asks for it; warn once about batch norm's limits.
 
     Raises:
-        ConfigError: it is asked for, but the model has no batch norm.
+        ConfigError: `model.sync_batchnorm` is set, but the model has no batch norm.
     """
     sync = config.model.sync_batchnorm
     norms = [name for name, module in model.named_modules() if isinstance(module, _NORMS)]
@@ -106,7 +106,7 @@ def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device)
 def _warn(name: str, accum: int, apart: bool) -> None:
     if accum > 1:
         logger.warning(
-            "batch norm (%s) sees one micro-batch at a time: %d accumulated ones are not one large batch to it",
+            "batch norm (%s) sees one micro-batch at a time: it does not treat %d accumulated ones as one large batch",
             name,
             accum,
         )
@@ -119,7 +119,7 @@ def _warn(name: str, accum: int, apart: bool) -> None:
 
 
 def _replace(model: nn.Module, name: str, kind: Any) -> None:
-    """The synchronised twin, with the same parameters and buffers, in the place of a batch norm."""
+    """Replace a batch norm with its synchronised twin, which takes over its parameters and buffers."""
     old: Any = model.get_submodule(name)
     if isinstance(old, (nn.SyncBatchNorm, CPUSyncBatchNorm)):
         return

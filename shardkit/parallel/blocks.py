@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded, checkpointed and compiled as one unit; and compiling them."""
+"""Find the modules that are sharded, checkpointed and compiled as one unit, and compile them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> list[nn.Module]:
-    """The repeated blocks of a model in its order, none inside another; empty when it has none.
+    """The model's repeated blocks, in model order, none inside another; empty if there are none.
 
-    With `classes`: every module of one of these types. Without: of every `ModuleList` and `Sequential` the members
-    whose type occurs twice in it, an encoder's and a decoder's alike. A list inside a list's member never counts: ranks
-    may call different members of it (experts), and what ranks call apart cannot be gathered together. Lists of single
-    layers (`Linear`) count only where they are all of a list, in a model that has no other list: the longest.
+    With `classes`: every module of one of these types. Without: the members of every `ModuleList` and `Sequential`
+    whose type occurs there more than once, in encoder and decoder alike. A list inside a member never counts: ranks
+    may call different members of it (experts), and all ranks must gather a block together. A list of single layers
+    (`Linear`) counts only if it holds nothing else and the model has no list of blocks; then the longest one does.
     """
     if classes:
         return outermost([m for m in model.modules() if isinstance(m, tuple(classes))])
@@ -34,27 +34,27 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
 
 
 def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Members of one type with parameters, for each list that lies in no member of another."""
+    """The members of one type with parameters, for each list that is not inside a member of another list."""
     inside = [*module.children()]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         counted = Counter(type(m) for m in module)
         for repeated in (kind for kind, count in counted.items() if count > 1):
             members = [m for m in inside if type(m) is repeated]
             is_layer = not any(True for _ in members[0].children())
-            # A list in a list is called by nobody: it has no forward.
+            # Nothing calls a list inside a list: it has no forward.
             called = repeated.forward is not nn.Module.forward
             if any(True for _ in members[0].parameters()) and called and not (is_layer and len(members) < len(inside)):
                 yield members
-        # A Sequential calls each member, so one that occurs once is a part like any other.
+        # A Sequential calls each member, so a type that occurs once is an ordinary part.
         inside = [m for m in inside if counted[type(m)] == 1] if isinstance(module, nn.Sequential) else []
     for child in inside:
         yield from _stacks(child)
 
 
 def chosen_by_data(model: nn.Module, blocks: Sequence[nn.Module]) -> set[str]:
-    """Names of the trained parameters that a rank may leave out in a step: in lists (experts) that are no blocks.
+    """Names of the trained parameters that a rank may skip in a step: members of lists (experts) that are not blocks.
 
-    Such a list has two members of one type at least; every member of a `Sequential` is called.
+    Such a list has at least two members of one type. A `Sequential` is never one: it calls every member.
     """
     whole = {id(block) for block in blocks}
     found: set[str] = set()
@@ -78,7 +78,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     outside: Counter[str] = Counter()
     total = 0
     for name, param in model.named_parameters():
-        numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 leaves none in the tensor itself
+        numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 empties the tensor itself
         total += numel
         if id(param) not in inside:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
@@ -88,10 +88,10 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
 
 
 def refuse_ties_across_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Sharding a block replaces its parameters, which would silently untie them from the same ones elsewhere.
+    """Refuse tied parameters in two blocks: sharding a block replaces its parameters and would silently untie them.
 
     Raises:
-        ConfigError: a parameter belongs to a block and to another one, or to the rest of the model.
+        ConfigError: a parameter belongs to two blocks, or to a block and the rest of the model.
     """
     owner = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first: dict[int, tuple[str, int]] = {}
@@ -107,7 +107,7 @@ def refuse_ties_across_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> 
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that lie inside no other of them."""
+    """The modules that are not inside another one of `modules`."""
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if id(m) not in inner]
 
@@ -119,13 +119,13 @@ def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Activat
     """The blocks that `activation.block_classes` names, else the model's own.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has no such block.
     """
     names = set(config.block_classes)
     setting = f"activation.policy={config.policy}" if config.recomputes else f"activation.offload={config.offload}"
     if missing := names - {type(module).__name__ for module in model.modules()}:
         raise ConfigError(
-            f"activation.block_classes names {', '.join(sorted(missing))}, of which {type(model).__name__} has none",
+            f"activation.block_classes names {', '.join(sorted(missing))}, but {type(model).__name__} has none",
             f"name classes that it has: {_classes(model)}",
         )
     found = outermost([m for m in model.modules() if type(m).__name__ in names]) if names else list(blocks)
@@ -138,10 +138,10 @@ def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Activat
 
 
 def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Module]], policy: str) -> list[nn.Module]:
-    """The attention inside each block, outermost: modules of `classes`, or whose class is named like attention.
+    """The outermost attention modules of each block: of `classes`, else those whose class name says attention or attn.
 
     Raises:
-        ConfigError: a block has none.
+        ConfigError: a block has no attention module.
     """
     found = []
     for block in blocks:
@@ -160,10 +160,10 @@ def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Mod
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, device: torch.device) -> None:
     """Compile each block in place, or the whole model (by config, or when it has no blocks).
 
-    One at a time: equal blocks share one compilation, and an engine's wrapping stays outside.
+    Compiled one at a time, equal blocks share one compilation, and an engine's wrapping stays outside.
 
     Raises:
-        ConfigError: no C++ compiler for code on CPU.
+        ConfigError: code for the CPU needs a C++ compiler, and none is on PATH.
     """
     if not config.enabled:
         return
@@ -180,7 +180,7 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
 
 
 def outside_compile(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` run in Python where its module is compiled; what it calls is compiled."""
+    """`forward`, run in plain Python although its module is compiled; the functions it calls are compiled."""
     disabled: Callable[..., Any] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -192,7 +192,7 @@ def _is_attention(module: nn.Module, classes: Sequence[type[nn.Module]]) -> bool
 
 
 def _classes(module: nn.Module) -> str:
-    """`Block ×4, LayerNorm ×9`: what can be named, in the order of its appearance."""
+    """`Block ×4, LayerNorm ×9`: the classes a user can name, in order of appearance."""
     inside = [m for m in module.modules() if m is not module and any(True for _ in m.parameters())]
     counted = Counter(type(m).__name__ for m in inside)
     return ", ".join(f"{name} ×{count}" for name, count in counted.items()) or "none with parameters"

@@ -1,7 +1,7 @@
-"""What training needs of torch and transformers that they keep private, and the functions of theirs that it replaces.
+"""Private names of torch and transformers that training uses, and the functions of theirs that it replaces.
 
-Without a name, the part of shardkit that needs it is off or does it another way, and says so in one line; only an
-architecture of transformers cannot be built without transformers' own rules for its weights.
+If a name is missing, the feature that needs it is off or works another way, and says so in one line. Only a
+transformers architecture cannot be built without transformers' own rules for its weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..config.libraries import Feature, NameGone, Private
 
 _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
-TREES = Feature("outputs in fp32 where they are nested (precision.output_dtype)")
+TREES = Feature("nested outputs in fp32 (precision.output_dtype)")
 PRODUCTS = Feature("activation.policy=selective_op")
 KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")
@@ -33,7 +33,7 @@ FP8_SPEED = Feature("fp8 in shardkit doctor --calibrate")
 FLIGHT = Feature("NCCL's last collectives in the report of a hang")
 META = Feature("building models without memory (init_parameter)")
 HF = Feature("the tasks on transformers models")
-BUFFERS = Feature("leaving out of checkpoints the buffers that are not part of the state")
+BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
 PICKLE = Feature("shardkit checkpoint to a torch file")
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
-    # Public, which torch does not tell type checkers.
+    # These names are public, but torch hides them from type checkers.
     from torch.distributed import FileStore as FileStore
     from torch.distributed import GradBucket as GradBucket
     from torch.distributed import HashStore as HashStore
@@ -61,7 +61,7 @@ else:
     from torch.distributed import Store as Store
     from torch.distributed import TCPStore as TCPStore
 
-    # In eager mode torch's own contexts hand back a kept product as it is by then (see activation/products.py).
+    # In eager mode torch's own contexts return a kept product with later in-place writes (see activation/products.py).
     DispatchMode = PRODUCTS.take(
         "torch.utils._python_dispatch.TorchDispatchMode", "https://github.com/pytorch/pytorch/issues/119590"
     )
@@ -95,7 +95,7 @@ _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=Tru
 META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
-# Under ZeRO-3 there is nothing for it to fill: transformers draws weights into empty tensors.
+# Under ZeRO-3 parameters are empty when transformers would draw weights into them.
 HF.use("transformers.PreTrainedModel.init_weights", "https://github.com/huggingface/transformers/pull/43847")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
@@ -109,12 +109,12 @@ _attentions = [
 
 
 def products() -> set[Any]:
-    """The private operators that are matrix products: fp8's."""
+    """The private operators that are matrix products (fp8)."""
     return {op.default for op in _operators(_products)}
 
 
 def attentions() -> set[Any]:
-    """The operators of fused attention that this torch has."""
+    """The fused-attention operators that this torch has."""
     return {op.default for op in _operators(_attentions)}
 
 
@@ -132,18 +132,18 @@ def schema(op: Any) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor's memory was written to."""
+    """How many times a tensor's memory was written in place."""
     return tensor._version
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a view is a view of; the tensor itself if it is none."""
+    """The tensor that a view looks into; the tensor itself if it is not a view."""
     base = tensor._base
     return tensor if base is None else base
 
 
 def set_memory_budget(share: float) -> bool:
-    """Tell torch.compile the share of activations it may keep; whether that is another one than before."""
+    """Tell torch.compile the share of activations it may keep; returns whether the share changed."""
     try:
         if _budget.find() == share:
             return False
@@ -158,7 +158,7 @@ def set_memory_budget(share: float) -> bool:
 
 
 def groups() -> Sequence[dist.ProcessGroup]:
-    """Every group that this process is in, libraries' own included."""
+    """Every group that this process is in, including those that libraries made."""
     try:
         return list(_groups.find())
     except NameGone:
@@ -167,13 +167,13 @@ def groups() -> Sequence[dist.ProcessGroup]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let the collectives of a group that begin from now on fail after this time."""
+    """Collectives of this group that start from now on fail after `timeout`."""
     if TIMEOUT.works():
         _set_pg_timeout(timeout, group)
 
 
 def abort_groups() -> None:
-    """Leave every group without waiting for what runs in it."""
+    """Leave every group without waiting for its pending collectives."""
     if ABORT.works(instead="the default group alone is aborted"):
         _abort_process_group()
     elif dist.group.WORLD is not None:
@@ -181,13 +181,13 @@ def abort_groups() -> None:
 
 
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:
-    """A module's parameters as FSDP2 gathered them: their storages exist all the time, and have bytes while needed."""
+    """The tensors that FSDP2 gathers a module's parameters into; their storages have bytes only while needed."""
     for param in _fsdp_params(module):
         yield from getattr(param, "all_gather_outputs", ())
 
 
 def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
-    """Gradients that FSDP2 keeps whole while gradient synchronisation is off."""
+    """Unsharded gradients that FSDP2 keeps while gradient synchronisation is off."""
     for param in _fsdp_params(module):
         grad = getattr(param, "unsharded_accumulated_grad", None)
         if grad is not None:
@@ -225,7 +225,7 @@ def scaled_product(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tor
 
 
 def nccl_trace() -> bytes | None:
-    """NCCL's last collectives, as its flight recorder keeps them; nothing in builds without it."""
+    """NCCL's last collectives from its flight recorder, pickled; None in builds without it."""
     try:
         found: bytes = _trace_nccl.find()()
     except NameGone:
@@ -234,7 +234,7 @@ def nccl_trace() -> bytes | None:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether a buffer belongs to a module's state."""
+    """Whether a buffer is part of its module's `state_dict`."""
     try:
         return buffer not in module._non_persistent_buffers_set
     except AttributeError:
@@ -243,7 +243,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def from_config(model_class: Any, config: Any) -> nn.Module:
-    """A transformers model in fp32, with weights as its own code draws them."""
+    """A transformers model in fp32 whose own code draws its weights."""
     model: nn.Module = model_class._from_config(config, dtype=torch.float32)
     return model
 
@@ -267,11 +267,11 @@ def ties_only() -> Iterator[None]:
 
 
 def storage_types() -> dict[torch.dtype, str]:
-    """Type of elements → the name of the storage class that old files of torch have for it."""
+    """dtype → the name of its storage class in torch's old file format."""
     types: dict[torch.dtype, str] = _storage_types.find()()
     return types
 
 
 def rebuild_tensor(version: int) -> Any:
-    """The function that a file of torch names to make a tensor of a storage."""
+    """The function that a torch file names to rebuild a tensor from its storage."""
     return _rebuild[version].find()

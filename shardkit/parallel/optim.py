@@ -19,15 +19,15 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
 
-    `block_classes`: what counts as a block for Muon, as in `find_blocks`.
+    `block_classes`: the module types that are blocks for Muon, as in `find_blocks`.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or the optimizer is not to be had here.
+        ConfigError: the model has no trainable parameter, or the optimizer is not available here.
     """
     groups = parameter_groups(config, model)
     if not groups:
         raise ConfigError(
-            f"{type(model).__name__} has no trainable parameter", "set requires_grad on what is to be trained"
+            f"{type(model).__name__} has no trainable parameter", "set requires_grad on the parameters to train"
         )
     lr, weight_decay = config.lr, config.weight_decay
     if config.name == "adafactor":
@@ -54,7 +54,7 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
 
     def lr_as_tensor(*_: Any) -> None:
-        """Its compiled update reads the rate from a tensor, a schedule writes a number."""
+        """The compiled update reads the rate from a tensor, but a schedule writes a number."""
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
@@ -70,12 +70,12 @@ def matrices_of_blocks(model: nn.Module, block_classes: Sequence[type[nn.Module]
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for some matrices, AdamW for everything else, as one optimizer with one state.
 
-    Muon's updates are rescaled to AdamW's usual size (Liu et al. 2025, section 2.2), so that one learning rate and one
-    weight decay serve both.
+    Muon's updates are rescaled to AdamW's usual size (Liu et al. 2025, section 2.2): one learning rate and one weight
+    decay serve both.
 
     Args:
         matrices: ids of the parameters that Muon updates.
-        settings: AdamW's lr, betas, eps, weight_decay; Muon takes over lr and weight_decay.
+        settings: AdamW's lr, betas, eps, weight_decay; Muon uses the same lr and weight_decay.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MuonAdamW(torch.optim.Optimizer):
 def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     """The optimizer's `fused` and `foreach` arguments; `None` leaves the choice to torch."""
     # torch registers no sharding rule for the fused SGD kernel on DTensors (importing that class takes 0.4 s).
-    # On the CPU that kernel leaves most weights of half precision as they were (torch 2.13).
+    # On the CPU that kernel leaves most half-precision weights unchanged (torch 2.13).
     half_on_cpu = param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16)
     has_fused = config.name == "adamw" or not (hasattr(param, "placements") or half_on_cpu)
     if config.implementation == "auto":
@@ -127,7 +127,7 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
 
 
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """A group with weight decay and one without (norms, biases, embeddings), in model order; empty ones left out."""
+    """One group with weight decay and one without (norms, biases, embeddings), in model order, unless empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
@@ -152,8 +152,8 @@ def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, An
 def lr_at(config: OptimConfig, step: int, max_steps: int) -> float:
     """Learning rate of optimizer step `step` (1-based).
 
-    Linear warm-up to the peak, which step `warmup_steps` has (step 1 without warm-up); then the schedule, down to
-    lr · min_lr_ratio at `max_steps` exactly.
+    Linear warm-up reaches the peak `lr` at step `warmup_steps` (at step 1 without warm-up); the schedule then falls to
+    lr · min_lr_ratio exactly at `max_steps`.
     """
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""Compute types: what forward and backward run in, what the optimizer updates, and what scales the loss."""
+"""The dtypes of forward, backward, gradient reduction and master weights, and the loss scaler."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The type of matrix products' inputs (tf32 keeps fp32 tensors, fp8 casts the bf16 ones of linear layers)."""
+    """The dtype of matrix products' inputs (tf32 keeps fp32 tensors; fp8 casts the bf16 inputs of linear layers)."""
     return _COMPUTE[config.mode]
 
 
 def master_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The type of the weights that the optimizer updates."""
+    """The dtype of the weights that the optimizer updates."""
     return torch.bfloat16 if config.mode == "pure_bf16" else torch.float32
 
 
 def reduce_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The type in which DDP and FSDP2 reduce gradients over ranks."""
+    """The dtype in which DDP and FSDP2 reduce gradients over ranks."""
     return master_dtype(config) if config.reduce_dtype == "auto" else _TYPES[config.reduce_dtype]
 
 
 def set_matmul_precision(config: PrecisionConfig) -> None:
     """Allow or forbid TF32 tensor cores for fp32 products and convolutions, process-wide."""
     torch.set_float32_matmul_precision("high" if config.mode == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = config.mode == "tf32"  # torch allows it, if not told otherwise
+    torch.backends.cudnn.allow_tf32 = config.mode == "tf32"  # torch allows it by default
 
 
 def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
-    """Dynamic loss scaling for fp16; for every other mode one that does nothing."""
+    """Dynamic loss scaling for fp16; a scaler that does nothing for every other mode."""
     return GradScaler(
         device.type,
         init_scale=2.0**config.loss_scale_init_power,
@@ -55,7 +55,7 @@ def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
 
 
 def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
-    """pure_bf16: make every floating parameter bf16, in place (buffers keep their type, tied parameters stay tied)."""
+    """pure_bf16: cast floating parameters to bf16, in place (buffers keep their dtype, tied parameters stay tied)."""
     if config.mode != "pure_bf16":
         return
     for param in model.parameters():
@@ -64,7 +64,7 @@ def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
 
 
 def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:
-    """Run the model's forward under autocast, in place; backward follows the types forward chose."""
+    """Run the model's forward under autocast, in place; backward uses the dtypes that forward chose."""
     dtype = compute_dtype(config)
     to_fp32 = config.output_dtype == "fp32"
     if dtype == torch.float32:
@@ -82,10 +82,10 @@ def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionCo
 
 
 def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConfig, strategy: str) -> None:
-    """Where an engine casts weights and inputs: run forward under autocast if asked, else explain its mixed types.
+    """For engines that cast weights and inputs: run forward under autocast if asked, else explain mixed dtypes.
 
     Raises (from the forward):
-        ConfigError: an operator got tensors of two types.
+        ConfigError: an operator got tensors of two dtypes.
     """
     if config.autocast:
         autocast_forward(model, device, config)
@@ -101,7 +101,7 @@ def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConf
                 raise
             raise ConfigError(
                 f"the model mixes fp32 tensors into precision.mode={config.mode} ({str(error).splitlines()[0]}): "
-                f"parallel.strategy={strategy} casts weights and inputs, not what forward makes itself",
+                f"parallel.strategy={strategy} casts weights and inputs, not the tensors that forward makes",
                 "set precision.autocast=true (as single and ddp run it), or precision.mode=fp32",
             ) from error
 
@@ -116,10 +116,10 @@ def _as_fp32(value: Any) -> Any:
 def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool = False) -> None:
     """fp8: let torchao's `Float8Linear` compute the products of the model's linear layers, in place.
 
-    Layers whose sizes are not multiples of 16 (what the hardware multiplies) and output heads stay bf16.
+    Layers whose sizes are not multiples of 16 (the hardware's unit) and output heads stay bf16.
 
     Args:
-        emulate: compute in fp32 what the hardware would, on any device; for tests.
+        emulate: imitate the hardware in fp32 on any device; for tests.
 
     Raises:
         ConfigError: torchao is not installed, or no layer qualifies.

@@ -1,4 +1,4 @@
-"""How parameters come to life: the same values whatever the strategy and the world size."""
+"""Initial weights: the same values whatever the strategy and the world size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Init = Callable[[str, torch.Tensor, torch.Generator], None]
 def parameters_on_meta() -> Iterator[None]:
     """Modules built inside keep their parameters on the meta device, and their buffers real.
 
-    A parameter is allocated and dropped again when it is registered: no two exist at once, and memory that nothing
-    wrote to costs nothing. Buffers hold what the constructor computed (rotary frequencies, position ids, statistics).
+    A real parameter is dropped as soon as it is registered: no two exist at once, and untouched memory costs nothing.
+    Buffers hold the values that the constructor computed (rotary frequencies, position ids, statistics).
     """
     register = nn.Module.register_parameter
-    shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays one
+    shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -43,7 +43,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def scalars_as_vectors() -> Iterator[None]:
-    """Modules built inside register 0-d parameters with shape [1]: an engine cuts parameters up along a dimension."""
+    """Modules built inside register 0-d parameters with shape [1]: an engine needs a dimension to shard along."""
     register = nn.Module.register_parameter
     shared = WeakIdKeyDictionary()
 
@@ -51,7 +51,7 @@ def scalars_as_vectors() -> Iterator[None]:
         if param is not None and param.dim() == 0:
             if param not in shared:
                 vector = torch.empty(1, dtype=param.dtype, device=param.device)
-                vector.copy_(param.detach())  # a view would stay what a fake tensor is: a constant on the CPU
+                vector.copy_(param.detach())  # a view of a fake tensor would stay a constant on the CPU
                 shared[param] = nn.Parameter(vector, requires_grad=param.requires_grad)
                 shared[param].is_scalar = True
             param = shared[param]
@@ -65,7 +65,7 @@ def scalars_as_vectors() -> Iterator[None]:
 
 
 def show_scalars(model: nn.Module) -> set[str]:
-    """Give the model's 0-d parameters shape [1], and let its own code read them as 0-d all the same; their names."""
+    """Give the model's 0-d parameters shape [1], but let its own code read them as 0-d; returns their names."""
     found: set[str] = set()
     with scalars_as_vectors():
         for prefix, module in model.named_modules():
@@ -82,7 +82,7 @@ def show_scalars(model: nn.Module) -> set[str]:
 
 
 def _zero_dimensional(module: nn.Module, name: str) -> Any:
-    """A parameter of one element as its module means it; as it is while an engine holds it in pieces."""
+    """A whole parameter of shape [1] viewed as 0-d; unchanged while an engine holds it in shards."""
     param: Any = nn.Module.__getattr__(module, name)
     whole = isinstance(param, torch.Tensor) and not hasattr(param, "placements") and param.shape == (1,)
     return param.view(()) if whole else param
@@ -92,7 +92,7 @@ class Weights:
     """Initial values of a model's parameters.
 
     With `init_parameter` the model is built on the meta device and each parameter is drawn whole on CPU from its own
-    generator, seeded by (seed, name): a rank may then keep any slice of it and no rank holds the whole model.
+    generator, seeded by (seed, name): a rank can keep any slice, and no rank holds the whole model.
     Without it every rank builds the real model under the same seed.
     """
 
@@ -108,21 +108,21 @@ class Weights:
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
     ) -> nn.Module:
-        """The model, its parameters on meta if they can be drawn later.
+        """Build the model, with its parameters on meta if they can be drawn later.
 
         Args:
-            construction: an engine's own build context.
-            cut_up: the engine cuts parameters up, so that none may be 0-d.
+            construction: the engine's own context for building a model.
+            cut_up: the engine shards parameters along a dimension; none may be 0-d.
 
         Raises:
-            ConfigError: the task put buffers on meta, whose values are lost.
+            ConfigError: the task put buffers on meta, which loses their values.
         """
         if self.init_parameter is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 model = make_model()
         else:
-            # Under zero.Init a parameter is cut up as soon as its module's constructor ends.
+            # Under zero.Init a parameter is sharded as soon as its module's constructor ends.
             with scalars_as_vectors() if cut_up else nullcontext(), construction or parameters_on_meta():
                 model = make_model()
         if cut_up:
@@ -138,7 +138,7 @@ class Weights:
         return model
 
     def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
-        """The whole parameter in fp32 on CPU."""
+        """Draw a whole parameter in fp32 on CPU."""
         assert self.init_parameter is not None
         digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -148,7 +148,7 @@ class Weights:
         return full.view(shape)
 
     def materialise(self, model: nn.Module, device: torch.device) -> None:
-        """Put a whole, unsharded model on `device`; meta parameters are drawn, tied ones stay tied."""
+        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied."""
         real: dict[int, nn.Parameter] = {}
         for fqn, param in model.named_parameters():
             if param.is_meta:

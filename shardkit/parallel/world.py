@@ -1,4 +1,4 @@
-"""Process groups: who takes part, over which backend, and how they are torn down."""
+"""Process groups: their ranks, backends and teardown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from . import compat
 from .compat import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 _PATIENCE_S = 10.0
-"""For an answer from where a file says that rank 0 listens."""
+"""Seconds to wait for an answer from the address that rank 0 published."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class World:
     Attributes:
         env: where the rank came from and how many there are.
         device: where the model is trained.
-        control_group: gloo group for bookkeeping (token counts, flags, loss), beside the engine's own group.
-        ledger: gloo group for the memory ledger, so that a gather never interleaves with the step's reduction.
-        others: groups that the caller had made before.
+        control_group: gloo group for bookkeeping (token counts, flags, loss), separate from the engine's group.
+        ledger: gloo group for the memory ledger; its gathers never interleave with the step's reduction.
+        others: groups that the caller had already made.
     """
 
     env: RankEnv
@@ -68,13 +68,13 @@ class World:
         return [float(v) for v in total]
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's `value`, on every rank; for rare events (start, errors), not for steps."""
+        """Every rank's `value`, on every rank. For rare events (start, errors), not for every step."""
         out: list[object] = [None] * self.size
         dist.all_gather_object(out, value, group=self.control_group)
         return out
 
     def set_timeout(self, seconds: float) -> None:
-        """Collectives that begin from now on fail after that time, in every group of this job and its engine."""
+        """Collectives that start from now on fail after `seconds`, in every group of this job and its engine."""
         for group in compat.groups():
             if group not in self.others:
                 compat.set_timeout(group, timedelta(seconds=seconds))
@@ -84,8 +84,8 @@ def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
     """The device of `run.device` for this rank.
 
     Raises:
-        ConfigError: `cuda` asked for, but torch sees no GPU.
-        LaunchError: more ranks on this machine than GPUs.
+        ConfigError: `run.device` is cuda, but torch sees no GPU.
+        LaunchError: this machine has more ranks than GPUs.
     """
     wanted = config.run.device
     if wanted == "auto":
@@ -109,12 +109,12 @@ def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
 
 
 def _one_gpu_each() -> bool:
-    """Whether srun gave each task a GPU of its own (--gpus-per-task=1), which the task then sees as its first."""
+    """Whether srun gave each task its own GPU (--gpus-per-task=1), which the task then sees as device 0."""
     return os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
 
 
 def rank_env() -> RankEnv:
-    """Who this process is: a process group that exists already, else the launcher's environment."""
+    """This process's rank, from a process group that already exists, else from the launcher's environment."""
     if not dist.is_initialized():
         return detect()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -138,7 +138,7 @@ def rank_env() -> RankEnv:
 def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     """Join the job's ranks, yield the world, and leave no group behind on success, error or Ctrl-C.
 
-    A default group that exists already is used as it is and left alone.
+    A default group that already exists is used unchanged and not destroyed.
 
     Raises:
         LaunchError: the rendezvous port is taken, or ranks did not arrive within `run.init_timeout_s`.
@@ -154,7 +154,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         _join(config, env, device, timeout)
     failed = True
     try:
-        # Before anything can hang: bookkeeping must work while an engine's own group is stuck.
+        # Made before anything can hang: bookkeeping must work while the engine's group is stuck.
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         yield World(env, device, control_group, ledger, others)
         failed = False
@@ -181,7 +181,7 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
         where = f"{env.master_addr}:{env.master_port}"
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         if taken and env.source == "torchelastic":
-            raise  # nobody chose that port: the next attempt gets another one
+            raise  # torchrun picked that port: the next attempt gets another one
         if taken:
             raise LaunchError(
                 f"rank 0 cannot listen on MASTER_PORT={env.master_port}: the port is in use",
@@ -199,23 +199,24 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
 
 
 def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str, torch.device | None]:
-    """The default group's backend, and the device it is bound to: connected at once, later groups split off it."""
+    """The default group's backend and device. A group bound to a device connects at once; later groups split off it."""
     if device.type != "cuda":
         return "gloo", None
     if config.parallel.strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu":
-        # The norm of gradients on the CPU is summed there. Not bound: NCCL would split off groups without gloo.
+        # The norm of CPU gradients is summed on the CPU. Not bound: NCCL would split off groups without gloo.
         return "cpu:gloo,cuda:nccl", None
-    # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and nobody is there to connect to.
+    # Splitting a communicator of one rank fails on some machines (DeepSpeed #8248), and it has no peer to connect to.
     return "nccl", device if env.world_size > 1 else None
 
 
 _stores: dict[str, Store] = {}
-"""Where this process met the other ranks: the server lives as long as rank 0, whoever is still leaving a group."""
+"""The stores where this process met the other ranks. Kept: the server must live as long as rank 0, since another rank
+may still be leaving a group."""
 _joined = itertools.count()
 
 
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """Where ranks meet, with keys of its own for each time they do: earlier ones lead to groups that are gone."""
+    """The store where ranks meet, with fresh keys each time: old keys lead to groups that are gone."""
     if env.world_size == 1:
         return HashStore()
     folder = os.environ.get(rendezvous.STORE)
@@ -229,7 +230,7 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
         key, meet = str(_meeting_place(config)), _published_store
     if key not in _stores:
         _stores[key] = meet(config, env, timeout)
-    # An agent's store outlives its workers. Nodes that joined later count restarts anew, but then no agent's is used.
+    # An agent's store outlives its workers. Nodes that join later count restarts from 0, but they use no agent's store.
     restart = env.restart_count if _agent_serves() else 0
     return PrefixStore(f"shardkit/{restart}/{next(_joined)}", _stores[key])
 
@@ -241,7 +242,7 @@ def _addressed_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent holds the store: mostly so, and every rank, 0 included, is its client."""
+    """Whether torchrun's agent holds the store (it usually does); every rank, 0 included, is then a client."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -252,7 +253,7 @@ def _meeting_place(config: RunConfig) -> Path:
 def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
     """Ranks without an address (plain srun, MPI): rank 0 binds a free port and publishes it in the run directory.
 
-    Beside it stands a word that its store knows: an address that an earlier run left leads nowhere, or elsewhere.
+    A random word in the file must also be in the store: an address left by an earlier run may lead to another server.
     """
     path = _meeting_place(config)
     if env.rank == 0:
@@ -283,10 +284,10 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
 def _reached(address: str, timeout: timedelta) -> Store | None:
     """The store at `HOST PORT WORD`, if it knows the word.
 
-    In a thread: a client of a TCPStore asks whoever listens there, and would wait for an answer for good.
+    In a thread: a TCPStore client talks to any server at that address, and would wait forever for an answer.
 
     Raises:
-        TimeoutError: somebody listens there who does not answer.
+        TimeoutError: a server listens there but does not answer.
     """
     found: list[Store] = []
 
@@ -299,7 +300,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
     try:
         host, port, word = address.split()
         with socket.create_connection((host, int(port)), _PATIENCE_S):
-            pass  # a TCPStore would go on trying
+            pass  # a TCPStore would keep trying
     except (OSError, ValueError):
         return None
     asking = threading.Thread(target=ask, name="rendezvous", daemon=True)
@@ -313,7 +314,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
 def _leave(failed: bool) -> None:
     if not dist.is_initialized():
         return
-    # Wrapped models are reference cycles that hold gloo's threads: outliving the group they abort the process.
+    # Wrapped models are reference cycles that hold gloo's threads, which abort the process if they outlive the group.
     gc.collect()
     if failed and "nccl" in dist.get_backend():
         # A peer may be stuck in a collective: destroying would wait for it, aborting does not.

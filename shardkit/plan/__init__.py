@@ -1,1 +1,1 @@
-"""What a job will need, before it is launched: per-rank memory, the fastest setting that fits, the largest model."""
+"""Predict a job before its launch: memory per rank, the fastest settings that fit, the largest model that fits."""

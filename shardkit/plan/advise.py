@@ -1,4 +1,4 @@
-"""What to change so that a job fits: candidates of the memory rules, each planned."""
+"""Changes that make a job fit: candidates from the memory rules, each one planned."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from .model.estimate import MemoryEstimate
 
 N_PLANNED = 6
 Changed = Callable[[Sequence[str]], RunConfig]
-"""The config with more overrides."""
+"""Returns the config with more overrides."""
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2, None: 0}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the config and what was predicted for it.
+    """One change of the config and its predicted effect.
 
     Attributes:
-        settings: as on the command line, several separated by a space.
-        saving: bytes on the device (of the host, if that is what was short).
-        cost: what it costs.
+        settings: overrides as on the command line, separated by spaces.
+        saving: bytes saved on the device, or on the host if host memory was short.
+        cost: the price of the change, in words.
+        estimate: the memory with the change.
     """
 
     settings: str
@@ -35,7 +36,7 @@ class Change:
 
 
 def changes_that_fit(changed: Changed, estimate: MemoryEstimate, planner: Planner) -> list[Change]:
-    """Changes of the config that need less, those that fit first; when no single one does, the best two together."""
+    """Changes that save memory, those that fit first; pairs of changes too if no single one fits."""
     config, target = changed([]), planner.target
     where = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
     candidates = [
@@ -65,7 +66,7 @@ def _planned(
         try:
             after = planner.predict(changed(settings.split(" ")))
         except ShardkitError:
-            continue  # settings that do not go together, or cannot be traced, are no advice
+            continue  # do not advise settings that conflict or cannot be traced
         saving = estimate.host_peak - after.host_peak if where == "host" else estimate.needed - after.needed
         if saving > 0:
             found.append(Change(settings, saving, cost, after))

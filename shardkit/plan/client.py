@@ -1,4 +1,4 @@
-"""Ask for estimates from a process of its own, so that whoever asks needs no torch and survives what tracing does."""
+"""Run the planner in its own process: the caller needs no torch and survives a crash of the trace."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .target import Target
 
 
 class Planner:
-    """Predicts the memory of configs on one target; a context manager, whose process ends with it.
+    """Predicts the memory of configs on one target; a context manager that ends its process on exit.
 
-    The fake CUDA device is tried in that process: if it fails there, or crashes it, another one traces CPU tensors
+    The process tries a fake CUDA device first. If the device fails or crashes it, another process traces CPU tensors
     instead, and the estimates say so.
 
     Raises:
-        ShardkitError: (from `predict`) the config cannot work on the target, or its step cannot be traced.
+        ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.
     """
 
     def __init__(self, target: Target, niceness: int = 0) -> None:
@@ -57,12 +57,12 @@ class Planner:
         timed: bool = False,
         rough: bool = False,
     ) -> MemoryEstimate:
-        """One rank's memory, with the target's limits.
+        """Predict one rank's memory, with the target's limits.
 
         Args:
             whole: trace every layer of a deep model.
             timed: also predict how long a step takes.
-            rough: trace less, for a first look (`predict.predict`).
+            rough: trace less, for a first look (see `predict.predict`).
         """
         if self._process is None:
             self._start()
@@ -78,7 +78,7 @@ class Planner:
         return estimate.limited(self.target.device_memory, self.target.host_memory)
 
     def stop(self) -> None:
-        """End its process from another thread, at once and for good: a `predict` under way raises a ShardkitError."""
+        """Kill the process for good, from another thread: a `predict` in progress raises a ShardkitError."""
         with self._lock:
             self._stopped = True
             if self._process is not None:
@@ -117,7 +117,7 @@ class Planner:
         self._hear = os.fdopen(hear_read, encoding="utf-8")
 
     def _talk(self, line: str, may_die: bool = False) -> dict[str, Any]:
-        """Send a line, read one; nothing if the process died and may."""
+        """Send a line and read the answer; empty if the process died and `may_die` allows it."""
         assert self._ask is not None and self._hear is not None
         try:
             self._ask.write(line + "\n")
@@ -129,7 +129,7 @@ class Planner:
             said: dict[str, Any] = json.loads(answer)
             return said
         code = self._process.wait() if self._process else 0
-        if may_die and code != -signal.SIGKILL:  # which is nothing that the fake device does
+        if may_die and code != -signal.SIGKILL:  # the fake device never causes a SIGKILL
             return {}
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip().splitlines()
@@ -147,7 +147,7 @@ class Planner:
                 try:
                     pipe.close()
                 except BrokenPipeError:
-                    pass  # what it did not read is of no use any more
+                    pass  # the process is going: its unread input no longer matters
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -157,10 +157,10 @@ class Planner:
 
 
 def _environment() -> dict[str, str]:
-    """Rank variables of a job this process may be part of must not reach the planner's world of one process."""
+    """The planner's environment, without the rank variables of a job that this process may belong to."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith("TORCHELASTIC")}
-    # Compiled functions of libraries (8-bit optimizers) run eagerly: the compiler does not go with dispatch modes.
+    # Libraries' compiled functions (8-bit optimizers) run eagerly: the compiler does not support dispatch modes.
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 

@@ -1,4 +1,4 @@
-"""What runs on this machine were predicted to need and then needed: past.jsonl, from which the next plans learn."""
+"""Predicted and measured memory of this machine's past runs (past.jsonl), from which later plans learn."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KEPT = 500
-"""Newest runs that are kept."""
+"""How many of the newest runs the file keeps."""
 _WAIT_S = 5.0
 _BESIDE = {"run", "logging", "checkpoint", "profile"}
-"""Sections that do not change what a step needs."""
+"""Config sections that do not change a step's memory."""
 
 
 def path() -> Path:
@@ -28,21 +28,21 @@ def path() -> Path:
 
 
 def this_cpu() -> str:
-    """The name under which runs on this machine's CPU are kept; runs on GPUs are kept under the card's."""
+    """The device name of CPU runs on this machine; GPU runs use the card's name."""
     return calibration.cpu_name()
 
 
 def digest(config: RunConfig) -> str:
-    """The same for configs whose steps need the same memory."""
+    """A hash that is equal for configs whose steps need the same memory."""
     settings = config.model_dump(mode="json", exclude=_BESIDE | {"memory"})
     return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def note(entry: Mapping[str, Any]) -> None:
-    """Add a run. Several jobs may do so at once, and be killed while they do: the file is always a whole one.
+    """Add a run. The file stays whole even if several jobs write at once or are killed while writing.
 
     Raises:
-        OSError: it cannot be written, or others keep it locked.
+        OSError: the file cannot be written, or other jobs keep it locked.
     """
     path().parent.mkdir(parents=True, exist_ok=True)
     with locked(path().with_suffix(".lock"), wait_s=_WAIT_S):
@@ -51,7 +51,7 @@ def note(entry: Mapping[str, Any]) -> None:
 
 
 def runs(device: str) -> list[dict[str, Any]]:
-    """The runs on a device, oldest first; lines that are no records of this schema are left out."""
+    """The runs on a device, oldest first; lines that are not records of this schema are skipped."""
     return [entry for entry in read_objects(path()) if _is_run(entry) and entry["device"] == device]
 
 
@@ -62,9 +62,9 @@ def _is_run(entry: Mapping[str, Any]) -> bool:
 
 
 def outside(device: str, world_size: int) -> tuple[int, int] | None:
-    """(bytes that runs here held on the card beyond torch's allocator, of how many runs): their median.
+    """(median bytes that runs here held on the card outside torch's allocator, number of those runs).
 
-    Of jobs of one rank, or of several, which have communicators.
+    Only runs with one rank are compared with each other, and only runs with several: those have communicators.
     """
     known = [
         int(entry["measured"]["outside"])
@@ -75,7 +75,7 @@ def outside(device: str, world_size: int) -> tuple[int, int] | None:
 
 
 def agreement(device: str) -> str | None:
-    """How runs here compare with what was predicted for them, in words."""
+    """One sentence that compares this device's runs with their predictions; None without any."""
     ratios = [
         entry["measured"]["peak"] / entry["predicted"]["peak"] - 1
         for entry in runs(device)
@@ -84,4 +84,4 @@ def agreement(device: str) -> str | None:
     if not ratios:
         return None
     number = f"{len(ratios)} planned run{'s' if len(ratios) > 1 else ''} here"
-    return f"{number} peaked at {min(ratios):+.1%} to {max(ratios):+.1%} of what was predicted"
+    return f"{number} peaked {min(ratios):+.1%} to {max(ratios):+.1%} from the prediction"

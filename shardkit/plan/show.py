@@ -16,7 +16,7 @@ from .target import Target
 
 
 def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
-    """What one rank needs, where its peak is, by phase and by category."""
+    """The memory of one rank: its peak, its phases and its categories."""
     where = f"{target.world_size} × {estimate.device}"
     lines = [
         f"{title} on {where}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
@@ -70,9 +70,9 @@ def _categories(estimate: MemoryEstimate) -> Iterable[str]:
 
 
 def show_changes(changes: Sequence[Change]) -> str:
-    """What would lower the need, the setting that fits with the least cost first."""
+    """Changes that lower the memory, in the order of `changes_that_fit`."""
     if not changes:
-        return "no change of the config that was tried needs less"
+        return "none of the changes that were planned needs less memory"
     rows = [("change", "needs", "saves", "", "cost")]
     for change in changes:
         needs = change.estimate.needed
@@ -81,7 +81,7 @@ def show_changes(changes: Sequence[Change]) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of text under each other; columns are flush right but for those in `left`."""
+    """Rows of aligned text; columns are flush right except those in `left`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -105,18 +105,18 @@ FRONT_HEAD = ("engine", "checkpointing", "precision", "micro-batch", "needs", "t
 
 
 def show_found(title: str, found: Found, target: Target) -> str:
-    """The choice, the front of memory against speed, and why not something else."""
+    """The choice, the front of memory against speed, and why the alternatives lose."""
     best = found.best
     where = f"{target.world_size} × {target.gpu.name if target.gpu else 'cpu'}"
     measured = best.estimate is not None and best.estimate.time is not None and best.estimate.time.measured
     tried = len(found.fitting) + len(found.misfits)
     lines = [
-        f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples of each rank in a step",
-        f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot work",
+        f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples per rank and step",
+        f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot be planned",
         *_stopped(found),
         "",
         f"best       {named(best, found.samples)}",
-        f"settings   {' '.join(best.settings) or 'as they are'}",
+        f"settings   {' '.join(best.settings) or 'unchanged'}",
         f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used",
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
         + ("speeds measured here" if measured else "typical speeds (shardkit doctor --calibrate measures them)"),
@@ -133,12 +133,12 @@ def show_found(title: str, found: Found, target: Target) -> str:
 
 
 def _stopped(found: Found) -> list[str]:
-    """What a search that did not come to its end leaves uncertain."""
+    """The uncertainty of a search that ended early."""
     if not found.stopped:
         return []
-    lines = [f"{found.stopped}: {found.left_out} combinations were not looked at; this is the best of the others"]
+    lines = [f"{found.stopped}: {found.left_out} combinations were not planned; this is the best of the others"]
     if found.best.estimate is None:
-        lines.append("traced roughly only: plan the config that is written, before it is launched")
+        lines.append("traced roughly only: plan the written config before you launch it")
     return lines
 
 
@@ -150,7 +150,7 @@ def _shares(setting: Setting) -> list[str]:
 def _host_note(best: Setting, target: Target) -> list[str]:
     if target.host_memory is not None or best.estimate is None or "on the CPU" not in best.combination.engine:
         return []
-    return [f"host       {gib(best.estimate.host_peak)} of each rank; whether a machine has it: --host-memory"]
+    return [f"host       {gib(best.estimate.host_peak)} per rank; pass --host-memory to check that a machine has it"]
 
 
 def front_rows(found: Found) -> list[tuple[str, ...]]:
@@ -166,7 +166,7 @@ def front_rows(found: Found) -> list[tuple[str, ...]]:
 
 
 def reasons(found: Found) -> Iterator[str]:
-    """Axis by axis: what the best setting with another value would need, or what it would wait for."""
+    """Axis by axis: the memory or the waits of the best setting with another value."""
     best = found.best
     axes: list[tuple[str, Callable[[Setting], str]]] = [
         ("", lambda s: s.combination.engine),
@@ -187,7 +187,7 @@ def reasons(found: Found) -> Iterator[str]:
             yield f"micro-batch {neighbour.micro_batch}: {_compared(neighbour, best)}"
     if found.refused:
         reason = next(iter(found.refused.values()))
-        yield f"{len(found.refused)} combinations cannot work, such as: {reason}"
+        yield f"{len(found.refused)} combinations cannot be planned, such as: {reason}"
 
 
 def _instead(other: Setting, best: Setting, samples: int) -> str:
@@ -207,14 +207,14 @@ def _compared(other: Setting, best: Setting) -> str:
 
 @dataclass(frozen=True)
 class Verified:
-    """A setting that was really run."""
+    """A setting and the trial that ran it."""
 
     setting: Setting
     trial: Trial
 
 
 def show_verified(verified: Sequence[Verified], samples: int) -> str:
-    """Predicted beside measured."""
+    """A table of measured and predicted memory and speed."""
     rows: list[tuple[str, ...]] = [("measured", "needs", "predicted", "tokens/s", "predicted")]
     for one in verified:
         trial, setting = one.trial, one.setting

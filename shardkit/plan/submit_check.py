@@ -1,4 +1,4 @@
-"""Planning before a job is queued: what cannot fit is refused while the answer is still cheap."""
+"""Plan a job before it is queued, and refuse one that cannot fit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .target import Target
 
 
 def refuse_misfit(changed: Changed, target: Target) -> MemoryEstimate:
-    """Plan a config, given as a function of more overrides; returns what was predicted.
+    """Plan a config, given as a function of more overrides; returns the estimate.
 
     Raises:
-        ConfigError: it does not fit; what would is printed on stderr.
+        ConfigError: the job does not fit; changes that would make it fit are printed on stderr.
     """
     with Planner(target) as planner:
         estimate = planner.predict(changed([]))
@@ -32,7 +32,7 @@ def refuse_misfit(changed: Changed, target: Target) -> MemoryEstimate:
 
 
 def misfit(estimate: MemoryEstimate) -> str:
-    """One line on what is short, by how much and where."""
+    """One line that says which memory is short, by how much and where."""
     from ..errors import gib
 
     peak = estimate.peak

@@ -1,4 +1,4 @@
-"""What a job is planned for."""
+"""The ranks and the hardware that a job is planned for."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from . import history
 
 @dataclass(frozen=True)
 class Target:
-    """Ranks and what each of them has.
+    """The ranks of a job and the memory of each.
 
     Attributes:
-        gpu: the card; `None` plans a run on CPUs.
+        gpu: the card; `None` = a run on CPUs.
         ranks_per_node: ranks on one machine.
-        rank: whose memory; 0 holds the largest shard.
-        expandable: the allocator's segments can grow, as shardkit sets it by default.
-        host_memory: bytes of host memory for each rank; `None` = not asked.
-        cap: bytes that a rank may use for tensors where there is no card.
+        rank: the rank to plan; rank 0 holds the largest shard.
+        expandable: whether the allocator's segments can grow, shardkit's default.
+        host_memory: bytes of host memory per rank; `None` = not asked.
+        cap: bytes that a rank may use for tensors on CPUs.
     """
 
     world_size: int
@@ -56,23 +56,23 @@ def choose_target(
     host_memory: str | None = None,
     memory_cap: str | None = None,
 ) -> Target:
-    """The target that options name.
+    """The target that the command's options describe.
 
     Args:
-        gpu: a card of the table; default: the smallest with `gpu_memory`, else h100. Nothing and run.device=cpu: CPUs.
-        gpu_memory: of each card; wins over the table's.
-        host_memory: of each machine; on CPUs the ranks' shares of it are their caps.
-        memory_cap: of each rank, for a card made smaller or for what tensors may take on CPUs; wins over the others.
+        gpu: a card of the table; default: the smallest with `gpu_memory`, else h100; CPUs if run.device=cpu.
+        gpu_memory: memory of each card; overrides the table's.
+        host_memory: memory of each machine; on CPUs each rank's share is its cap.
+        memory_cap: limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others.
 
     Raises:
-        ConfigError: an unknown card, an amount of memory that is none, or a number of GPUs below 1.
+        ConfigError: an unknown card, an invalid amount of memory, or an invalid number of GPUs.
     """
     for name, number in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if number < 1:
-            raise ConfigError(f"{name} {number} is no number of GPUs", "ask for 1 or more")
+            raise ConfigError(f"{name} {number} is not a number of GPUs", "ask for 1 or more")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ConfigError(
-            f"--gpus {gpus} is no whole number of machines with --gpus-per-node {gpus_per_node}",
+            f"--gpus {gpus} is not a whole number of machines with --gpus-per-node {gpus_per_node}",
             f"ask for {gpus // gpus_per_node * gpus_per_node} or {-(-gpus // gpus_per_node) * gpus_per_node} GPUs",
         )
     per_node = min(gpus, gpus_per_node)
@@ -80,7 +80,7 @@ def choose_target(
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     card = _card(gpu, None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"))
     if card is None and config.run.device == "cpu":
-        caps = [n_bytes for n_bytes in (cap, on_host) if n_bytes is not None]  # the host is the device
+        caps = [n_bytes for n_bytes in (cap, on_host) if n_bytes is not None]  # on CPUs the host is the device
         return Target(gpus, None, per_node, cap=min(caps, default=None))
     if card is None:
         card = GPUS[DEFAULT] if cap is None else _card(None, cap)
@@ -90,8 +90,8 @@ def choose_target(
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:
-    """The card with what this machine knows of its overheads: from runs of as many ranks (one or several), which hold
-    all that a job holds; else from a calibration; else what is typical."""
+    """The card with its overheads as this machine knows them: from past runs (of one rank, or of several), which hold
+    everything that a job holds; else from a calibration; else typical ones."""
     found = calibration.find(gpu.device_name, world_size) or {}
     measured = {"context": found.get("context_bytes"), "per_communicator": found.get("communicator_bytes")}
     known: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
@@ -118,10 +118,10 @@ def _card(gpu: str | None, memory: int | None) -> Gpu | None:
 
 
 def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str | None) -> Target:
-    """What real runs on this machine have: its GPUs, or its CPUs with a cap on what tensors may take.
+    """The target of real runs on this machine: its GPUs, or its CPUs with a cap on the memory of tensors.
 
     Raises:
-        ConfigError: this machine's card is not in the table, and nothing else says how much memory there is.
+        ConfigError: this machine's card is not in the table, and no option says how much memory it has.
     """
     from ..launch.ranks.gpus import model_names, visible_gpus
 
@@ -132,7 +132,7 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
             raise ConfigError(
                 f"this machine's card ({names[0] if names else 'whose name the driver does not say'}) is not one that "
                 "planning knows",
-                "pass the most like it as --gpu, or how much of its memory to use as --memory-cap",
+                "pass the most similar card as --gpu, or the memory to use as --memory-cap",
             )
         return choose_target(config, ranks, ranks, gpu or here, memory_cap=memory_cap)
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
@@ -140,5 +140,5 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
 
 
 def cap_setting(memory_cap: str | None) -> str | None:
-    """A `--memory-cap` as `memory.cap` takes it."""
+    """A `--memory-cap` in the form that `memory.cap` takes."""
     return None if memory_cap is None else f"{parse_bytes(memory_cap, '--memory-cap') / 2**10:.0f}KiB"

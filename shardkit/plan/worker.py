@@ -1,4 +1,4 @@
-"""The process that traces: reads configs from a pipe, writes estimates to another; started by `client`."""
+"""The planning process, which `client` starts: reads configs from one pipe and writes estimates to another."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..errors import ShardkitError
 
 
 def main(read_fd: int, write_fd: int, fakes: str) -> None:
-    """Answer requests until the pipe ends. A line each: first the target, then configs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks, and ends this process then
+    """Answer requests until the pipe ends. Each request is one line: first the target, then configs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then ends this process
     with os.fdopen(read_fd, encoding="utf-8") as requests, os.fdopen(write_fd, "w", encoding="utf-8") as answers:
 
         def answer(said: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
                 said = [type(error).__name__, error.cause, error.fix]
                 answer({"error": said, "trace": traceback.format_exc(), "over": isinstance(error, Untraceable)})
                 if isinstance(error, Untraceable):
-                    return  # what it left behind could make later answers wrong
+                    return  # state left behind by the failed trace could make later answers wrong
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two runs on one page: what was set differently, and what came of it."""
+"""Two runs on one page: their differences in settings and in results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .read import Run, mapping
 
 NAMES = ("A", "B")
 WHERE = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
-"""Differ between any two runs, and change nothing."""
+"""Settings that differ between any two runs and do not affect results."""
 
 
 def compare_page(a: Run, b: Run) -> str:
@@ -84,7 +84,7 @@ def _worst(page: Page, runs: dict[str, Run]) -> list[Markup]:
     return [
         heading("State"),
         page.figure("state", figures.categories({name: measure.state_alone(held) for name, held in bars.items()})),
-        heading("With what it leaves unexplained of the peak"),
+        heading("State and the rest of the peak"),
         page.figure("categories", figures.categories(bars)),
         heading("Peak by phase"),
         page.figure("phases", figures.phases(peaks, " and ".join(sorted(kinds)))),

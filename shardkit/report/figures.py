@@ -28,14 +28,14 @@ COLOURS = {
 }
 PHASE_COLOURS = dict(zip(PHASES, ("#d8d8d8", "#bdbdbd", "#9ecae9", "#fdbe85", "#a1d99b"), strict=True))
 POINTS = 1000
-"""A line keeps at most about this many points; extremes stay."""
+"""A line keeps about this many points at most, including its extremes."""
 
 Named = Mapping[str, Run]
-"""Runs by the label that they have in a plot; a single one has the label ""."""
+"""Runs by their label in a plot; a single run has the label ""."""
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `limit` points of a line: each stretch keeps its smallest and largest, and the last point stays."""
+    """At most about `limit` points of a line: the smallest and largest of each stretch, and the last point."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     width = -(-2 * len(xs) // limit)
@@ -60,7 +60,7 @@ def line(
 
 
 def panels(titles: Sequence[str], x_title: str, height: int = 220) -> dict[str, Any]:
-    """Layout of plots above each other over one x axis, the first on top."""
+    """Layout of stacked plots over one x axis, the first on top."""
     share, gap = 1 / len(titles), 0.04 if len(titles) > 1 else 0.0
     layout: dict[str, Any] = {"xaxis": {"title": {"text": x_title}}, "height": 60 + height * len(titles)}
     for index, title in enumerate(titles):
@@ -78,7 +78,7 @@ def _axis(panel: int) -> str:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """An exponential average over about a fiftieth of a line, without the bias to its first value."""
+    """An exponential moving average over about a fiftieth of a line, without bias towards the first value."""
     keep = 1 - 1 / max(5, len(values) // 50)
     found, total, weight = [], 0.0, 0.0
     for value in values:
@@ -98,7 +98,7 @@ def _scale_buttons() -> dict[str, Any]:
 
 
 def training(runs: Named) -> Figure:
-    """Loss, smoothed where it is long, validation loss and throughput over steps: one colour a run."""
+    """Loss (smoothed for 50 steps or more), validation loss and throughput over steps: one colour per run."""
     data = []
     for number, (name, run) in enumerate(runs.items()):
         colour = LINES[number]
@@ -120,7 +120,7 @@ def training(runs: Named) -> Figure:
 
 
 def memory(run: Run) -> Figure:
-    """Each rank's memory at every gather: the most since the gather before."""
+    """Each rank's memory at every gather: its peak since the previous gather."""
     gpu = measure.on_gpu(run)
     kinds = (("allocated", "reserved") if gpu else ()) + ("rss",)
     lines = [measure.series(run, lambda row, kind=kind: measure.interval_peak(row, kind)) for kind in kinds]  # type: ignore[misc]
@@ -148,7 +148,7 @@ def worst_memory(runs: Named) -> Figure:
 
 
 def categories(bars: Mapping[str, Mapping[str, Parts]]) -> Figure:
-    """Stacked bars: bytes by category, for every name and place (device, host)."""
+    """Stacked bars of bytes by category, for every name and place (device, host)."""
     columns = [(name, place, parts) for name, places in bars.items() for place, parts in places.items()]
     unit, scale = unit_of(sum(parts.values()) for _, _, parts in columns)
     present = dict.fromkeys(kind for _, _, parts in columns for kind, n_bytes in parts.items() if n_bytes)
@@ -181,7 +181,7 @@ def phases(peaks: Mapping[str, Mapping[str, int]], what: str) -> Figure:
 
 
 def ranks(rows: Sequence[RankRow], times: Mapping[int, StepTime]) -> Figure:
-    """Each rank's peak, and below it where its mean step went."""
+    """Each rank's peak, and below it the parts of its mean step time."""
     names = [label(f"rank {row.name}") for row in rows]
     peaks = [row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated for row in rows]
     unit, scale = unit_of(peaks)

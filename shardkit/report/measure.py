@@ -1,4 +1,4 @@
-"""The figures of a run that pages show: one place that says what each of them is."""
+"""The figures of a run that pages show, defined in one place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """One number of a run; `remark` says where or when."""
+    """One number of a run; `remark` says on which rank, at which step or how."""
 
     label: str
     value: float | None
@@ -35,13 +35,13 @@ class KeyFigure:
 
 
 def column(run: Run, key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of a field of metrics.jsonl, where a step has it and it is a number."""
+    """(steps, values) of a field of metrics.jsonl, for the steps where it is a number."""
     found = [(record["step"], value) for record in run.metrics if (value := number(record.get(key))) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def key_figures(run: Run) -> list[KeyFigure]:
-    """What a run is judged by, in the order in which it is shown; figures that it does not have are None."""
+    """The key figures of a run in display order; figures that the run does not have are None."""
     steps, losses = column(run, "loss")
     best = min(zip(losses, steps, strict=True), default=None)
     _, validation = column(run, "val_loss")
@@ -57,7 +57,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
         KeyFigure("waiting for data", _share(waits, column(run, "step_time_s")[1]), "share", "of step time, rank 0"),
-        KeyFigure("standing still for saves", sum(saves) if saves else None, "s", "in all"),
+        KeyFigure("stalled by saves", sum(saves) if saves else None, "s", "in all"),
     ]
     for key, label in LABELS.items():
         spread = spreads.get(key)
@@ -81,7 +81,7 @@ def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
 
 
 def stragglers(run: Run) -> list[tuple[Straggler, int]]:
-    """(its worst gather, in how many it was slow) of every rank that was ever slow."""
+    """(its worst gather, number of gathers in which it was slow) for every rank that was ever slow."""
     found: dict[str, list[Straggler]] = {}
     for gather in run.gathers:
         for slow in summary(gather.rows).stragglers:
@@ -91,7 +91,7 @@ def stragglers(run: Run) -> list[tuple[Straggler, int]]:
 
 
 def shown(rows: Sequence[RankRow]) -> list[RankRow]:
-    """The rows that get a line of their own: all, or in a large world the worst and the best."""
+    """The rows to show one by one: all, or in a large world those under most and least memory pressure."""
     if len(rows) <= WHOLE:
         return list(rows)
     ordered = sorted(rows, key=pressure, reverse=True)
@@ -103,14 +103,14 @@ def on_gpu(run: Run) -> bool:
 
 
 def interval_peak(row: RankRow, kind: Literal["allocated", "reserved", "rss"]) -> int | None:
-    """The most since the previous gather: over forward, backward and step, or without them what is known instead."""
+    """The peak since the previous gather, over forward, backward and step; without these, the row's overall figure."""
     peaks = [getattr(row.phases[phase], f"peak_{kind}") for phase in STEP_PHASES if phase in row.phases]
     instead = row.host_mem.rss if kind == "rss" else getattr(row.device_mem, f"peak_{kind}", None)
     return max((peak for peak in peaks if peak is not None), default=instead)
 
 
 def series(run: Run, value: Callable[[RankRow], float | None]) -> dict[str, tuple[list[int], list[float]]]:
-    """(steps, values) over the gathers by rank, for the ranks that are shown."""
+    """(steps, values) over the gathers by rank, for the ranks of `shown`."""
     names = {row.name for row in shown(run.last_rows)}
     found: dict[str, tuple[list[int], list[float]]] = {}
     for gather in run.gathers:
@@ -145,7 +145,7 @@ def phase_peaks(gathers: Sequence[Gather], rank: int) -> dict[str, int]:
 
 
 def parts(row: RankRow) -> dict[str, Parts]:
-    """A row's memory by place and category; what no category explains of the peak is `unattributed`."""
+    """A row's memory by place and category; the rest of the peak is `unattributed`."""
     state = row.state or {}
     staging = {"staging": row.host_mem.staging}
     on_device: Parts = {kind: held.device for kind, held in state.items()}
@@ -159,7 +159,7 @@ def parts(row: RankRow) -> dict[str, Parts]:
 
 
 def state_alone(places: dict[str, Parts]) -> dict[str, Parts]:
-    """`parts` without what they leave unexplained."""
+    """`parts` without the unattributed rest."""
     return {place: {kind: n for kind, n in held.items() if kind != REST} for place, held in places.items()}
 
 
@@ -169,7 +169,7 @@ def _with_rest(known: Parts, whole: int) -> Parts:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One rank's mean step: waiting for data, in forward, and the rest (backward, update, waiting for other ranks)."""
+    """One rank's mean step in seconds: total, waiting for data, and in forward."""
 
     total: float
     data: float
@@ -181,7 +181,7 @@ class StepTime:
 
 
 def step_times(run: Run) -> dict[int, StepTime]:
-    """Mean step by rank, over the gathers after the first, which holds what happens only once."""
+    """Mean step by rank, over all gathers but the first, which includes one-time work."""
     found: dict[int, list[tuple[float, float, float]]] = {}
     for gather in run.gathers[1:] or run.gathers:
         for row in gather.rows:
@@ -194,13 +194,13 @@ def step_times(run: Run) -> dict[int, StepTime]:
 
 
 def status(run: Run) -> tuple[bool, str]:
-    """(whether all is well, in words): how far the run is, and what ended it if it failed."""
+    """(whether all is well, in words: the run's progress, and what ended it if it failed)."""
     done = run.metrics[-1]["step"] if run.metrics else 0
     wanted = run.setting("train.max_steps")
     if isinstance(wanted, int) and done >= wanted:
         return True, f"finished {done} of {wanted} steps"
     so_far = f"step {done} of {wanted}" if wanted is not None else f"step {done}"
-    # The host's memory may have run low, or an earlier start have failed, and the run have gone on.
+    # The run may have continued after host memory ran low or after an earlier start failed.
     ooms = [r for r, o in run.ooms.items() if o.get("kind") != "host-risk" and (number(o.get("step")) or done) >= done]
     if ooms:
         return False, f"out of memory on rank {', '.join(map(str, ooms))} at {so_far}"
@@ -211,7 +211,7 @@ def status(run: Run) -> tuple[bool, str]:
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """A config by dotted names."""
+    """A config as a flat dict with dotted names."""
     return {
         f"{section}.{key}": value
         for section, values in config.items()

@@ -1,4 +1,4 @@
-"""One run as a page: summary first, then where the memory went, then what made it."""
+"""One run as a page: a summary, then the memory of each rank, then config and versions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_page(run: Run, out: Path) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What was run, in words."""
+    """The task, model, strategy and world of a run, in words."""
     hosts = {row.identity.host for row in run.last_rows}
     devices = Counter(row.identity.device for row in run.last_rows)
     on = ", ".join(f"{count} × {name}" for name, count in devices.items())
@@ -99,15 +99,15 @@ def _memory(run: Run, page: Page) -> list[Markup]:
 def _categories(run: Run, page: Page) -> list[Markup]:
     rows = measure.shown(run.last_rows)
     counted = {f"rank {row.name}": measure.parts(row) for row in rows if row.state is not None}
-    peak = "peak RSS" if not measure.on_gpu(run) else "peak allocated, and on the host of the peak RSS"
+    peak = "peak RSS" if not measure.on_gpu(run) else "peak allocated on the device and the peak RSS on the host"
     state = {name: measure.state_alone(places) for name, places in counted.items()}
     parts = [
         heading("State, counted from the tensors that hold it"),
         page.figure("state", figures.categories(state)),
         heading(f"All of the {peak}"),
         paragraph(
-            "Unattributed is what state does not explain: activations, communication and workspace, and on the host "
-            "the interpreter and its libraries."
+            "Unattributed bytes are not state: activations, communication and workspace, and on the host the "
+            "interpreter and its libraries."
         ),
         page.figure("categories", figures.categories(counted)),
     ]
@@ -148,7 +148,7 @@ def _ranks(run: Run, page: Page) -> list[Markup]:
 
 
 def _nodes(run: Run) -> list[Markup]:
-    """How the peak and the step are spread over each node's ranks; of a single node the table above says it."""
+    """The spread of peaks and step times over each node's ranks; a single node needs only the table above."""
     condensed = summary(run.last_rows)
     if condensed.peak is None or len(condensed.nodes) < 2:
         return []
@@ -227,7 +227,7 @@ def _profiles(run: Run, out: Path) -> list[Markup]:
         items += item.format(link, path.name, hints.get(path.suffix, ""))
     return [
         Markup("<ul>{}</ul>").format(items),
-        paragraph("Relative links: they work while the report lies where it does.", "faint"),
+        paragraph("Relative links: they break when the report moves.", "faint"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What was planned, beside what was measured. The plan's file is another program's: any field may be missing."""
+"""Predicted beside measured memory. Another program may have written the plan: any field may be missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .traced import categories_of, peak_of
 
 @dataclass(frozen=True)
 class Compared:
-    """A predicted figure beside what was measured, in bytes; either may be missing."""
+    """A predicted and a measured figure in bytes; either may be missing."""
 
     rank: int
     what: str
@@ -42,7 +42,7 @@ def compared(
 ) -> list[Compared]:
     """Every figure that the plan predicts and the run could measure: peaks, phases on a GPU, categories.
 
-    A plan names several ranks in `ranks`, or is itself about one. It holds for the other ranks of the same size, too.
+    A plan lists several ranks in `ranks`, or describes one rank. It also holds for other ranks with equal shards.
     """
     rows = {row.identity.rank: row for row in gathers[-1].rows} if gathers else {}
     found: list[Compared] = []
@@ -55,9 +55,9 @@ def compared(
 
 
 def _planned(plan: Mapping[str, Any], rows: Mapping[int, RankRow]) -> dict[int, Mapping[str, Any]]:
-    """What was planned for each rank: of one that was not planned itself, for a rank that holds as much of all state.
+    """The plan of each rank; an unplanned rank takes the plan of a rank with the same bytes of state.
 
-    Ranks differ by nothing but the sizes of their shards.
+    Ranks differ only in the sizes of their shards.
     """
     own = {
         int(rank): entry
@@ -80,13 +80,13 @@ def _peaks(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapp
         Compared(rank, "peak allocated", number(peak.get("allocated")), allocated),
         Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host),
     ]
-    if device is not None:  # the CPU's allocator keeps nothing in reserve
+    if device is not None:  # the CPU's allocator reserves nothing
         found.insert(1, Compared(rank, "peak reserved", number(peak.get("reserved")), device.peak_reserved))
     return found
 
 
 def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: Sequence[Gather]) -> list[Compared]:
-    if row is None or row.device_mem is None:  # the CPU's allocator has no peaks to compare with
+    if row is None or row.device_mem is None:  # the CPU's allocator records no peaks
         return []
     measured = phase_peaks(gathers, rank)
     return [
@@ -107,7 +107,7 @@ def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace:
     if row is not None and row.unattributed is not None and not at_peak:
         rest = [mapping(f).get("device") for kind, f in mapping(entry.get("categories")).items() if kind not in KINDS]
         together = sum(number(n_bytes) or 0 for n_bytes in rest)
-        found.append(Compared(rank, "no state, together", together or None, row.unattributed))
+        found.append(Compared(rank, "all but state", together or None, row.unattributed))
     return found
 
 
@@ -128,7 +128,7 @@ def predicted(found: Sequence[Compared], what: str = "peak allocated") -> Figure
 
 
 RANKS = 4
-"""So many ranks get a column."""
+"""At most this many ranks get a column."""
 _SETTINGS = (
     "task.name", "model.preset", "parallel.strategy", "parallel.offload_optimizer", "parallel.offload_param",
     "precision.mode", "activation.policy", "activation.offload", "optim.name", "train.micro_batch_size",
@@ -138,24 +138,24 @@ _LOG = logging.getLogger(__name__)
 
 
 def close(run_dir: Path) -> None:
-    """Print how a planned run compares with its plan, and note it for the next plans on this machine; on rank 0.
+    """Print a planned run beside its plan and record it for later plans on this machine; on rank 0.
 
-    What goes wrong is warned about: the run is over and well.
+    Errors are only warnings: the run itself has succeeded.
     """
     try:
         run = read_run(run_dir)
         if run.plan is None or not run.gathers:
             return
         print(beside(compared(run.plan, run.gathers, run.traces), run))
-        if len(run.metrics) > 1:  # the first step is not like the others
+        if len(run.metrics) > 1:  # the first step differs from the others
             history.note(entry(run, run.plan))
     except (ShardkitError, OSError) as error:
         _LOG.warning("this run is not noted for later plans: %s", error)
 
 
 def beside(found: Sequence[Compared], run: Run) -> str:
-    """A line for each figure that was predicted, with what the ranks measured, of many ranks the largest."""
-    from ..plan.show import columns  # a report that shows no plan need not load the planner
+    """One line per predicted figure with the ranks' measurements; of many ranks only the first few that are shown."""
+    from ..plan.show import columns  # a report without a plan need not load the planner
 
     ranks = [row for row in shown(run.last_rows) if any(c.rank == row.identity.rank for c in found)][:RANKS]
     lines = [("", "predicted", *(f"rank {row.name}" for row in ranks))]
@@ -174,7 +174,7 @@ def _cell(one: Compared | None) -> str:
 
 
 def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What `past.jsonl` keeps of a run: the most of any rank, and what ranks held beyond torch's allocator."""
+    """The record of a run in `past.jsonl`: the peak of any rank, and the bytes held outside torch's allocator."""
     predicted = mapping(next(iter(sequence(plan.get("ranks"))), None))
     peak = mapping(predicted.get("peak"))
     row = run.last_rows[0]
@@ -196,7 +196,7 @@ def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peak(run: Run) -> int | None:
-    """The most tensors held: on a GPU the allocator's figure, on the CPU that of a traced step but the first."""
+    """Peak bytes of tensors: the allocator's figure on a GPU, on the CPU that of a traced step after the first."""
     if run.last_rows[0].device_mem is not None:
         return _most(run, "peak_allocated")
     peaks = [mapping(t.get("peak")).get("bytes") for t in run.traces.values() if (number(t.get("step")) or 0) > 1]
@@ -208,9 +208,9 @@ def _most(run: Run, name: str) -> int | None:
 
 
 def _outside(gathers: Sequence[Gather]) -> int | None:
-    """What the driver counts and torch's allocator does not, the median over ranks and gathers.
+    """Bytes that the driver counts but torch's allocator does not: the median over ranks and gathers.
 
-    The driver is asked less often than the allocator: a single gather may tell of two moments.
+    The driver is read less often than the allocator: one gather may mix two moments.
     """
     found = [
         memory.in_use - memory.reserved

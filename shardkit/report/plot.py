@@ -1,4 +1,4 @@
-"""Pages of what planning found: the ladder, and memory against speed of an automatic plan."""
+"""Pages for the planner's results: the ladder, and memory against speed in an automatic plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAD = "#b3261e"
 
 
 def ladder_plot(steps: Sequence[Step], limit: int | None) -> Figure:
-    """Predicted and measured peak of every rung as bars, its speed as a line, and what the card has.
+    """Predicted and measured peak of every rung as bars, its speed as a line, and the memory limit.
 
     Args:
         limit: bytes that a rank may use; `None` = no limit was given.
@@ -80,7 +80,7 @@ def level(y: float) -> dict[str, Any]:
 
 
 def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
-    """Write `ladder.html`; its path.
+    """Write `ladder.html`; returns its path.
 
     Raises:
         ConfigError: Plotly is not installed.
@@ -93,7 +93,7 @@ def save_ladder(steps: Sequence[Step], limit: int | None, folder: Path) -> Path:
 def write_page(
     path: Path, title: str, figure: Figure, head: Sequence[str], rows: Sequence[Sequence[Cell]], *notes: str
 ) -> Path:
-    """One plot, the table behind it, and what is to be said of them, as one file that needs no network; its path.
+    """Write a plot, its table and notes as one file that needs no network; returns its path.
 
     Raises:
         ConfigError: Plotly is not installed, or the file cannot be written.
@@ -110,7 +110,7 @@ def write_page(
 
 
 def front_plot(found: Found) -> Figure:
-    """A point per combination that fits, by engine; the front as a line."""
+    """One point per combination that fits, coloured by engine; the front as a line."""
     unit, scale = unit_of([setting.needed for setting in found.fitting])
     engines = list(dict.fromkeys(setting.combination.engine for setting in found.fitting))
     front = sorted(found.front, key=lambda setting: setting.needed)
@@ -138,7 +138,7 @@ def front_plot(found: Found) -> Figure:
 
 
 def save_front(found: Found, folder: Path) -> Path:
-    """Write `auto.html`; its path.
+    """Write `auto.html`; returns its path.
 
     Raises:
         ConfigError: Plotly is not installed.

@@ -1,4 +1,4 @@
-"""What a rank left before it ran out of memory, field by field: the file is shown whole, whatever it holds."""
+"""A rank's out-of-memory post-mortem, field by field: the whole file is shown, whatever it holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show(rank: int, found: Mapping[str, Any]) -> Markup:
 
 
 def cell(key: str, value: Any) -> Cell:
-    """A value as its name lets expect: sizes in GiB, times as dates, everything else as it is."""
+    """A value formatted by its name: sizes in GiB, times as dates, everything else unchanged."""
     if isinstance(value, int) and not isinstance(value, bool) and _BYTES.search(key) and not _COUNT.search(key):
         return n_bytes(value)
     if key == "time" and isinstance(value, float) and 0 <= value < 2**32:
@@ -48,7 +48,7 @@ def cell(key: str, value: Any) -> Cell:
 
 
 def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Plain values, and those of an object that holds nothing else."""
+    """Plain values, and the values of objects that hold only plain values."""
     for key, value in found.items():
         if _is_flat(value):
             yield from ((f"{key}: {inner}", plain) for inner, plain in value.items())

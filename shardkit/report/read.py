@@ -1,4 +1,4 @@
-"""A run directory's files as typed data; what is missing, torn or of another version is noted, never fatal."""
+"""Read a run directory's files as typed data; missing, torn or foreign files are noted and never fatal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..memory.rows import SCHEMA, RankRow
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
 
 _LONGEST = 2**24
-"""Bytes of a config.yaml; a run's own has a few thousand."""
+"""Most bytes of a config.yaml; a run writes a few thousand."""
 ROWS = 40_000
-"""At most about so many rows of `memory.jsonl` are read."""
+"""About this many rows of `memory.jsonl` are read at most."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Gather:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds.
+    """The contents of a run directory.
 
     Attributes:
         config: the resolved configuration, section by section; empty if it cannot be read.
-        config_text: the same as it stands in the file, with where each value came from.
+        config_text: the text of that file, including the origin of each value.
         environment: versions, hardware and command of the run's last start.
         metrics: one object per optimizer step, in order.
         gathers: every rank's memory, in order of steps; at least one rank in each.
-        traces: the traced step by rank, as `trace/rank{r}.json` holds it.
-        plan: what was predicted; None if the run was not planned.
+        traces: the traced step by rank, from `trace/rank{r}.json`.
+        plan: the prediction; None if the run was not planned.
         ooms: post-mortems of ranks that ran out of memory, by rank.
-        restarts: why earlier starts ended, in order.
-        failures: the last start's errors by rank, likely origin first.
-        profiles: what the profiler left, as paths.
-        notes: what could not be read.
+        restarts: the reasons why earlier starts ended, in order.
+        failures: (rank, message) of the last start's errors, likely origin first.
+        profiles: paths of the profiler's files.
+        notes: one line for each file, or part of one, that could not be read.
     """
 
     path: Path
@@ -74,21 +74,21 @@ class Run:
 
     @property
     def targets(self) -> str:
-        """What the run's throughput counts."""
+        """The unit that the run's throughput counts."""
         return targets_called(self.setting("task.name"), self.setting("task.factory"))
 
     def setting(self, dotted: str) -> Any:
-        """A config value by its dotted name; None if the config does not have it."""
+        """A config value by its dotted name; None if the config lacks it."""
         section, _, key = dotted.partition(".")
         found = self.config.get(section)
         return found.get(key) if isinstance(found, dict) else None
 
 
 def read_run(path: Path) -> Run:
-    """Read everything that a run wrote.
+    """Read all files that a run wrote.
 
     Raises:
-        DataError: no such directory, or one that holds no run.
+        DataError: no such directory, or no run in it.
     """
     if not path.is_dir():
         raise DataError(f"{path} is not a directory", "pass the run.dir of a run")
@@ -138,7 +138,7 @@ def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
 
 
 def _json(path: Path, notes: list[str], wanted: bool = False) -> dict[str, Any] | None:
-    """One object from a file; None, and a note unless it may be missing, if there is none."""
+    """One object from a file, or None; a failure is noted unless the file is absent and not `wanted`."""
     if not path.exists() and not wanted:
         return None
     try:
@@ -157,7 +157,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, Any]]:
-    """Objects of each `every`-th line and the last one; a last line that a kill cut short is as good as not written."""
+    """Objects of every `every`-th line and of the last; a last line cut short by a kill is skipped."""
     torn, number = [], 0
     try:
         with _opened(path) as file:
@@ -181,7 +181,7 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
 def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
     every, foreign = _thinning(path), 0
     if every > 1:
-        notes.append(f"{path.name}: of its many gathers every {every}th is shown, and the last")
+        notes.append(f"{path.name}: only every {every}th of its many gathers is shown, and the last")
     for line in _lines(path, notes, every):
         try:
             if line["schema"] != SCHEMA:
@@ -194,11 +194,11 @@ def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
         if rows:
             yield gather
     if foreign:
-        notes.append(f"{path.name}: {foreign} lines are no records of schema {SCHEMA}, and are left out")
+        notes.append(f"{path.name}: {foreign} lines are not records of schema {SCHEMA}, and are left out")
 
 
 def _thinning(path: Path) -> int:
-    """Every which gather to read, so that a long run of a large world takes seconds and not all memory."""
+    """Read every n-th gather: a long run of a large world then takes seconds and fits into memory."""
     try:
         with _opened(path) as file:
             ranks = len(sequence(parsed(file.readline()).get("ranks")))
@@ -208,7 +208,7 @@ def _thinning(path: Path) -> int:
 
 
 def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
-    """`rank{r}.json` of a folder by r."""
+    """The folder's `rank{r}.json` files by r."""
     found = {}
     for path in folder.glob("rank*.json"):
         number = path.stem.removeprefix("rank")
@@ -218,7 +218,7 @@ def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def _failures(logs: Path) -> list[tuple[int, str]]:
-    """(rank, first line of its message) of the last launch; a plain torchrun leaves none."""
+    """(rank, first line of its error) in the last launch; a plain torchrun leaves no failures."""
     launches = [folder for folder in logs.glob("*") if folder.is_dir() and failure.attempts(folder)]
     if not launches:
         return []
@@ -228,15 +228,15 @@ def _failures(logs: Path) -> list[tuple[int, str]]:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """The value, if it is one; what another program wrote may hold anything."""
+    """The value if it is a dict, else an empty one: another program's file may hold anything."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: Any) -> list[Any]:
-    """The value, if it is a list."""
+    """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | None:
-    """The value, if it is a number."""
+    """The value if it is a number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,4 +1,4 @@
-"""The traced step: its plots, and the rows of its tables. The file is another program's: any field may be missing."""
+"""The traced step's plots and table rows. Another program may have written the file: any field may be missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .figures import COLOURS, PHASE_COLOURS
 from .read import mapping, number, sequence
 
 BANDS = 400
-"""At most so many module bands are drawn, the longest."""
+"""Most module bands to draw; the longest are kept."""
 LANES = 6
 
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of events in which one module ran; `lane` is its depth below the modules that it runs in."""
+    """A stretch of events in which one module ran; `lane` is its nesting depth."""
 
     module: str
     phase: str
@@ -36,7 +36,7 @@ def categories_of(trace: Mapping[str, Any]) -> dict[str, int]:
 
 
 def by_phase(trace: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes by category at the peak of each phase, with the module that ran then."""
+    """Bytes by category at the peak of each phase, by the module that ran then."""
     found = {str(phase): mapping(peak) for phase, peak in mapping(trace.get("phases")).items()}
     return {phase: {str(peak.get("module") or "–"): _categories_at(peak)} for phase, peak in found.items()}
 
@@ -109,7 +109,7 @@ def bands(trace: Mapping[str, Any]) -> list[Band]:
 
 
 def _drawn(found: Sequence[Band]) -> list[dict[str, Any]]:
-    """One trace of bars per phase, so that the legend can hide it."""
+    """One trace of bars per phase: the legend can hide each phase."""
     drawn = []
     for phase in dict.fromkeys(band.phase for band in found):
         own = [band for band in found if band.phase == phase]

@@ -1,5 +1,5 @@
-"""What is checked of a wrapped model: that ranks call the same blocks and use the same parameters, the types of the
-state, where a gradient stopped being finite."""
+"""Checks of a wrapped model: ranks call the same blocks and use the same parameters, the state's dtypes, and the
+origin of a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..strategies.step import HostValue, MicroBatch, accumulate, one_number
 
 SHOWN = 4
 FIRST_STEPS = 2
-"""Steps in which ranks compare what they call before an engine pairs their gathers, which it does by order alone."""
+"""Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
 _END = "the end of forward"
 _SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
 _LOG = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ Loss = TypeVar("Loss")
 
 
 class BlockCalls:
-    """The blocks that this rank calls, which have to be those that every rank calls, where an engine gathers them.
+    """Checks that all ranks call the same blocks, if an engine gathers these.
 
-    In the first two steps each call of what the engine gathers is compared over ranks before it, and before backward
-    the parameters that the loss depends on. Later a call is noted in a list, no more; `flags` of it ride in the step's
-    reduction. Compiled blocks have no such hooks, which would be compiled with them: theirs is the second check alone.
+    In the first two steps ranks compare each call of a gathered module before the call, and before backward the
+    parameters that the loss depends on. Later a call is only noted in a list, whose `flags` ride in the step's
+    reduction. Compiled blocks get the second check alone: the hooks of the others would be compiled with them.
 
     Attributes:
         blocks: the model's repeated blocks.
@@ -58,7 +58,7 @@ class BlockCalls:
         self._forwards = 0
         self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
         self._order = [self._names[id(block)] for block in blocks]
-        # DDP gathers nothing, and with parallel.find_unused it averages what some ranks leave out.
+        # DDP gathers nothing, and with parallel.find_unused it averages gradients that some ranks lack.
         alone = world.size == 1
         self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
         self._same_uses = not alone and not config.parallel.find_unused
@@ -73,13 +73,13 @@ class BlockCalls:
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
         if self._same_calls:
             for module in sharded or self._callable(model):
-                # Prepended after the engine's own hooks, so that it runs before their gather.
+                # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
         if self._same_uses and not config.compile.enabled:
             self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
 
     def _callable(self, model: nn.Module) -> list[nn.Module]:
-        """What may be called apart, and what ZeRO-3 gathers: every layer by itself."""
+        """Modules that may be called separately, and for ZeRO-3 every layer, which it gathers by itself."""
         lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
         found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
         if self._strategy == "zero3":
@@ -88,7 +88,7 @@ class BlockCalls:
 
     @property
     def last(self) -> str:
-        """Name of the block that this rank called last; empty before the first."""
+        """Name of the block that this rank called last; empty before the first call."""
         return self._order[self._called[-1]] if self._called else ""
 
     def _note(self, index: int, block: nn.Module, *_: Any) -> None:
@@ -103,12 +103,12 @@ class BlockCalls:
             self._compare(self._names[id(module)])
 
     def _note_leaves(self, module: nn.Module, *_: Any) -> None:
-        """Which tensors are the parameters that FSDP2 just gathered."""
+        """Note the names of the parameters that FSDP2 has just gathered."""
         prefix = "" if module is self._model else self._names[id(module)] + "."
         self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
 
     def _compare(self, name: str) -> None:
-        """Raise on every rank if they are not at the same place; collective."""
+        """Raise on every rank if the ranks are not at the same place; collective."""
         if self._agreed(name):
             return
         raise self._refusal([str(said) for said in self._world.gather(name)])
@@ -118,7 +118,7 @@ class BlockCalls:
         return self._equal(*self._world.sum([number, number * number]))
 
     def _equal(self, total: float, squares: float) -> bool:
-        """Whether the numbers of all ranks are equal, by their sum and the sum of their squares."""
+        """Whether the numbers of all ranks are equal, from their sum and the sum of their squares."""
         return int(squares) * self._world.size == int(total) ** 2
 
     def _refusal(self, said: list[str]) -> ConfigError:
@@ -132,7 +132,7 @@ class BlockCalls:
         )
 
     def _shared_class(self, name: str) -> str | None:
-        """Class of a module around a list's member that every rank calls, if there is one below the whole model."""
+        """Class of the module around a list's member, which every rank calls; None if that is the whole model."""
         modules = {plain(fqn): module for fqn, module in self._model.named_modules()}
         parts = name.split(".")
         paths = [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -143,10 +143,10 @@ class BlockCalls:
         return plain_class(modules[holder]) if holder else None
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """`loss`, which in the first steps ends with the comparison of what it called and of what it depends on.
+        """`loss`; in the first steps it ends by comparing its calls and the parameters that it depends on.
 
         Raises (from the loss):
-            ConfigError: ranks differ, or the loss went round the wrapped model.
+            ConfigError: ranks differ, or the loss bypassed the wrapped model.
         """
 
         def compared(*args: Any) -> Loss:
@@ -155,7 +155,7 @@ class BlockCalls:
             self._forwards = 0
             try:
                 found = loss(*args)
-            except RuntimeError as error:  # a shard is not what a layer computes with
+            except RuntimeError as error:  # a layer cannot compute with a shard
                 self._refuse_parts(error)
                 raise
             self._refuse_parts(None)
@@ -170,9 +170,9 @@ class BlockCalls:
     def _refuse_parts(self, error: RuntimeError | None) -> None:
         if self._counts_forwards and not self._forwards:
             raise ConfigError(
-                f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} works in the "
-                "call of the whole",
-                "call model(...) in the loss; give its forward an argument that says what it shall compute",
+                f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} hooks into "
+                "the call of the whole model",
+                "call model(...) in the loss; give its forward an argument that selects the part to compute",
             ) from error
 
     def _compare_uses(self, loss: Any) -> None:
@@ -192,15 +192,15 @@ class BlockCalls:
         )
 
     def flags(self) -> list[float]:
-        """Two numbers of this step's calls, to be summed over ranks and given to `agree`."""
+        """Two numbers for this step's calls; sum them over ranks and pass the sums to `agree`."""
         number = float(zlib.crc32(bytes(str(self._called), "ascii")) & 0xFFFFF) if self._same_calls else 0.0
         return [number, number * number]
 
     def agree(self, total: float, squares: float) -> None:
-        """Begin the next step; collective if ranks called different blocks in this one.
+        """Compare this step's calls and begin the next step; collective if ranks called different blocks.
 
         Raises:
-            ConfigError: they did.
+            ConfigError: ranks called different blocks.
         """
         called, self._called = self._called, self._called[-1:]
         if not self._equal(total, squares):
@@ -215,7 +215,7 @@ class BlockCalls:
 
 
 def advice(strategy: StrategyName, shared: str | None) -> str:
-    """What trains a model whose ranks use parts of it; `shared`: a class around those that every rank calls."""
+    """The fix for a model whose ranks use different parts; `shared`: a class around the parts that every rank calls."""
     ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
     if strategy == "ddp":
         return "set parallel.find_unused=true"
@@ -226,7 +226,7 @@ def advice(strategy: StrategyName, shared: str | None) -> str:
 
 
 def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
-    """The tensors that backward of a loss gives gradients to."""
+    """The tensors to which backward of this loss gives gradients."""
     waiting = [getattr(loss, "grad_fn", None)]
     seen = set()
     while waiting:
@@ -242,12 +242,12 @@ def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
 def refuse_unused(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, watched: set[str]
 ) -> None:
-    """Before an update, raise if a parameter that requires a gradient got none: any in the first step, later `watched`.
+    """Before an update, raise if a trained parameter got no gradient: any in the first step, later those in `watched`.
 
-    Does nothing for strategies that leave such parameters alone.
+    Does nothing for strategies that skip such parameters.
 
     Raises (from the optimizer's step):
-        ConfigError: names them.
+        ConfigError: parameters got no gradient; names them.
     """
     strategy = config.strategy
     reason = CAPABILITIES["unused_params"][strategy]
@@ -261,7 +261,7 @@ def refuse_unused(
     expected = dict(trained)
 
     def check(*_: Any) -> None:
-        if len(waiting) == len(expected):  # no backward: a resume makes the optimizer's states by such a step
+        if len(waiting) == len(expected):  # no backward: a resume creates the optimizer's state by such a step
             return
         if waiting:
             when = "the first step" if len(expected) == len(trained) else "this step"
@@ -286,17 +286,17 @@ def _seen(waiting: dict[str, nn.Parameter], fqn: str, grad: torch.Tensor) -> Non
 
 
 def plain(fqn: str) -> str:
-    """A name without what engines put before it."""
+    """A name without engines' prefixes."""
     return fqn.removeprefix("module.")
 
 
 def _is_fsdp(kind: type) -> bool:
-    """Whether FSDP2 made a class of a module's own; asked without importing FSDP2, which others do not need."""
+    """Whether FSDP2 made this class; tested without importing FSDP2, which other engines do not need."""
     return kind.__mro__[1].__name__ == "FSDPModule"
 
 
 def plain_class(module: nn.Module) -> str:
-    """Name of a module's class as the model's code has it."""
+    """Name of a module's class in the model's code."""
     kind = type(module)
     return (kind.__mro__[2] if _is_fsdp(kind) else kind).__name__
 
@@ -312,10 +312,10 @@ Bytes = dict[str, dict[str, int]]
 
 
 def check_same_data(world: World, train: Sized | None, val: Sized | None) -> None:
-    """Ranks that see other data take other numbers of steps, or evaluate alone: the others would wait; collective.
+    """Refuse data of different sizes: ranks would take different numbers of steps and wait for each other; collective.
 
     Raises:
-        DataError: names the ranks' numbers of samples.
+        DataError: the sizes differ; names the ranks' numbers of samples.
     """
     everyone: list[Any] = world.gather([None if data is None else len(data) for data in (train, val)])
     for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
@@ -323,15 +323,15 @@ def check_same_data(world: World, train: Sized | None, val: Sized | None) -> Non
             told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
             raise DataError(
                 f"ranks see different {split} data: {told} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
-                "give every rank the whole data, which the sampler shares out; check that its files are on all nodes",
+                "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
             )
 
 
 def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
-    """The weights that the optimizer updates are in the type that the precision mode promises.
+    """Check that the optimizer updates weights in the dtype of the precision mode.
 
     Raises:
-        ConfigError: they are not, because the model was built in another type.
+        ConfigError: the model was built in another dtype.
     """
     masters = [tensor for kind, tensor in strategy.state_tensors() if kind == "master_params"]
     if not masters:
@@ -348,7 +348,7 @@ def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
 
 
 def count_dtypes(strategy: Strategy) -> Bytes:
-    """This rank's bytes of each category of state by type; a storage counts once, whole."""
+    """This rank's bytes of each category of state by dtype; a storage counts once, whole."""
     found: Bytes = {}
     seen: set[int] = set()
     for kind in KINDS:
@@ -378,7 +378,7 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
 class SumCheck:
     """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
 
-    Looks at rank 0's first micro-batches, as far as their numbers of targets differ.
+    Looks at rank 0's first micro-batches, if their numbers of targets differ.
     """
 
     def __init__(self) -> None:
@@ -387,12 +387,12 @@ class SumCheck:
         self._done = not is_first_rank()
 
     def expect(self, counts: Sequence[int]) -> None:
-        """The numbers of targets of the micro-batches whose losses come next; 0: do not look at it."""
+        """Announce the numbers of targets of the next micro-batches; 0 = ignore this one."""
         if not self._done:
             self._counts += counts
 
     def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
-        """`loss_fn`, whose losses are looked at and not waited for."""
+        """`loss_fn`, with its losses recorded; it does not wait for them."""
 
         def noted(model: Any, batch: Any) -> torch.Tensor:
             loss = one_number(loss_fn(model, batch))
@@ -403,7 +403,7 @@ class SumCheck:
         return noted
 
     def judge(self, what: str, fix: str) -> None:
-        """After a step whose loss has been waited for."""
+        """Warn if the losses look like means; call it after a step whose loss is known."""
         if self._done:
             return
         seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
@@ -411,14 +411,14 @@ class SumCheck:
         self._done = len(self._losses) >= _SUMS_MAX
         if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
             return
-        # A sum's share for each target stays about the same, a mean itself does.
+        # For a sum, loss / targets stays about the same; for a mean, the loss does.
         of_mean = pvariance([math.log(loss) for _, loss in seen])
         of_sum = pvariance([math.log(loss / n) for n, loss in seen])
         if of_mean < of_sum / 4:
             self._done = True
             _LOG.warning(
-                "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is taken for "
-                "their sum, so that gradients are too small\n  fix: %s", what, min(counts), max(counts), fix,
+                "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is used as "
+                "their sum, which makes gradients too small\n  fix: %s", what, min(counts), max(counts), fix,
             )  # fmt: skip
 
 
@@ -428,8 +428,8 @@ def not_finite_gradient(
 ) -> TrainingError:  # fmt: skip
     """The error that names the ranks and parameters whose gradient is not finite; collective.
 
-    Gradients are reduced and gone by then: a second forward and backward of the step shows each rank's own. Where the
-    update could not be skipped and has spoilt the state, that state is named.
+    The gradients are reduced and gone by then: repeating the step's forward and backward shows each rank's own. If the
+    update could not be skipped and has spoilt the state, the error names that state.
     """
     spoilt = sorted({s.name.partition(".")[2] for s in strategy.shards() if not s.local.isfinite().all()})
     if any(world.gather(bool(spoilt))):
@@ -448,12 +448,12 @@ def _own_gradients(
     strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
     loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
 ) -> str:  # fmt: skip
-    """Which ranks' gradients are not finite before they are reduced, in another pass of the step."""
+    """Repeat the step's passes and name the ranks whose own gradients are not finite."""
     largest: dict[str, torch.Tensor] = {}
     with watching_gradients(strategy.model, largest):
         try:
             accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world.size, world.device)
-        except Exception as error:  # the finding is told without its origin
+        except Exception as error:  # the error is then reported without its origin
             _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", step, type(error).__name__, error)
     sizes = {fqn: float(value) for fqn, value in largest.items()}
     bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
@@ -475,9 +475,9 @@ def _own_gradients(
 
 @contextmanager
 def watching_gradients(model: nn.Module, largest: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, keep the largest magnitude of each parameter's gradient as backward makes it, before any reduction.
+    """Record the largest magnitude of each parameter's gradient as backward makes it, before any reduction.
 
-    Parameters are looked up as each module's forward finds them: engines that shard them put others in their place.
+    Parameters are looked up when each module's forward runs: engines that shard replace them.
     """
     handles: list[Any] = []
     seen: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""The run directory: who may write there, and what is known about the run before its first step."""
+"""The run directory: claim it for one writer, and record the run's settings before its first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..parallel.world import World
 from . import owner
 from .owner import Owner
 
-# What a run writes: names in the run directory, and in its folders. Nothing else is deleted there.
+# The names that a run writes, in the run directory and in its folders. Nothing else there is ever deleted.
 FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "metrics.jsonl", "config.yaml")
 FOLDERS = {
     "checkpoints": r"latest|step_\d{8,}(\.\w+)?",
@@ -42,17 +42,17 @@ FOLDERS = {
     "logs": r"(config|env)\.\d+\.(yaml|json)|(restarts|checkpoints)\.jsonl|dtypes\.json|prometheus\.txt|hang"
     r"|nccl_rank_\d+|slurm-\d.*|\d{8}-\d{6}-node\d+-\d+",
 }
-_DRAFT = re.compile(r".*\.part[0-9a-f]{12}")  # of a process that was killed while it wrote
+_DRAFT = re.compile(r".*\.part[0-9a-f]{12}")  # left by a process that was killed while writing
 
 
 def prepare(loaded: LoadedConfig, world: World) -> tuple[Path, Owner | None]:
-    """Claim `run.dir` for this run; collective, so that every rank stops when rank 0 may not write.
+    """Claim `run.dir` for this run. Collective: every rank stops if rank 0 may not write.
 
     Returns:
-        The directory, and on rank 0 the right to write there, which is to be closed.
+        The directory, and on rank 0 its `Owner`, which the caller must close.
 
     Raises:
-        ConfigError: the directory holds a run already, another run is writing there, or it cannot be written.
+        ConfigError: the directory already holds a run, another run is writing there, or it cannot be written.
         SupersededError: a later start of this job is writing there.
     """
     path, claimed = Path(loaded.config.run.dir), list[Owner]()
@@ -66,7 +66,7 @@ def prepare(loaded: LoadedConfig, world: World) -> tuple[Path, Owner | None]:
 
 
 def on_main(world: World, path: Path, action: Callable[[], None]) -> None:
-    """Do something that writes to the directory on rank 0; what goes wrong there is raised on every rank."""
+    """Run `action`, which writes to the directory, on rank 0; its errors are raised on every rank."""
     problem: ShardkitError | None = None
     if world.is_main:
         try:
@@ -85,12 +85,12 @@ def _claim(path: Path, loaded: LoadedConfig) -> Owner:
     _refuse(path, loaded)
     claimed = owner.claim(path)
     try:
-        _refuse(path, loaded)  # who owned it until now may have left a run
+        _refuse(path, loaded)  # the previous owner may have left a run
         if loaded.config.run.overwrite:
             _clear(path)
         for folder in ("logs", "checkpoints"):
             _make(path / folder)
-        if loaded.config.run.resume is False:  # a resume writes them once it has found what to go on from
+        if loaded.config.run.resume is False:  # a resume writes them once it has found its checkpoint
             _write_settings(path, loaded)
     except BaseException:
         claimed.close()
@@ -99,7 +99,7 @@ def _claim(path: Path, loaded: LoadedConfig) -> Owner:
 
 
 def _refuse(path: Path, loaded: LoadedConfig) -> None:
-    """Raises if what is there forbids this run."""
+    """Raise if the directory's contents forbid this run."""
     run = loaded.config.run
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
@@ -123,17 +123,17 @@ def _refuse(path: Path, loaded: LoadedConfig) -> None:
     elif not _resumes(path, run.resume):
         raise ConfigError(
             f"run.dir={path} already holds a run ({there[0]})",
-            f"set run.resume=true to go on with it, {'run.overwrite=true to delete it, ' * ours}or another run.dir",
+            f"set run.resume=true to continue it, {'run.overwrite=true to delete it, ' * ours}or another run.dir",
         )
     elif not ours and there in (["config.yaml"], ["env.json"]):  # every run wrote both
         raise ConfigError(
-            f"run.dir={path} holds {there[0]}, but no run to go on with",
+            f"run.dir={path} holds {there[0]}, but no run to continue",
             "set run.dir to the directory of a run, or to a new one",
         )
 
 
 def _make(folder: Path) -> None:
-    """Make a folder of the run; a link to one elsewhere is as good."""
+    """Make a folder of the run; a link to an existing directory is fine."""
     if folder.is_symlink() and not folder.is_dir():
         raise ConfigError(
             f"{folder} is a link to {os.readlink(folder)}, which is no directory", "make that directory, or remove it"
@@ -154,7 +154,7 @@ def _write_settings(path: Path, loaded: LoadedConfig) -> None:
 
 
 def _keep_settings(path: Path) -> None:
-    """Move the settings of the run so far to `logs/`, numbered: those of the resumed run take their place."""
+    """Move the previous start's settings to `logs/`, numbered; those of the resumed run replace them."""
     (path / "logs").mkdir(exist_ok=True)
     number = len(list((path / "logs").glob("config.*.yaml"))) + 1
     for name, kept in (("config.yaml", f"config.{number}.yaml"), ("env.json", f"env.{number}.json")):
@@ -163,10 +163,10 @@ def _keep_settings(path: Path) -> None:
 
 
 def go_on(loaded: LoadedConfig, world: World, path: Path, step: int) -> None:
-    """Make the directory that of a run resumed after `step`: its settings, and each step recorded once; collective.
+    """Prepare the directory for a run resumed after `step`: new settings, and later records dropped; collective.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the directory cannot be written.
     """
 
     def change() -> None:
@@ -178,7 +178,7 @@ def go_on(loaded: LoadedConfig, world: World, path: Path, step: int) -> None:
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Drop what was recorded after `step`, and a last line that was cut short."""
+    """Drop records after `step`, and a last line that was cut short."""
     for name in ("metrics.jsonl", "memory.jsonl"):
         file = path / name
         if not file.exists():
@@ -187,7 +187,7 @@ def _rewind(path: Path, step: int) -> None:
         kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
         if kept != lines:
             write_whole(file, "".join(kept))
-    if step == 0:  # otherwise its reader is told what to forget
+    if step == 0:  # else TensorBoard itself is told which steps to purge
         _clear_folder(path, "tensorboard")
 
 
@@ -199,25 +199,25 @@ def _step_of(line: str) -> float:
 
 
 def _clear(path: Path) -> None:
-    """Delete what a run wrote there, and nothing else; the settings last, so that until then it counts as a run."""
+    """Delete only files that a run wrote; the settings come last, since until then the directory counts as a run."""
     left = [entry for name in FOLDERS for entry in _clear_folder(path, name)]
     job_starts.forget_others(path, os.environ.get("SLURM_JOB_ID"))
     for name in FILES:
         (path / name).unlink(missing_ok=True)
     if left:
         shown = ", ".join(str(entry.relative_to(path)) for entry in left[:5]) + ", …" * (len(left) > 5)
-        print(f"run.overwrite leaves in {path}, because no run wrote it: {shown}", file=sys.stderr, flush=True)
+        print(f"run.overwrite keeps files in {path} that no run wrote: {shown}", file=sys.stderr, flush=True)
 
 
 def _clear_folder(path: Path, name: str) -> list[Path]:
-    """Delete what a run wrote to one of its folders, and the folder if nothing is left; returns what is.
+    """Delete a run's files in one of its folders, and the folder once it is empty; returns the entries left.
 
-    A link is deleted, never followed. What this job's launcher is writing to stays (SHARDKIT_KEEP, absolute paths).
+    A link is deleted, never followed. Files that this job's launcher writes to stay (SHARDKIT_KEEP, absolute paths).
     """
     folder = path / name
     kept = [Path(entry).resolve() for entry in os.environ.get("SHARDKIT_KEEP", "").split(os.pathsep) if entry]
     if folder.is_symlink():
-        # Checkpoints may lie on another disk: nobody wants the next run's elsewhere.
+        # Checkpoints may lie on another disk, and the next run's belong there too: keep that link.
         if name != "checkpoints" and not any(file.is_relative_to(folder.resolve()) for file in kept):
             folder.unlink()
         return []
@@ -232,7 +232,7 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
             left.append(entry)
         elif entry.is_symlink() or not entry.is_dir():
             entry.unlink()
-        elif layout.step_of(entry) is not None:  # by a rename: a half that a crash left must not look like one
+        elif layout.step_of(entry) is not None:  # renamed first: a crash must not leave half of one
             layout.remove(entry)
         else:
             shutil.rmtree(entry)
@@ -242,7 +242,7 @@ def _clear_folder(path: Path, name: str) -> list[Path]:
 
 
 def listed(path: Path) -> str:
-    """The run's files on one line: those at its top, and each folder with how many it holds and how large they are."""
+    """The run's files on one line: top-level files, and each folder with the number and size of its files."""
     parts = []
     for entry in sorted(entry for entry in path.iterdir() if not entry.name.startswith(".")):
         inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
@@ -252,7 +252,7 @@ def listed(path: Path) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware, command line and commit: what another person needs to repeat the run."""
+    """Versions, hardware, command line and commit, for repeating the run."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -283,7 +283,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*args: str) -> str | None:
-    """Output of a git command in the working directory; `None` where there is no git or no repository."""
+    """Output of a git command in the working directory; `None` without git or a repository."""
     try:
         done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

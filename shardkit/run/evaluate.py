@@ -1,4 +1,4 @@
-"""The validation loss, and what rank 0 says at the end of a run."""
+"""The validation loss, and rank 0's summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .job import Job
 def evaluate(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool] = lambda: False) -> dict[str, float]:
     """Means over at most `train.eval_batches` micro-batches per rank of `data`; collective.
 
-    `val_loss`, and `val_<name>` of whatever else the task measures.
+    Keys: `val_loss`, and `val_<name>` for each further metric of the task.
 
     Args:
-        is_over: asked before every micro-batch, with the same answer on every rank; ends the evaluation, without means.
+        is_over: called before every micro-batch, with the same answer on every rank; True ends the evaluation with no
+            means.
     """
     with torch.no_grad(), job.strategy.evaluating():
         return _means(job, task, data, is_over)
@@ -52,7 +53,7 @@ def _means(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool]) -> 
 
 def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> None:
     """Print every rank's memory, the last evaluation beside the task's baseline, restarts and files; on rank 0."""
-    from ..memory.table import render_table  # loads rich: not before the first step
+    from ..memory.table import render_table  # imports rich, which would delay the first step
 
     print(render_table(job.ledger.last_rows))
     if "val_loss" in measured:
@@ -71,6 +72,6 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
 
 
 def beside(val_loss: float, baseline: float) -> str:
-    """Where a validation loss lies, in per cent of a baseline."""
+    """How far a validation loss is below or above a baseline, in per cent of the baseline."""
     share = 100 * (1 - val_loss / baseline)
     return f"validation loss is {abs(share):.1f} % {'below' if share >= 0 else 'above'}"

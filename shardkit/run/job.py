@@ -51,10 +51,10 @@ class StepResult:
 
 @dataclass
 class Job:
-    """The ranks, the ledger, and the wrapped model once `wrap` was called.
+    """The ranks, the ledger and, after `wrap`, the wrapped model.
 
     Attributes:
-        at_end: what is closed when the job ends, however it does.
+        at_end: an exit stack that is closed when the job ends, also on errors.
     """
 
     loaded: LoadedConfig
@@ -86,7 +86,7 @@ class Job:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Its parameter groups carry the `lr` that the next step uses."""
+        """The optimizer; the next step uses the `lr` of its parameter groups."""
         return self.strategy.optimizer
 
     def wrap(
@@ -98,14 +98,20 @@ class Job:
         attention_classes: Sequence[type[nn.Module]] = (),
         init_parameter: Init | None = None,
     ) -> nn.Module:
-        """Shard the model by the config's strategy and build its optimizer; returns what to call in the loop.
+        """Shard the model by the config's strategy and build its optimizer; returns the module to call in the loop.
 
         Args:
-            model: a module whose values are the same on every rank, or a function that builds it.
-            make_optimizer: from the wrapped model; default: the config's `optim` section.
-            block_classes: what to shard, checkpoint and compile as one unit; default: members of lists of equal blocks.
-            attention_classes: what activation.policy=selective recomputes; default: classes named like attention.
-            init_parameter: draws one parameter; then `model` must be a function, and is built without allocating.
+            model: a module with the same values on every rank, or a function that builds it.
+            make_optimizer: builds the optimizer from the wrapped model; default: the config's `optim` section.
+            block_classes: module types to shard, checkpoint and compile as one unit; default: members of lists of
+                equal blocks.
+            attention_classes: module types that activation.policy=selective recomputes; default: classes named like
+                attention.
+            init_parameter: draws one parameter; `model` must then be a function, and is built without allocating.
+
+        Raises:
+            ConfigError: the config does not suit the model (no trainable parameter, parameters tied across blocks, a
+                wrong dtype), or `init_parameter` came with a module.
         """
         if isinstance(model, nn.Module) and init_parameter is not None:
             raise ConfigError(
@@ -124,7 +130,7 @@ class Job:
             self.calls = BlockCalls(wrapped, blocks, self.config, self.world)
             refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))
             check_masters(self.config.precision, self.strategy)
-        if self.cap is not None:  # a model may have been built before the cap was there
+        if self.cap is not None:  # the model may have been built before the cap began
             self.cap.see([tensor for _, tensor in self.strategy.state_tensors()])
         return self.strategy.model
 
@@ -136,17 +142,18 @@ class Job:
         *,
         reduction: Literal["sum", "mean"] = "sum",
     ) -> StepResult:
-        """One optimizer step over this rank's micro-batches.
+        """Take one optimizer step over this rank's micro-batches.
 
         Args:
-            batches: as many on every rank; `train.grad_accum_steps` of them under ZeRO.
+            batches: this rank's micro-batches, `train.grad_accum_steps` of them on every rank.
             loss_fn: (model, batch) → the loss over the batch's targets, as `reduction` says.
-            n_targets: how many targets a batch has; the step's loss is divided by their sum over all ranks.
-            reduction: whether `loss_fn` returns the sum over the batch's targets, or their mean: then it is multiplied
-                by `n_targets` of its batch.
+            n_targets: returns a batch's number of targets; the loss is divided by their sum over all ranks.
+            reduction: whether `loss_fn` returns the sum over the batch's targets or their mean; a mean is multiplied
+                by the batch's `n_targets`.
 
         Raises:
-            TrainingError: the loss is not finite on some rank, or the gradient. Go on from a checkpoint then.
+            ConfigError: wrong arguments, or ranks that call different blocks.
+            TrainingError: the loss or the gradient is not finite on some rank. Resume from a checkpoint then.
         """
         if reduction not in ("sum", "mean"):
             raise ConfigError(f"step() got reduction={reduction!r}", "pass reduction='sum' or reduction='mean'")
@@ -194,10 +201,10 @@ class Job:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that says what would help.
+        """If memory runs out inside, write `RUN_DIR/oom/rank{r}.json` and raise an error that suggests changes.
 
         Raises:
-            OutOfMemoryError: in the place of torch's, as whose consequence it is raised.
+            OutOfMemoryError: replaces torch's error, which is its cause.
         """
         try:
             yield
@@ -208,7 +215,7 @@ class Job:
             raise explained from error
 
     def explained(self, items: Iterator[T]) -> Iterator[T]:
-        """`items`, made inside `explaining`."""
+        """Iterate over `items` inside `explaining`."""
         with self.explaining():
             yield from items
 
@@ -231,13 +238,13 @@ def start(
     """Join the job's ranks and yield a `Job`; every group is torn down at the end, also on errors.
 
     Args:
-        config: a YAML file, or what `load_config` returned; `None` = defaults.
+        config: a YAML file, or the result of `load_config`; `None` = defaults.
         overrides: `{"parallel.strategy": "fsdp"}` or `["parallel.strategy=fsdp"]`.
 
     Raises:
-        ConfigError: the config cannot work on this world; checked before anything is joined or written.
+        ConfigError: the config cannot run on this world; checked before anything is joined or written.
         LaunchError: the environment contradicts itself, or ranks cannot find each other.
-        OutOfMemoryError: memory ran out inside and nobody dealt with it; `RUN_DIR/oom` says more.
+        OutOfMemoryError: memory ran out inside and the caller did not handle it; `RUN_DIR/oom` has details.
     """
     loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
     env = rank_env()
@@ -263,14 +270,14 @@ def start(
                 with job.explaining():
                     yield job
             except Exception as error:
-                failure.record(error)  # what follows may wait for other ranks until the launcher ends it
+                failure.record(error)  # the cleanup may wait for other ranks until the launcher ends this process
                 raise
             finally:
                 strategy.teardown()
 
 
 def _seed(config: RunConfig, rank: int) -> None:
-    """Dropout and the like differ between ranks; weights do not come from this generator."""
+    """Seed dropout and the like differently on each rank; weights do not use this generator."""
     torch.manual_seed(config.train.seed * 1_000_003 + rank)
     if config.train.deterministic:
         import os

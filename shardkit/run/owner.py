@@ -1,10 +1,10 @@
 """One writer per run directory: RUN_DIR/.shardkit/owner.N.json names it, and the highest N is the owner's.
 
-A start becomes the owner by making the next number's file, which is atomic on NFS too (a hard link): of several that
-try, one succeeds. The owner touches its file every 5 s and looks for a higher number; one that finds it has been
-superseded. An owner is dead when it said that it ended, when its process is gone (seen from the same machine), or when
-its file did not change for 30 s by the clock of who looks: clocks of different machines are never compared. A later
-start of the same job takes over at once, and waits until the earlier one has noticed.
+A start becomes the owner by creating the next number's file, which is atomic even on NFS (a hard link): one of several
+candidates succeeds. The owner touches its file every 5 s and looks for a higher number; if it finds one, it has been
+superseded. An owner counts as dead if it recorded its end, if its process is gone (seen from the same machine), or if
+its file did not change for 30 s by the reader's clock: clocks of different machines are never compared. A later start
+of the same job takes over at once, and waits until the earlier one has noticed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..files import write_whole
 from ..launch.local import restart
 
 FOLDER = ".shardkit"
-"""Marks a run directory as one that shardkit made."""
+"""The folder that marks a run directory as shardkit's."""
 BEAT_S = 5.0
 STALE_S = 30.0
-"""Six beats: how long an owner's file stands still before its owner counts as dead."""
+"""An owner whose file has not changed for this long (six beats) counts as dead."""
 _LOOK_S = 0.25
 _NAME = re.compile(r"owner\.(\d+)\.json")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -44,15 +44,15 @@ class Record:
     """A start of a run.
 
     Attributes:
-        token: differs between any two starts.
+        token: random; differs between any two starts.
         host: the machine's name.
-        space: the machine's boot and process namespace: where `pid` means something.
-        born: when the process began, in the kernel's ticks: another process may get the same `pid` later.
-        job: what a scheduler or launcher starts again under the same name; None for a process by itself.
-        restart: how often Slurm queued the job again before.
+        space: the machine's boot and process namespace, in which `pid` is valid.
+        born: start time of the process in kernel ticks: another process may get the same `pid` later.
+        job: name of the Slurm job or torchrun agent, the same after a restart; None for a process by itself.
+        restart: how often Slurm has requeued the job.
         step: Slurm's number of the step within the job.
-        attempt: how often torchrun started the ranks again before.
-        ended: whether the owner said that it is done.
+        attempt: how often torchrun has restarted the ranks.
+        ended: whether the owner recorded its end.
     """
 
     token: str
@@ -68,14 +68,14 @@ class Record:
 
     @property
     def name(self) -> str:
-        """How messages call it: `Slurm job 12 (restart 1), process 4711 on n1`."""
+        """The start's name in messages: `Slurm job 12 (restart 1), process 4711 on n1`."""
         process = f"process {self.pid} on {self.host}"
         if self.job is None or not self.job.startswith("Slurm"):
             return process
         return f"{self.job} (restart {self.restart}), {process}"
 
     def is_earlier_start(self, other: Record) -> bool:
-        """Whether this is an earlier start of the other's job, which the other replaces."""
+        """Whether this is an earlier start of the same job, which `other` replaces."""
         if self.job is None or self.job != other.job:
             return False
         if self.restart != other.restart:
@@ -84,7 +84,7 @@ class Record:
 
 
 def this_process(environ: Mapping[str, str] | None = None) -> Record:
-    """The record of this process, in the job that its environment speaks of."""
+    """The record of this process, with the job that its environment names."""
     environ = os.environ if environ is None else environ
     host, pid = platform.node(), os.getpid()
     job, again, step = None, 0, ""
@@ -92,7 +92,7 @@ def this_process(environ: Mapping[str, str] | None = None) -> Record:
         cluster = environ.get("SLURM_CLUSTER_NAME", "")
         job = f"Slurm job {environ['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
         again, step = int(environ.get("SLURM_RESTART_COUNT") or 0), environ.get("SLURM_STEP_ID", "")
-    elif (agent := restart.agent(environ)) is not None:  # its run id may be anybody's, its process is not
+    elif (agent := restart.agent(environ)) is not None:  # several agents may share a run id, but not a process
         job = f"torchrun {agent}"
     attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return Record(os.urandom(8).hex(), host, pid, _space(), _born(pid), job, again, step, attempt)
@@ -110,9 +110,9 @@ class Owner:
         self._thread.start()
 
     def lost(self) -> str | None:
-        """Why this run may not write any more; None while it may. Costs a look at the clock.
+        """The reason why this run may no longer write; None while it may. Costs one reading of the clock.
 
-        The thread's last answer, unless that is old: then the process was suspended, and looks anew.
+        This is the thread's last answer. An old answer means that the process was suspended: then look again.
         """
         if time.monotonic() - self._looked > 2 * BEAT_S and self._busy.acquire(blocking=False):
             try:
@@ -122,7 +122,7 @@ class Owner:
         return self._lost
 
     def fence(self) -> None:
-        """Look now, before something is published.
+        """Check ownership now, before something is published.
 
         Raises:
             SupersededError: another start owns the directory.
@@ -133,7 +133,7 @@ class Owner:
             raise superseded(self._lost)
 
     def close(self) -> None:
-        """Say that this run is done: the next one need not wait."""
+        """Record that this run has ended: the next one need not wait."""
         self._ended.set()
         self._thread.join()
         self._look()
@@ -156,14 +156,14 @@ class Owner:
                 self._look()
 
     def _look(self) -> None:
-        """Find out whether this run still owns the directory, and say that it lives if so."""
+        """Check whether this run still owns the directory, and touch its file if so."""
         if self._lost is None:
             try:
                 self._lost = self._why_lost()
                 if self._lost is None:
                     now = time.time_ns()
-                    os.utime(self._path, ns=(now, now))  # needs no room on a full disk
-            except OSError as error:  # a file system that is away for a moment says nothing
+                    os.utime(self._path, ns=(now, now))  # works on a full disk
+            except OSError as error:  # a file system that fails for a moment proves nothing
                 _LOG.debug("%s: %s", self._path, error)
         self._looked = time.monotonic()
 
@@ -175,14 +175,14 @@ class Owner:
         own = _read(self._path)
         if own is not None and own.token == self._record.token:
             return None
-        return f"somebody deleted {self._path}"
+        return f"{self._path} was deleted"
 
 
 def superseded(why: str) -> SupersededError:
-    """The error of a run whose directory is not its own any more."""
+    """The error of a run that no longer owns its directory."""
     return SupersededError(
         f"this run may not write to its directory any more: {why}",
-        "nothing to do if a later start of the same job goes on there; this one saved nothing after it noticed",
+        "nothing to do if a later start of the same job continues there; this one saved nothing after it noticed",
     )
 
 
@@ -190,9 +190,9 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
     """Become the owner of a run directory.
 
     Raises:
-        ConfigError: another run that is alive owns it.
-        SupersededError: a later start of this job does.
-        OSError: it cannot be written.
+        ConfigError: another live run owns it.
+        SupersededError: a later start of this job owns it.
+        OSError: the directory cannot be written.
     """
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,9 +208,9 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
             raise _refusal(run_dir, before)
         path = folder / f"owner.{number + 1}.json"
         if not _create(path, record):
-            continue  # another start was faster: is it alive?
+            continue  # another start was faster: check whether it is alive
         highest = _newest(folder)
-        if highest is not None and highest[0] > number + 1:  # the listing was old
+        if highest is not None and highest[0] > number + 1:  # the listing was stale
             path.unlink(missing_ok=True)
             continue
         owner = Owner(path, number + 1, record)
@@ -232,10 +232,10 @@ def _refusal(run_dir: Path, owner: Record | None) -> ConfigError:
 
 
 def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = True) -> bool:
-    """Whether an owner has ended or is dead; False as soon as it shows that it lives.
+    """Whether an owner has ended or is dead; False as soon as it shows a sign of life.
 
     Args:
-        process: take a process that is there for a living one. A superseded one may be stuck, but writes nothing.
+        process: count an existing process as alive; False for a superseded one: it may be stuck, but writes nothing.
     """
     if owner is not None and owner.ended:
         return True
@@ -256,19 +256,19 @@ def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = T
 
 
 def _runs(owner: Record) -> bool:
-    """Whether the owner's process is there; only for one of this machine and process namespace."""
+    """Whether the owner's process exists; only valid on the same machine and process namespace."""
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # another user's process
     born = _born(owner.pid)
     return born != -1 and (0 in (born, owner.born) or born == owner.born)
 
 
 def _born(pid: int) -> int:
-    """When a process began, in ticks since the boot; 0 where the kernel does not say, -1 for one that is dead."""
+    """Start time of a process in ticks since boot; 0 if the kernel does not say, -1 if the process is dead."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -291,7 +291,7 @@ def _newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def _beat(path: Path) -> tuple[int, int] | None:
-    """What changes whenever the owner shows that it lives. Opened anew: NFS asks its server only then."""
+    """A value that changes with each sign of life. Opens the file each time: only then does NFS ask its server."""
     try:
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -301,7 +301,7 @@ def _beat(path: Path) -> tuple[int, int] | None:
 
 
 def _read(path: Path) -> Record | None:
-    """The record in an owner's file; None while it is being written, for one that is gone, and for a damaged one."""
+    """The record in an owner's file; None if the file is missing, damaged or still being written."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         known = {field.name for field in fields(Record)}  # a later version may write more
@@ -317,13 +317,13 @@ def _write(path: Path, record: Record) -> None:
 
 
 def _create(path: Path, record: Record) -> bool:
-    """Make an owner's file, unless it is there already: of several that try, one succeeds."""
+    """Create an owner's file unless it exists: one of several candidates succeeds."""
     draft = path.with_name(f"claim.{record.token}")
     _write(draft, record)
     try:
         os.link(draft, path)
     except FileExistsError:
-        return draft.stat().st_nlink > 1  # NFS may have lost its first answer, and refused the second request
+        return draft.stat().st_nlink > 1  # NFS may lose the first answer and refuse the repeated request
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -343,7 +343,7 @@ def _create_without_links(path: Path, record: Record) -> bool:
 
 
 def _tidy(folder: Path, number: int) -> None:
-    """Delete what starts before the last one left."""
+    """Delete the files of starts before the last one."""
     for name in os.listdir(folder):
         match = _NAME.fullmatch(name)
         if match and int(match[1]) < number:

@@ -1,4 +1,4 @@
-"""The plan of a run that goes on already: predicted beside its first steps, on rank 0's machine, and shown there."""
+"""Plan a run while it takes its first steps, on rank 0's machine, and show the plan there."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from ..report import planned
 from .job import Job
 
 LIMIT_S = 60.0
-"""A plan that takes longer than this is given up."""
+"""Most seconds for a plan; it is then abandoned."""
 RANKS = 4
-"""At most so many ranks are planned, of those whose shards differ in size."""
+"""Most ranks to plan, one for each size of shards."""
 _HOST_BYTES = 8 * 2**30
-"""Of host memory must be free, of which the planning process takes one or two GiB."""
+"""Bytes of host memory that must be free for `memory.plan=auto`; planning takes one or two GiB of them."""
 _STOP_S = 10.0
 _LOG = logging.getLogger(__name__)
 
 
 class RunPlan:
-    """Predicts the memory of the run that this process takes part in; a context manager, whose end ends the planning.
+    """Predicts the memory of this process's run; a context manager that ends the planning on exit.
 
-    It works in a process of its own, at the lowest priority and with a limit on its time. Whatever becomes of it, the
-    run does not fail by it.
+    It works in its own process, at the lowest priority and with a time limit. A failure of the plan never fails the
+    run.
     """
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class RunPlan:
         self._thread.start()
 
     def wait(self, config: RunConfig) -> None:
-        """Let a plan that was asked for be finished; one that only was worth its while is not waited for."""
+        """Wait for a plan that `memory.plan=true` asked for; an `auto` plan is not waited for."""
         if config.memory.plan is True and self._thread is not None:
-            self._thread.join(max(0.0, self._deadline - time.monotonic()) + _STOP_S)  # at the end it says why not
+            self._thread.join(max(0.0, self._deadline - time.monotonic()) + _STOP_S)  # a failed plan then says why
 
     def close(self, config: RunConfig, run_dir: Path) -> None:
-        """Show what was planned, if it was, beside what the run measured."""
+        """If there is a plan, show it beside the run's measurements."""
         self.wait(config)
         if (run_dir / "plan.json").exists():
             planned.close(run_dir)
@@ -110,7 +110,7 @@ class RunPlan:
             late = time.monotonic() >= self._deadline
             if not self._over:
                 why = f"not ready after {LIMIT_S:g} s" if late else str(error).partition("\n")[0]
-                _LOG.warning("this run is not planned%s: %s", " to the end" if estimates else "", why)
+                _LOG.warning("this run is not%s planned: %s", " fully" if estimates else "", why)
         finally:
             limit.cancel()
 
@@ -129,13 +129,13 @@ def said(estimate: MemoryEstimate) -> str:
 
 
 def _shard_bytes(job: Job) -> int:
-    """What this rank holds of weights, without the padding that makes all ranks' storages equal."""
+    """This rank's bytes of state, without the padding that makes all ranks' storages equal."""
     tensors = (local for _, tensor in job.strategy.state_tensors() for local in local_tensors(tensor))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
-    """Delete the plan of another config or world, which an earlier run left here."""
+    """Delete a plan that an earlier run left, unless it is for this config and world size."""
     try:
         kept = json.loads(path.read_text())
         same = kept["config"] == digest(config) and kept["ranks"][0]["world_size"] == world_size
@@ -148,14 +148,14 @@ def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
 
 
 def _room() -> bool:
-    """Whether a process beside this one takes nothing away from it: a CPU of its own, and memory."""
+    """Whether a planning process would not slow the run: a spare CPU and free memory."""
     limit = tightest_limit()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cpus > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
 
 
 def _target(job: Job) -> Target:
-    """The very world of the job, and its card."""
+    """The job's own world and card."""
     world, cap = job.world, job.config.memory.cap_bytes
     if world.device.type != "cuda":
         return Target(world.size, None, world.env.local_world_size, cap=cap)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted when they come, acted on by all ranks together after a step."""
+"""Signals that ask a run to stop: a handler notes them, and all ranks act on them together after a step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from types import FrameType
 
 PREEMPTED = 75
-"""Exit code of a run that saved and stopped because it was asked to (EX_TEMPFAIL of sysexits.h: try again later)."""
+"""Exit code of a run that saved and stopped on request (EX_TEMPFAIL of sysexits.h: try again later)."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-"""SIGHUP comes when the terminal is closed; `nohup` ignores it, and so does the run then."""
+"""SIGHUP comes when the terminal closes; under `nohup` the run ignores it."""
 
 
 def note_early() -> None:
-    """From now on SIGUSR2 stays pending for the run that is about to start, and can end neither it nor its children.
+    """Keep SIGUSR2 pending for the run that is about to start; it then cannot end the run or its children.
 
-    Slurm sends it to every process of a step: loader and compiler processes inherit the block, as the last seconds of
-    the interpreter do. SIGTERM still ends the process: there is nothing to save yet. For a process's entry, before it
-    has threads.
+    Slurm sends it to every process of a step. Loader and compiler processes inherit the block, which also covers the
+    interpreter's exit. SIGTERM still ends the process: there is nothing to save yet. Call this at a process's entry,
+    before it has threads.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 
@@ -27,7 +27,7 @@ class StopRequest:
     """Notes SIGTERM, SIGUSR2 and SIGHUP between `listen` and `close`; the handlers do nothing else.
 
     Attributes:
-        agreed: name of the signal that the ranks agreed to stop for, `None` until then.
+        agreed: name of the signal that the ranks agreed to stop for; `None` until then.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def listen(self) -> None:
-        """Take over the signals; without effect outside the main thread, where Python cannot."""
+        """Install the handlers; no effect outside the main thread, where Python cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -46,18 +46,18 @@ class StopRequest:
         self._seen.add(number)
 
     def flags(self) -> list[float]:
-        """One number per signal, to be summed over ranks."""
-        pending = signal.sigpending()  # of those that are blocked
+        """One number per signal; sum them over ranks and pass the sums to `agree`."""
+        pending = signal.sigpending()  # only blocked signals
         return [float(number in self._seen or number in pending) for number in SIGNALS]
 
     def agree(self, sums: Sequence[float]) -> None:
-        """Take over what the ranks found: one that was asked stops all of them."""
+        """Take the sums of all ranks' `flags`: a request to one rank stops all of them."""
         for number, total in zip(SIGNALS, sums, strict=True):
             if total > 0 and self.agreed is None:
                 self.agreed = number.name
 
     def close(self) -> None:
-        """Give the signals back to the handlers they had."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()

@@ -1,4 +1,4 @@
-"""Run torch's profiler over the steps that `profile.start` and `profile.steps` name, and write what it found."""
+"""Run torch's profiler over the steps of `profile.start` and `profile.steps`, and write its results."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ..tracing.compat import keep_history, write_history
 _RANGE = {phase: name for name, phase in RANGES.items()}
 _PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "step": "optimizer"}
 _HISTORY = 200_000
-"""How many events back a snapshot of CUDA's allocator goes."""
+"""Number of events in a snapshot of the CUDA allocator."""
 
 
 class Profiler:
-    """Profiles some steps of a run; the others run as they would without it.
+    """Profiles some steps of a run; it does not affect the others.
 
     Args:
-        run_dir: files go to `profile/` there.
+        run_dir: the run directory; files go to its `profile/`.
 
     Raises:
         ConfigError: `profile.ranks` names a rank that does not exist.
@@ -67,7 +67,7 @@ class Profiler:
         self._in_use: int | None = None
 
     def before(self, step: int) -> Phases:
-        """What accounts the phases of `step`: the ledger, and in a profiled step ranges of the trace around it."""
+        """The `Phases` of `step`: the ledger, or in a profiled step this profiler, which adds ranges to the trace."""
         self._seen = (self._seen[0] if self._seen else step, step)
         if step == self._first and self._wanted:
             self._start()
@@ -77,13 +77,13 @@ class Profiler:
         return self
 
     def after(self, step: int) -> None:
-        """Stop tracing after the last profiled step; what follows it (an evaluation, a save) is not part of it."""
+        """Stop tracing after the last profiled step, before an evaluation or a save."""
         if self.ends_with(step) and self._torch is not None:
             self._stop()
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:
-        """A phase of a profiled step: accounted, and a range of the trace."""
+        """Account a phase of a profiled step and mark it as a range in the trace."""
         with self._ledger.phase(name), record_function(_RANGE[_PHASE[name]]):
             yield
         self._look(_PHASE[name])
@@ -96,16 +96,16 @@ class Profiler:
         return step == self._last
 
     def finish(self) -> None:
-        """Write this rank's files, once the last profiled step is recorded."""
+        """Write this rank's files after the last profiled step."""
         if self._torch is not None:
             self._write(self._torch)
 
     def close(self, failed: bool) -> None:
-        """The run is over: write the steps there were, or say that there were none."""
+        """End of the run: write the steps that were profiled, or say that there were none."""
         if self._torch is not None:
             self._stop()
             if failed:
-                self._keep_history()  # what an out-of-memory error needs; the trace lacks a whole step
+                self._keep_history()  # useful after an out-of-memory error; the trace has no whole step
             else:
                 self._write(self._torch)
         elif self._world.is_main and self._seen is not None and not failed:
@@ -136,7 +136,7 @@ class Profiler:
             self._torch.stop()
 
     def _look(self, after: str) -> None:
-        """Note where state lies now. Gathered parameters count where the model still holds them."""
+        """Note the current addresses of state. Gathered parameters count if the model still holds them."""
         gone = [address for address, storage in self._storages.items() if storage() is None]
         for address in gone:
             del self._storages[address]
@@ -165,7 +165,7 @@ class Profiler:
         self._torch = None
         try:
             files = self._write_files(traced)
-        except OSError as error:  # a full disk is no reason to lose the run
+        except OSError as error:  # a full disk must not end the run
             say(f"rank {self._world.rank}: the profile cannot be written: {error}")
             return
         if self._world.is_main or self._config.profile.ranks != "all":
@@ -203,7 +203,7 @@ class Profiler:
         }
 
     def _save_allocator_history(self) -> bool:
-        """On CUDA: every allocation with its Python stack, for pytorch.org/memory_viz."""
+        """On CUDA, write every allocation with its Python stack (pytorch.org/memory_viz); returns whether it did."""
         if not self._on_cuda:
             return False
         self._folder.mkdir(exist_ok=True)

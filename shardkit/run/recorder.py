@@ -1,4 +1,4 @@
-"""What rank 0 does with every step: records it, shows it, answers Prometheus."""
+"""Record and show every step on rank 0, and serve it to Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recorder:
     """`metrics.jsonl`, TensorBoard, the terminal and the Prometheus endpoint of a run; on rank 0 only.
 
     Args:
-        done: steps already recorded by the run that is resumed.
+        done: steps that the resumed run has already recorded.
 
     Raises:
         ConfigError: Weights & Biases cannot start, or the endpoint's port is taken.
@@ -48,7 +48,7 @@ class Recorder:
         self._progress = _progress(job, task, done)
 
     def step(self, record: Mapping[str, float], rows: Sequence[RankRow]) -> None:
-        """A step is over; `rows` are those of the last gather."""
+        """Record a finished step; `rows` come from the last gather."""
         self._writer.write(dict(record))
         if rows is not self._seen:
             self._writer.write_memory(int(record["step"]), rows)
@@ -69,7 +69,7 @@ class Recorder:
 
 
 def open_recorder(job: Job, task: Task, run_dir: Path, done: int) -> Recorder | None:
-    """Rank 0's recorder, None elsewhere; collective, so that every rank stops when rank 0 cannot record."""
+    """Rank 0's recorder, None elsewhere. Collective: every rank stops if rank 0 cannot record."""
     opened: list[Recorder] = []
     directory.on_main(job.world, run_dir, lambda: opened.append(Recorder(job, task, run_dir, done)))
     return opened[0] if opened else None

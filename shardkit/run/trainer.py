@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass
 class _Taken:
-    """A step that the device may still work on: what its record says, and what would find the cause of a bad norm."""
+    """A step that the device may still work on, with the data for its record and for tracing a bad norm."""
 
     step: int
     out: StepOutput
@@ -125,7 +125,7 @@ class Trainer:
             print(doing_now, flush=True)
 
     def _resume(self) -> State:
-        """Go on from the checkpoint that `run.resume` asks for; where the data continues."""
+        """Resume from the checkpoint that `run.resume` asks for; returns the position in the data."""
         source = self.config.run.resume
         if source is False:
             self._take_weights()
@@ -146,7 +146,7 @@ class Trainer:
         return State(run.epoch, run.next_sample)
 
     def _take_weights(self) -> None:
-        """Begin with the weights that `model.init_from` names."""
+        """Start with the weights that `model.init_from` names."""
         if self.config.model.init_from is None:
             return
         from ..checkpoint.formats.start import load_weights
@@ -156,9 +156,9 @@ class Trainer:
             print(f"starting with the weights of {read}", file=sys.stderr, flush=True)
 
     def _accept(self, run: RunState) -> None:
-        """Refuse a checkpoint whose data position means something else here."""
+        """Refuse a checkpoint whose data position does not apply to this run."""
         seed, n_samples = self.config.train.seed, self.schedule.n_samples
-        if run.seed != seed and "imported" not in run.extra:  # another tool's data order means nothing here
+        if run.seed != seed and "imported" not in run.extra:  # another tool's data order does not apply here
             raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
         if run.n_samples not in (None, n_samples):
             raise DataError(
@@ -167,7 +167,7 @@ class Trainer:
             )
         shuffle = run.extra.get("shuffle")
         if shuffle not in (None, self.config.data.shuffle):
-            raise ConfigError("data.shuffle is not what it was in the checkpoint", f"set data.shuffle={shuffle}")
+            raise ConfigError("data.shuffle differs from the checkpoint's", f"set data.shuffle={shuffle}")
 
     def _make_schedule(self, samples: Dataset) -> BatchSchedule:
         train, data = self.config.train, self.config.data
@@ -211,8 +211,8 @@ class Trainer:
         """Train to `train.max_steps`.
 
         Raises:
-            TrainingError: a loss or a gradient that is not finite (names step and rank), or parameters that do not
-                move.
+            TrainingError: a loss or gradient is not finite (names step and rank), or no parameter changes in the first
+                step.
         """
         outcome = Outcome(self.step, math.nan, None)
         record: dict[str, float] = {}
@@ -228,14 +228,14 @@ class Trainer:
         return outcome
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
-        """`steps`, with rank 0 writing `metrics.jsonl` and showing progress; closes what it opened."""
+        """`steps`, while rank 0 writes `metrics.jsonl` and shows progress; closes everything at the end."""
         recorder = open_recorder(self.job, self.task, self.run_dir, self.step)
         failed = True
         self.stop.listen()
         self.watchdog.start()
         self.world.set_timeout(WATCHED_S)
         try:
-            for record in self.job.explained(self.steps()):  # before anything is closed, and lets go of memory
+            for record in self.job.explained(self.steps()):  # explained before closing frees memory
                 if recorder is not None and self._lost() is None:
                     recorder.step(record, self.job.ledger.last_rows)
                 yield record
@@ -243,7 +243,7 @@ class Trainer:
                 self.checkpoints.check_last()
             failed = False
         except Exception as error:
-            failure.record(error)  # closing waits for a save in the background, longer than a launcher may wait
+            failure.record(error)  # closing waits for a background save, perhaps longer than the launcher does
             raise
         finally:
             if failed:
@@ -261,9 +261,9 @@ class Trainer:
                     self.profiler.close(failed)
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """Take one optimizer step per iteration; yields what `metrics.jsonl` says about it.
+        """Take one optimizer step per iteration; yields its record for `metrics.jsonl`.
 
-        On a GPU a step's record comes after the next step's forward, unless something else waits for the step anyway.
+        On a GPU a step's record comes after the next step's forward, unless something must wait for the step anyway.
         """
         if self.step >= self.config.train.max_steps:
             return
@@ -285,7 +285,7 @@ class Trainer:
                 batch, next_wait = self._next_batch()
                 taken.wait += next_wait
             loss, next_targets, stays_finite = self._agree(out, batch, targets)
-            if late is not None:  # its update came before this loss
+            if late is not None:  # its update ended before this loss
                 yield self._finished(late, late.out.ended)
             if not stays_finite:
                 raise not_finite(self.world, self.step, out.loss_sum.item())
@@ -310,9 +310,9 @@ class Trainer:
                     record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
             if self.profiler is not None and self.profiler.ends_with(self.step):
                 with self._pause(record, "profile_s"):
-                    self.profiler.finish()  # where a rank writes for long, others would wait in a shorter collective
+                    self.profiler.finish()  # else other ranks would wait for long writes in a shorter collective
                     self.checkpoints.meet(self.config.run.init_timeout_s)
-            yield record  # and is on disk when the save begins: a run resumed from it has every step
+            yield record  # on disk before the save begins: a run resumed from that save has every step
             if self._save_due():
                 with self._pause(pauses, "save_s"), self._unhurried():
                     self._save(taken.batch.state_after, record.get("val_loss"))
@@ -320,7 +320,7 @@ class Trainer:
                 return
 
     def _may_be_late(self) -> bool:
-        """Whether the step's norm is not needed yet: nothing is saved, judged or written that depends on it.
+        """Whether the step's norm can wait: no save, evaluation or profile depends on it.
 
         fp16's loss scaling waits for the device in every step.
         """
@@ -335,10 +335,10 @@ class Trainer:
         )
 
     def _finished(self, taken: _Taken, ended: Mark) -> dict[str, float]:
-        """The record of a step whose update is made.
+        """The record of a step whose update is done.
 
         Raises:
-            TrainingError: its gradient is not finite.
+            TrainingError: the step's gradient is not finite.
         """
         norm, config = taken.out.grad_norm.item(), self.config
         if not math.isfinite(norm) and config.precision.mode != "fp16":
@@ -360,7 +360,7 @@ class Trainer:
 
     @contextmanager
     def _pause(self, record: dict[str, float], name: str) -> Iterator[None]:
-        """Something between two steps that may take longer than a step; its time goes into `record`."""
+        """Allow work between two steps to take longer than a step; its seconds go into `record`."""
         with self.watchdog.allowing(self.config.run.init_timeout_s):
             yield
         ended = Mark(self.world.device).wait()
@@ -378,7 +378,7 @@ class Trainer:
         return out
 
     def _tracing(self, phases: Phases) -> AbstractContextManager[Phases]:
-        """Tensor by tensor, if this is the step of `memory.trace_step`."""
+        """Trace tensor by tensor if this is the step of `memory.trace_step`."""
         if self.step != self.config.memory.trace_step:
             return nullcontext(phases)
         from ..tracing.compat import TRACKER
@@ -396,7 +396,7 @@ class Trainer:
         return traced_step(strategy, strategy.model, phases, self.world.device, self.step, save)
 
     def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float, bool]:
-        """The one reduction per step: loss, the next step's targets, finiteness, requests to save, stop or give way."""
+        """The one reduction per step: loss, next step's targets, finiteness, requests to save or stop, ownership."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
         total, bad, called, squares, next_targets, time_is_up, lost, *stop = self.world.sum(
@@ -418,12 +418,12 @@ class Trainer:
         return total / max(targets, 1.0), next_targets, not bad
 
     def _unhurried(self) -> AbstractContextManager[None]:
-        """A save may take as long as its files grow, on whichever rank."""
+        """Let a save take as long as its files grow on some rank."""
         self.watchdog.beat(self.step, "save")
         return self.watchdog.allowing(self.config.run.init_timeout_s, self.checkpoints.written_bytes)
 
     def _stop_asked(self) -> bool:
-        """Whether some rank was asked to stop, before each micro-batch of an evaluation; collective."""
+        """Whether some rank was asked to stop; checked before each micro-batch of an evaluation; collective."""
         self.watchdog.beat(self.step, "evaluation")
         lost, *stop = self.world.sum([float(self._lost() is not None), *self.stop.flags()])
         if lost:
@@ -432,7 +432,7 @@ class Trainer:
         return self.stop.agreed is not None
 
     def _lost(self) -> str | None:
-        """Why this run may not write to its directory any more, on rank 0; None while it may, and on other ranks."""
+        """On rank 0 the reason why this run may no longer write to its directory; None if it may, and elsewhere."""
         return None if self.owner is None else self.owner.lost()
 
     def _give_way(self) -> NoReturn:
@@ -489,7 +489,7 @@ class Trainer:
         return self.step == self.config.train.max_steps or (every is not None and self.step % every == 0)
 
     def _fingerprint(self) -> list[torch.Tensor]:
-        """The first elements of each local weight shard, to see that the first step changes them."""
+        """The first elements of each local weight shard, to check that the first step changes them."""
         return [s.local[:256].float().clone() for s in self.job.strategy.shards() if s.name.startswith("model.")]
 
     def _note_scaling(self, record: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
-"""Notices a rank that makes no progress, says where every rank stands, and ends the job so that it can restart.
+"""Detect a rank without progress, report where every rank is, and end the job: it can then restart.
 
-Each rank has a thread of its own that no collective can block. When a step takes too long it writes this rank's stacks
+Each rank has its own thread, which no collective can block. When a step takes too long it writes this rank's stacks
 to `RUN_DIR/logs/hang/rank_N.txt`; rank 0 then compares how far the ranks got and names those that did not arrive.
 """
 
@@ -27,7 +27,7 @@ Loss = TypeVar("Loss")
 
 _LOG = logging.getLogger(__name__)
 WATCHED_S = 7 * 24 * 3600.0
-"""For the collectives of a watched job: their own timeout names nobody, and counts time in which a job is suspended."""
+"""Timeout for collectives of a watched job: their own names no rank, and counts time while the job is suspended."""
 
 
 def _none() -> object:
@@ -38,10 +38,10 @@ class Watchdog:
     """Watches one rank between `start` and `stop`.
 
     Args:
-        folder: where the ranks leave their stacks; on a file system that they share.
-        limit_s: longest time without `beat`, as far as this process ran: a job may be suspended for longer.
-        settle_s: how long rank 0 waits for the other ranks' word before it names those that are missing.
-        block: the name of the model's block that this rank called last; empty if it has none.
+        folder: where the ranks write their stacks; on a file system that they share.
+        limit_s: longest time without a `beat`; time in which the process is suspended does not count.
+        settle_s: how long rank 0 waits for the other ranks' files before it names the missing ones.
+        block: returns the name of the block that this rank called last; empty if there is none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch. What an earlier attempt of this rank left is set aside: it says nothing about this one."""
+        """Begin to watch; rename the file that an earlier attempt of this rank left."""
         earlier = self._file(self._rank)
         if earlier.exists():
             earlier.replace(earlier.with_suffix(".earlier.txt"))
@@ -70,17 +70,17 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer; without effect if it never began."""
+        """Stop watching; no effect if it never began."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def beat(self, step: int, doing: str) -> None:
-        """This rank is alive, and begins with `doing` of optimizer step `step`; a few attribute writes."""
+        """Note that this rank begins `doing` in optimizer step `step`; costs a few attribute writes."""
         self._step, self._doing, self._beats = step, doing, self._beats + 1
 
     def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """`loss`, with a beat before and after: who is stuck in a forward is behind who waits in a backward."""
+        """`loss`, with a beat before and after: a rank stuck in forward is then behind a rank waiting in backward."""
 
         def watched(*args: Any) -> Loss:
             self.beat(self._step, "forward")
@@ -91,15 +91,15 @@ class Watchdog:
         return watched
 
     def set_limit(self, seconds: float) -> None:
-        """Another limit from now on: after the first step, which may compile."""
+        """Change the limit, after the first step, which may compile."""
         self._limit_s = seconds
 
     @contextmanager
     def allowing(self, seconds: float, signs: Callable[[], object] = _none) -> Iterator[None]:
-        """A part that may take longer than a step, such as a save.
+        """Allow a part, such as a save, to take longer than a step.
 
         Args:
-            signs: asked once it took so long; it goes on if the answer is not what it was.
+            signs: called when the limit has passed; a new value counts as progress and restarts the limit.
         """
         before = self._limit_s, self._signs
         self._limit_s, self._signs = max(self._limit_s, seconds), signs
@@ -110,14 +110,14 @@ class Watchdog:
             self._limit_s, self._signs = before
 
     def _watch(self) -> None:
-        """Count this thread's own ticks: while the process is suspended there are none, and no other rank gets on."""
+        """Count this thread's own ticks: a suspended process has none, and no other rank makes progress meanwhile."""
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
         while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
             limit_s, signs = (
                 self._limit_s,
                 self._signs,
-            )  # read before the beats: `allowing` beats before it takes them back
+            )  # read before the beats: `allowing` beats before it restores them
             passed, now = time.monotonic() - now, time.monotonic()
             idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
             beats = self._beats
@@ -139,13 +139,13 @@ class Watchdog:
                 file.write(json.dumps(where) + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as problem:  # the job has to end all the same
+        except OSError as problem:  # the job must end anyway
             _LOG.error("cannot write %s: %s", self._folder, problem)
-        # A GPU that hangs may keep it waiting for good.
+        # In a thread: a GPU that hangs may block it forever.
         threading.Thread(target=dump_collectives, args=(self._rank,), name="flight recorder", daemon=True).start()
-        # Rank 0 speaks first; the others end by themselves in case it is rank 0 that is stuck.
+        # Rank 0 reports first; the others end by themselves in case rank 0 is stuck.
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
-        if self._beats != where["beats"]:  # it went on; a collective's timeout that ends the main thread does not count
+        if self._beats != where["beats"]:  # progress; a collective's timeout that ends the main thread is none
             return
         error = TrainingError(
             f"no progress for {self._limit_s:.0f} s at step {self._step} ({self._doing}); {behind(self._states())}",
@@ -159,7 +159,7 @@ class Watchdog:
         return self._folder / f"rank_{rank}.txt"
 
     def _states(self) -> list[dict[str, Any] | None]:
-        """What each rank wrote; None for one that did not."""
+        """Each rank's state from its file; None for a rank without one."""
         return [self._state(rank) for rank in range(self._world_size)]
 
     def _state(self, rank: int) -> dict[str, Any] | None:
@@ -172,7 +172,7 @@ class Watchdog:
 
 
 def dump_collectives(rank: int) -> Path | None:
-    """Write NCCL's last collectives where its own timeout would, which this job does not live to see; on GPUs only."""
+    """Write NCCL's last collectives to the file of its own timeout, which this job would not reach; on GPUs only."""
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if not prefix:
         return None
@@ -189,36 +189,36 @@ def dump_collectives(rank: int) -> Path | None:
 
 
 def innermost(frame: FrameType | None) -> tuple[str, bool]:
-    """(the frame outside torch that a stack is in, whether it waits for other ranks)."""
+    """(the innermost frame outside torch, whether the stack waits for other ranks)."""
     waits = False
     while frame is not None:
         name = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in name:
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
-        # Python sees a collective as a call in torch.distributed, or as the autograd engine, which waits for its hooks.
+        # In Python a collective is a call in torch.distributed, or the autograd engine waiting for its hooks.
         waits = waits or f"{os.sep}distributed{os.sep}" in name or name.endswith(f"autograd{os.sep}graph.py")
         frame = frame.f_back
     return "nowhere", waits
 
 
 def behind(states: list[dict[str, Any] | None]) -> str:
-    """Which ranks the others wait for: those that said nothing, else those that got least far."""
+    """The ranks that the others wait for: those without an answer, else those with the least progress."""
     silent = [str(rank) for rank, state in enumerate(states) if state is None]
     if silent:
         return f"rank(s) {', '.join(silent)} did not even answer: stopped, dead, or their node is lost"
     known = [state for state in states if state is not None]
     least = min(state["beats"] for state in known)
     late = [state for state in known if state["beats"] == least]
-    if len(late) == len(known):  # equally far: those that are not in a collective keep the others waiting
+    if len(late) == len(known):  # equal progress: ranks outside a collective keep the others waiting
         late = [state for state in known if not state["waits"]]
     if len(late) in (0, len(known)):
-        return f"all {len(known)} ranks stand at the same place, {known[0]['at']}{_last_blocks(known)}"
+        return f"all {len(known)} ranks are at the same place, {known[0]['at']}{_last_blocks(known)}"
     names = "; ".join(f"rank {s['rank']} (step {s['step']}, {s['doing']}, {s['at']})" for s in late)
     return f"did not arrive: {names}{_last_blocks(known)}"
 
 
 def _last_blocks(states: list[dict[str, Any]]) -> str:
-    """Which block each rank called last, if not all the same: their gathers do not belong together."""
+    """The block that each rank called last, if they differ: their gathers do not match."""
     ranks: dict[str, list[str]] = {}
     for state in states:
         ranks.setdefault(state.get("block") or "none", []).append(str(state["rank"]))

@@ -1,4 +1,4 @@
-"""Ways to spread a model over ranks: one file per engine, no inheritance between them; `states` has what they share."""
+"""Ways to spread a model over ranks: one file per engine, no inheritance between them; `states` is shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
 def make_strategy(config: RunConfig, world: World) -> Strategy:
-    """The strategy of the config, not yet set up; only the module of its engine is imported."""
+    """The config's strategy, not yet set up; imports only the module of its engine."""
     engine = _engine(config, world)
     return engine if config.train.ema_decay is None else EMA(engine, config.train.ema_decay)
 

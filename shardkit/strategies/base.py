@@ -1,4 +1,4 @@
-"""What every strategy can do; the trainer, the ledger and checkpoints know no more than this."""
+"""The strategy protocol; the trainer, the ledger and checkpoints use nothing else."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Shard:
     """The contiguous range of one flattened logical tensor that this rank holds.
 
     Attributes:
-        name: `model.<fqn>` for weights (the fp32 master where there is one), `optim.<fqn>.<state>` for moments,
+        name: `model.<fqn>` for weights (the fp32 master if there is one), `optim.<fqn>.<state>` for moments,
             `buffer.<fqn>` for persistent buffers.
         shape: shape of the whole tensor.
         start: index of the first local element in the flattened whole.
         local: 1-D view into the engine's own memory (writing to it changes the engine's state); padding stripped.
-        replica: 0 if this rank is the one that writes this range, > 0 if another rank holds the same.
+        replica: 0 if this rank writes the range to checkpoints, > 0 if another rank writes it.
     """
 
     name: str
@@ -38,28 +38,28 @@ class Shard:
 
 
 class Strategy(Protocol):
-    """A way to spread a model over ranks. Verbs are called in the order they stand here."""
+    """A way to spread a model over ranks. Its methods are called in the order of this class."""
 
     name: str
 
     @property
     def model(self) -> nn.Module:
-        """What the training loop calls: the wrapped model."""
+        """The wrapped model, which the training loop calls."""
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Holds the parameter groups whose `lr` the schedule sets."""
+        """The optimizer; the schedule sets the `lr` of its parameter groups."""
         ...
 
     def construction(self) -> AbstractContextManager[object] | None:
-        """The engine's own context for building a model whose weights are drawn later; `None` = the meta device."""
+        """The engine's own context for building a model whose weights are drawn later; `None` = parameters on meta."""
         ...
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
-        """Bring the weights to life, wrap the model, build the optimizer: in the order this engine needs."""
+        """Materialise the weights, wrap the model and build the optimizer, in the order this engine needs."""
         ...
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
@@ -71,40 +71,41 @@ class Strategy(Protocol):
         ...
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        """Clip to `max_norm`, update, clear gradients; the global gradient norm before clipping (0-d, not synced)."""
+        """Clip to `max_norm`, update, clear gradients; returns the global norm before clipping (0-d, not synced to the
+        host)."""
         ...
 
     def loss_scale(self) -> float:
-        """What fp16 multiplies the loss by at this moment; 1 without scaling. Then a norm that is not finite means
-        that the step was skipped, on every rank."""
+        """The factor by which fp16 multiplies the loss now; 1 without scaling. With scaling, a norm that is not finite
+        means that every rank skipped the step."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context of an evaluation: the weights in it are those to judge (their averages, where there are any)."""
+        """Context of an evaluation, which uses the weights' moving averages if there are any."""
         ...
 
     def weights_changed(self) -> None:
-        """Make what the model computes with follow weights written through `shards` or `load_targets`; collective."""
+        """Make the model compute with weights written through `shards` or `load_targets`; collective."""
         ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        """Every local tensor that holds state, the engine's flat buffers too; the ledger counts each storage once."""
+        """Every local tensor of state, including the engine's flat buffers; the ledger counts each storage once."""
         ...
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's ranges of every weight, optimizer moment and persistent buffer; what ranks hold twice once."""
+        """This rank's ranges of every weight, optimizer moment and persistent buffer, for saving."""
         ...
 
     def create_optimizer_state(self) -> None:
-        """Make the optimizer states that exist from the first step on, so that a load has where to write."""
+        """Create the optimizer state that exists from the first step on: a load writes into it."""
         ...
 
     def load_targets(self) -> Iterator[Shard]:
-        """Every range that a load fills on this rank: `shards`, and what each rank holds whole in whole."""
+        """Every range that a load fills on this rank: like `shards`, but replicated tensors are whole on every rank."""
         ...
 
     def scalars(self) -> dict[str, float]:
-        """States that are one number: `optim.<fqn>.step`, and `engine.*` (a loss scaler); the same on every rank.
+        """State that is one number: `optim.<fqn>.step`, and `engine.*` (a loss scaler); the same on every rank.
 
         Raises:
             CheckpointError: a state is neither one number nor elementwise, so it has no place in a checkpoint.
@@ -112,13 +113,13 @@ class Strategy(Protocol):
         ...
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        """Take over saved `scalars` and make everything derived from the loaded ranges follow them; collective.
+        """Restore saved `scalars` and update everything derived from the loaded ranges; collective.
 
         Raises:
-            CheckpointError: a number is missing, or the engine cannot hold what was saved.
+            CheckpointError: a number is missing, or the engine cannot hold the saved values.
         """
         ...
 
     def teardown(self) -> None:
-        """Release what outlives the model (hooks, engine singletons)."""
+        """Release objects that outlive the model (hooks, engine singletons)."""
         ...

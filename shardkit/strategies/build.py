@@ -1,4 +1,4 @@
-"""The order in which a model becomes a sharded, trainable one. This function is the whole of it."""
+"""The order in which a model becomes sharded and trainable; one function holds all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parallelize(
     block_classes: Sequence[type[nn.Module]] = (),
     attention_classes: Sequence[type[nn.Module]] = (),
 ) -> None:
-    """Build, set types, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
+    """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
     model = weights.build(make_model, strategy.construction(), cut_up=strategy.name not in ("single", "ddp"))
     model.train()
     prepare_batchnorm(model, config, device)

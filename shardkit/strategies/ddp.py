@@ -1,4 +1,4 @@
-"""Data parallelism: the whole model on every rank, gradients averaged in buckets while backward goes on."""
+"""Data parallelism: the whole model on every rank, gradients averaged in buckets during backward."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .step import clip_and_step
 
 
 def own_or_models(wrapper: nn.Module, name: str) -> Any:
-    """An attribute of a wrapper, or else of the model in it."""
+    """An attribute of a wrapper, else of the model inside it."""
     try:
         return nn.Module.__getattr__(wrapper, name)
     except AttributeError:
-        if name == "module":  # asked for before it is set
+        if name == "module":  # read before it is set
             raise
         return getattr(wrapper.module, name)
 
 
 class Wrapped(DistributedDataParallel):
-    """torch's wrapper, on which a loss finds the attributes of the model in it (a tokenizer, a preprocessor)."""
+    """torch's wrapper, which also shows the attributes of the model inside it (a tokenizer, a preprocessor)."""
 
     __getattr__ = own_or_models
 
@@ -63,7 +63,7 @@ class DDP(TorchStates):
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
-            gradient_as_bucket_view=True,  # gradients live in the buckets: 4P bytes less
+            gradient_as_bucket_view=True,  # gradients live in the buckets, which saves 4P bytes
             find_unused_parameters=self._config.parallel.find_unused,
         )
         self._set_reduction()
@@ -71,20 +71,20 @@ class DDP(TorchStates):
         self.optimizer = make_optimizer(model)
 
     def _set_reduction(self) -> None:
-        """How a bucket of gradients becomes the average of all ranks', where torch's own all-reduce does not do."""
+        """Register a hook that averages a gradient bucket over ranks, if torch's own all-reduce will not do."""
         if self._world.size == 1:
             return
         average: Any = None
         if self._config.train.deterministic:
-            # DDP rearranges its buckets after the first backward, and an all-reduce adds up ranks in an order that
-            # depends on where in its bucket an element lies: a resumed run's first step would round differently.
+            # DDP rearranges its buckets after the first backward, and an all-reduce sums ranks in an order that depends
+            # on an element's position in its bucket: a resumed run's first step would round differently.
             average = average_in_rank_order
         compressed = {torch.bfloat16: bf16_compress_wrapper, torch.float16: fp16_compress_wrapper}
         wrapper = compressed.get(reduce_dtype(self._config.precision))
         if wrapper is not None and self._config.precision.mode != "pure_bf16":
             average = wrapper(average or allreduce_hook)
         if average is not None:
-            # A lambda, because torch compares annotations with types, and here they are strings.
+            # A lambda, because torch compares annotations with types, and ours are strings.
             self._wrapped.register_comm_hook(None, lambda state, bucket: average(state, bucket))
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ class DDP(TorchStates):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Bring every rank what each has written into its own ranges, byte by byte: an addition of zeros."""
+        """Exchange the ranges that each rank has written, bit for bit: all other bytes are zero in the sum."""
         for fqn, param in self._bare.named_parameters():
             whole = flat(fqn, param)
             start, end = even_range(whole.numel(), self._world.rank, self._world.size)
@@ -112,8 +112,8 @@ class DDP(TorchStates):
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce of a gradient bucket whose bits do not depend on the bucket: each element is summed rank 0 first.
 
-    As many bytes on the wire as any all-reduce (a reduce-scatter by all-to-all, then an all-gather), but it is waited
-    for, and takes two more buffers of the bucket's size.
+    It sends as many bytes as any all-reduce (a reduce-scatter by all-to-all, then an all-gather), but it is
+    synchronous and takes two more buffers of the bucket's size.
     """
     grads, world_size = bucket.buffer(), dist.get_world_size()
     part = -(-grads.numel() // world_size)

@@ -1,4 +1,4 @@
-"""A strategy that also keeps an exponential moving average of the weights, sharded as the weights are."""
+"""A strategy that also keeps an exponential moving average of the weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MODEL, _EMA = "model.", "ema."
 
 
 class EMA:
-    """Any strategy, and after each of its steps: average ← decay · average + (1 - decay) · weight.
+    """Wraps any strategy; after each step: average ← decay · average + (1 - decay) · weight.
 
-    A rank averages the ranges that it writes into a checkpoint (of the fp32 masters, if there are any), and a step goes
-    through these alone. Evaluation exchanges the values of weights and averages, not the tensors, so that compiled code
-    and engines do not notice. Checkpoints hold the averages as `ema.<fqn>`.
+    A rank averages only the ranges that it writes to checkpoints (of the fp32 masters, if there are any). Evaluation
+    exchanges the values of weights and averages, not the tensors: compiled code and engines do not notice. Checkpoints
+    hold the averages as `ema.<fqn>`.
 
     Args:
-        decay: the half-life of a weight is ln 2 / (1 - decay) steps.
+        decay: share of the average that a step keeps; a weight's half-life is ln 2 / (1 - decay) steps.
     """
 
     def __init__(self, inner: Strategy, decay: float) -> None:
@@ -34,9 +34,9 @@ class EMA:
         self._decay = decay
         self._averages: list[torch.Tensor] = []
         self._followed: list[torch.Tensor] = []
-        """The weights of each average, views into the engine's memory; looked up once its first step settled where."""
+        """The weights of each average, views into the engine's memory; their place is fixed after the first step."""
         self.name = inner.name
-        # What an average changes nothing of is the engine's own, called without a detour.
+        # Methods that the average does not affect are the engine's own, called directly.
         self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
         self.accumulate, self.backward, self.loss_scale = inner.accumulate, inner.backward, inner.loss_scale
         self.weights_changed, self.scalars, self.after_load = inner.weights_changed, inner.scalars, inner.after_load

@@ -28,11 +28,11 @@ from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
-"""Whether a gradient that a rank lacks can count as zero; else FSDP2 would add it up with another parameter's."""
+"""Whether a gradient that a rank lacks can count as zero; else FSDP2 would mix it up with another parameter's."""
 
 
 class FSDP(TorchStates):
-    """Both `fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
+    """`fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
 
     name: str
     model: nn.Module
@@ -46,7 +46,7 @@ class FSDP(TorchStates):
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
         self._used: dict[str, bool] = {}
-        """Whether this rank used a parameter in this step, of those that the data may choose (experts)."""
+        """Whether this rank used each parameter that the data may choose (experts) in this step."""
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
@@ -78,7 +78,7 @@ class FSDP(TorchStates):
         self.optimizer = make_optimizer(model)
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
-        """Gather the parameters of `parallel.prefetch` blocks ahead; torch itself does so for one."""
+        """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one."""
         ahead = self._config.parallel.prefetch
         if ahead == 1:
             return
@@ -91,9 +91,9 @@ class FSDP(TorchStates):
                 prefetch(block, [b for b in order[index + 1 : index + 1 + ahead] if isinstance(b, FSDPModule)])
 
     def _let_ranks_choose(self, model: nn.Module) -> None:
-        """Count a gradient that this rank lacks as zero where a unit has parameters that the data may choose."""
+        """Count missing gradients as zero in units with parameters that the data may choose."""
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        unit_of = {id(inner): unit for unit in units for inner in unit.modules()}  # the innermost comes last
+        unit_of = {id(inner): unit for unit in units for inner in unit.modules()}  # the innermost unit comes last
         chosen: dict[FSDPModule, list[tuple[str, nn.Module, str]]] = {}
         for prefix, module in model.named_modules():
             for name, _ in module.named_parameters(recurse=False):
@@ -105,7 +105,7 @@ class FSDP(TorchStates):
             self._note_uses(unit, parameters)
 
     def _note_uses(self, unit: Any, chosen: list[tuple[str, nn.Module, str]]) -> None:
-        """Give the unit's gathered parameters, which exist from its first forward on, hooks that note their use."""
+        """Hook the unit's gathered parameters, which exist from its first forward on, to note their use."""
 
         def first_forward(*_: Any) -> None:
             handle.remove()
@@ -118,10 +118,10 @@ class FSDP(TorchStates):
         self._used[fqn] = True
 
     def forget_unused(self) -> None:
-        """Drop the zero gradients of parameters that no rank used, which one process would leave alone; collective.
+        """Drop the zero gradients of parameters that no rank used, as a single process would skip them; collective.
 
         Raises:
-            ConfigError: some ranks used one, and this torch adds their gradients up with those of another.
+            ConfigError: only some ranks used a parameter, and this torch would mix up its gradients with another's.
         """
         used = self._world.sum([float(value) for value in self._used.values()])
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -160,7 +160,7 @@ class FSDP(TorchStates):
         own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
         buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
-        for module, name, buffer in buffers:  # to_empty forgets the values of those too
+        for module, name, buffer in buffers:  # to_empty loses their values too
             setattr(module, name, buffer.to(self._world.device))
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
@@ -189,13 +189,13 @@ class FSDP(TorchStates):
                     yield "grads", grad
 
     def communication_tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters as they were gathered: storages that exist all the time, and have bytes while they are needed."""
+        """The tensors that FSDP2 gathers parameters into; their storages have bytes only while needed."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 yield from gathered_params(module)
 
     def weights_changed(self) -> None:
-        """Let go of gathered parameters: an evaluation leaves those that only a backward would release."""
+        """Free gathered parameters: an evaluation leaves some that only a backward would free."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -46,7 +46,7 @@ class Single(TorchStates):
             self._update_in_backward(model)
 
     def _update_in_backward(self, model: nn.Module) -> None:
-        """Give every parameter a hook that updates it as soon as its gradient is complete, and drops the gradient."""
+        """Hook every parameter: update it as soon as its gradient is complete, then drop the gradient."""
         groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
 
         def update(param: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""State as checkpoints see it: elementwise tensors, single numbers, nothing else; and the verbs about it that engines
+"""State in the form of checkpoints (elementwise tensors and single numbers), and the methods for it that engines
 share."""
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _GROWTH = "engine.loss_scaler.growth_tracker"
 
 
 class TorchStates:
-    """What single, ddp and fsdp answer alike: their optimizer is torch's own, over the model's own parameters.
+    """Methods shared by single, ddp and fsdp, whose optimizer is torch's own over the model's own parameters.
 
-    What makes a step (`accumulate`, `backward`, `step`) stands in the engine's file. Shards are as of an engine whose
-    ranks hold whole parameters; one that cuts them up replaces those verbs.
+    The methods of a step (`accumulate`, `backward`, `step`) are in the engine's file. Shards here suit engines whose
+    ranks hold whole parameters; an engine that shards parameters overrides these methods.
 
     Attributes:
-        elementwise: refuse states that are not one value per element of their parameter: each rank holds a piece.
+        elementwise: refuse state that is not one value per element of its parameter, since each rank holds a shard.
     """
 
     elementwise = False
     optimizer: torch.optim.Optimizer
     _bare: nn.Module
-    """The model without the engine's wrapper, whose names are those in a checkpoint."""
+    """The model without the engine's wrapper; its names are those in checkpoints."""
     _world: World
     _scaler: GradScaler
 
@@ -73,7 +73,7 @@ class TorchStates:
 
     def create_optimizer_state(self) -> None:
         for group in self.optimizer.param_groups:
-            for param in group["params"]:  # one at a time: no more than one gradient exists
+            for param in group["params"]:  # one at a time: only one gradient exists
                 create_states(self.optimizer, group, param)
 
     def scalars(self) -> dict[str, float]:
@@ -85,7 +85,7 @@ class TorchStates:
         return found
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
-        if self._scaler.is_enabled() and _SCALE in scalars:  # else the run had none, and the fresh one stays
+        if self._scaler.is_enabled() and _SCALE in scalars:  # else the saved run had no scaler: keep the fresh one
             saved = {"scale": scalars[_SCALE], "_growth_tracker": int(scalars.get(_GROWTH, 0))}
             self._scaler.load_state_dict({**self._scaler.state_dict(), **saved})
         for fqn, param in self._bare.named_parameters():
@@ -101,22 +101,22 @@ def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def with_scalars(shards: Iterator[Shard], scalars: Collection[str]) -> Iterator[Shard]:
-    """`shards`, where 0-d parameters that an engine holds with shape [1] have the shape they have elsewhere: ()."""
+    """`shards`, with shape () restored for 0-d parameters that an engine holds with shape [1]."""
     for shard in shards:
         fqn = shard.name.partition(".")[2]
         yield replace(shard, shape=()) if fqn in scalars or fqn.rpartition(".")[0] in scalars else shard
 
 
 def is_scalar(key: str, value: object, param: torch.Tensor) -> bool:
-    """Whether an optimizer state is one number (a step counter), as a Python number or a 0-d tensor; the moments of a
-    parameter that is itself 0-d are not, they are tensors of its shape."""
+    """Whether an optimizer state is one number (a step counter), as a Python number or a 0-d tensor. The moments of a
+    0-d parameter are tensors of its shape, not numbers."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and (param.dim() > 0 or key == "step")
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def state_parts(param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, tensor) of every state that is not one number; the plain tensors inside a wrapper (8-bit states) apart."""
+    """(key, tensor) of every state that is not one number; a wrapper (8-bit states) gives its inner tensors."""
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or is_scalar(key, value, param):
             continue
@@ -129,7 +129,7 @@ def state_parts(param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[tuple
 
 
 def is_elementwise(value: object, param: torch.Tensor) -> bool:
-    """Whether a state is a tensor with one value for each element of its parameter, and nothing more."""
+    """Whether a state is a plain tensor with one value for each element of its parameter."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return False
     local = value.to_local() if hasattr(value, "to_local") else value
@@ -168,7 +168,7 @@ def set_scalars(fqn: str, param: torch.Tensor, state: dict[str, Any], scalars: M
     """Write saved numbers into a parameter's existing state.
 
     Raises:
-        CheckpointError: the checkpoint lacks one.
+        CheckpointError: the checkpoint lacks a number.
     """
     for key, value in state.items():
         if not is_scalar(key, value, param):
@@ -184,9 +184,9 @@ def set_scalars(fqn: str, param: torch.Tensor, state: dict[str, Any], scalars: M
 
 @torch.no_grad()
 def create_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> None:
-    """Let the optimizer make a parameter's states as its first step would: lr 0, gradient 0, nothing moves.
+    """Make the optimizer create a parameter's state as in its first step, with lr 0 and gradient 0: no weight changes.
 
-    The numbers in the states mean nothing afterwards: a load overwrites all of them.
+    The values of the new state are meaningless: a load overwrites all of them.
     """
     if optimizer.state.get(param):
         return
@@ -201,10 +201,10 @@ def create_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
 
 
 def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one dimension, a view.
+    """A 1-D view of a tensor.
 
     Raises:
-        CheckpointError: its elements do not lie in the order of its indices (channels_last, a transpose).
+        CheckpointError: the tensor is not contiguous (channels_last, a transpose).
     """
     if not tensor.is_contiguous():
         raise CheckpointError(
@@ -215,7 +215,7 @@ def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def buffer_shards(model: nn.Module, rank: int) -> Iterator[Shard]:
-    """Persistent buffers (batch-norm statistics): every rank holds them, rank 0's are saved."""
+    """Persistent buffers (batch-norm statistics): every rank holds them; rank 0's are saved."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -17,11 +17,11 @@ from ..memory.phases import Phases
 from . import Strategy
 
 MicroBatch = tuple[Any, bool]
-"""What the loss function takes, and whether it is a filler: a stand-in of weight 0 on a rank without samples."""
+"""(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
 
 
 class HostValue:
-    """A 0-d device tensor on its way to the host; reading waits for that copy only, not for later work."""
+    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -39,7 +39,7 @@ class HostValue:
 
 
 class Mark:
-    """A moment: on a GPU when the work given to it so far is done, else now. `later - earlier` is in seconds."""
+    """A moment: on a GPU the end of all work issued so far, else now. `later - earlier` is in seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -49,7 +49,7 @@ class Mark:
             self._event.record()
 
     def wait(self) -> Mark:
-        """Return once the moment has come."""
+        """Wait until the moment has come; returns this mark."""
         if self._event is not None:
             self._event.synchronize()
         return self
@@ -61,7 +61,7 @@ class Mark:
 
 
 class Stopwatch:
-    """Time that a device spends on something that recurs; reading waits for nothing but the last `stop`."""
+    """Seconds that a device spends on a recurring task; reading waits only for the last `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,13 +80,13 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one rank knows after a step, still on its way from the device.
+    """One rank's results of a step, still on their way from the device.
 
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
         grad_norm: global gradient norm before clipping.
-        forward: time in forward, all micro-batches.
-        ended: when the update is made.
+        forward: time in forward over all micro-batches.
+        ended: the end of the update.
     """
 
     loss_sum: HostValue
@@ -105,7 +105,7 @@ def train_step(
     device: torch.device,
     max_norm: float | None,
 ) -> StepOutput:
-    """Accumulate, clip, update."""
+    """Take one optimizer step: accumulate, clip, update."""
     loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
     ledger.sample_state(strategy)
     with ledger.phase("step"):
@@ -122,11 +122,11 @@ def accumulate(
     world_size: int,
     device: torch.device,
 ) -> tuple[HostValue, Stopwatch]:
-    """Forward and backward of a step's micro-batches: this rank's summed loss, and the time in forward.
+    """Forward and backward of a step's micro-batches; returns this rank's summed loss and the time in forward.
 
-    Gradients equal those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
-    ranks, so each rank's sum is scaled by world_size / n_targets, once, in fp32. A mean of per-micro-batch means would
-    weigh ragged micro-batches wrongly.
+    The gradients are those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
+    ranks, hence each rank's sum is scaled once, in fp32, by world_size / n_targets. A mean of per-micro-batch means
+    would weigh ragged micro-batches wrongly.
     """
     scale = world_size / max(n_targets, 1.0)
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -148,10 +148,10 @@ def accumulate(
 
 
 def one_number(loss: Any) -> torch.Tensor:
-    """What a loss function returned, in fp32.
+    """A loss function's result in fp32.
 
     Raises:
-        ConfigError: it is not a tensor of no dimensions.
+        ConfigError: the result is not a 0-d tensor.
     """
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss.float()
@@ -165,9 +165,9 @@ def one_number(loss: Any) -> torch.Tensor:
 def clip_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
 ) -> torch.Tensor:
-    """Unscale, clip the total 2-norm, update, drop gradients; the norm before clipping over all ranks, 0-d.
+    """Unscale, clip the total 2-norm, update, drop gradients; returns the 0-d norm over all ranks before clipping.
 
-    With loss scaling, a gradient that is not finite on any rank skips the update on all, and the norm is not finite.
+    With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
     """
     scaler.unscale_(optimizer)
     params = [p for p in model.parameters() if p.grad is not None]
@@ -186,10 +186,10 @@ def clip_and_step(
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """Update unless the gradients' norm is not finite, as far as that needs no wait.
+    """Update unless the gradients' norm is not finite, as far as this can be told without waiting.
 
-    On the CPU the norm is at hand. On a GPU torch's fused optimizers are told by a tensor; the others update all the
-    same, and what they leave must not be saved.
+    On the CPU the norm is at hand. On a GPU torch's fused optimizers read a flag on the device; other optimizers still
+    update, and the resulting state must not be saved.
     """
     bad = norm.isfinite().logical_not()
     if norm.device.type == "cpu":
@@ -202,7 +202,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None
 
 @contextmanager
 def skipping(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> Iterator[None]:
-    """Inside, a step of a fused optimizer of torch's does nothing where `bad` is true; read on the device."""
+    """Inside, a step of torch's fused optimizers does nothing if `bad` is true; the device reads `bad`."""
     if not all(group.get("fused") for group in optimizer.param_groups):
         yield
         return

@@ -1,1 +1,1 @@
-"""What is trained: built-in tasks and the protocol a user task follows."""
+"""Training tasks: the built-in ones, and the protocol for a user's own."""

@@ -18,7 +18,7 @@ from ..models.transformer import Block, Transformer, init_parameter
 class CausalLM:
     """The built-in task `causal_lm`: windows of `train.seq_len` tokens, cross-entropy of each next token.
 
-    Data is opened on first use, so that a task can be made for its model alone.
+    Data is opened on first use: a task can be made for its model alone.
 
     Raises (from `dataset` and `describe`):
         ConfigError: the data holds a token that `model.vocab_size` does not cover.
@@ -47,7 +47,7 @@ class CausalLM:
         return int((batch["targets"] != IGNORE_INDEX).sum())
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        # The wrapped model's forward computes the loss: the engine's hooks would miss a head called from here.
+        # The wrapped model's forward computes the loss: a head called from here would bypass the engine's hooks.
         total: torch.Tensor = model(batch["tokens"], batch["targets"], IGNORE_INDEX)
         return total
 

@@ -31,7 +31,7 @@ class HFMaskedLM:
         self.config = config
         self.hf = HFModel(config.model, "hf_masked_lm")
         refuse_long_sequences(config, self.hf)
-        fix = "use another model type: only where predictions are wanted are logits made, here that cannot be done"
+        fix = "use another model type: this task computes logits only at the masked positions, which this one cannot do"
         check_loss_fits(self.hf.reference, fix)
         vocab_size, given = self.hf.config.vocab_size, config.data.mask_token
         self.mask_token = vocab_size - 1 if given is None else given
@@ -80,5 +80,5 @@ class HFMaskedLM:
         return total
 
     def describe(self) -> dict[str, float]:
-        """What knowing no context gives: validation cross-entropy of the training unigrams, nats per token."""
+        """The baseline a model must beat: validation cross-entropy of the training unigrams, nats per token."""
         return {"unigram_cross_entropy": self.corpus.unigram_cross_entropy()}

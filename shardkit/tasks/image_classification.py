@@ -14,15 +14,15 @@ from ..errors import DataError
 from ..models.hf import HFModel
 
 TRAIN_ROWS = 0.75
-"""scikit-image's pictures: crops of the upper part train, crops of the rest validate."""
+"""Share of each scikit-image picture, from the top, whose crops train; crops of the rest validate."""
 SHIPPED_CROPS = 64
 
 
 class ImageClassification:
     """The built-in task `image_classification`: cross-entropy of a picture's class; a target is a picture.
 
-    Data: a directory with one directory per class, or the pictures that come with scikit-image, where the class is
-    which picture a crop is from. The number of classes comes from the data.
+    Data: a directory with one directory per class, or the pictures that come with scikit-image, where each picture
+    is a class. The number of classes comes from the data.
 
     Raises:
         ConfigError: see `HFModel`.
@@ -50,7 +50,7 @@ class ImageClassification:
             return LabelledCrops(self._train, size, crops, seed, split, data.augment, rows)
         if not self._val:
             return None
-        # A crop of a shipped picture's lower part is random too: the middle one alone would be 14 samples.
+        # Crops of a shipped picture's lower part are random too: middle crops alone would give 14 samples.
         rows = (TRAIN_ROWS, 1.0) if shipped else (0.0, 1.0)
         return LabelledCrops(self._val, size, 8 if shipped else 1, seed, split, shipped, rows)
 
@@ -66,7 +66,7 @@ class ImageClassification:
         return {"loss": F.cross_entropy(logits, batch["label"], reduction="sum"), "accuracy": right}
 
     def describe(self) -> dict[str, float]:
-        """What guessing gives."""
+        """The accuracy of guessing."""
         return {"accuracy_by_chance": 1 / len(self.classes)}
 
 

@@ -1,4 +1,4 @@
-"""The task a config asks for: a built-in one, or the user's own through `task.factory`."""
+"""Load the task of a config: a built-in one, or the user's own through `task.factory`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_task(config: RunConfig) -> Task:
     The current directory is searched for the factory's module first, as `python -m` does.
 
     Raises:
-        ConfigError: the factory does not import, does not take `task.args`, raises, or makes something that is no Task.
+        ConfigError: the factory does not import, does not take `task.args`, raises, or does not return a Task.
     """
     spec = config.task.factory
     if spec is None:
@@ -109,7 +109,7 @@ def build_model(config: RunConfig, task: Task) -> nn.Module:
     """The task's model.
 
     Raises:
-        ConfigError: the user's own code raises; want of memory is raised as it is.
+        ConfigError: the user's own code raises. Out-of-memory errors pass through.
     """
     try:
         return task.build_model()
@@ -125,7 +125,7 @@ def _check_arguments(spec: str, factory: Callable[..., Any], config: RunConfig) 
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # a builtin without a signature: the call itself will tell
+        return  # a builtin without a signature: the call itself checks the arguments
     try:
         signature.bind(config, **config.task.args)
     except TypeError as error:
@@ -137,7 +137,7 @@ def _check_arguments(spec: str, factory: Callable[..., Any], config: RunConfig) 
 
 
 def _raised(spec: str, what: str, error: BaseException) -> ConfigError:
-    """Names the line of the user's code that raised."""
+    """An error that names the raising line of the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
         place = f"{error.filename}:{error.lineno}"
     else:

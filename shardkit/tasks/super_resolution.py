@@ -18,7 +18,7 @@ VAL_CROPS = 8
 
 
 class SuperResolution:
-    """The built-in task `super_resolution`: crops of real pictures from their bicubic reduction; a target is a crop.
+    """The built-in task `super_resolution`: restore crops of pictures from their bicubic reduction; a target is a crop.
 
     The loss is the mean absolute error of a crop's RGB values in [0, 1] (Liang et al. 2021, section 3.2).
 
@@ -71,7 +71,7 @@ class SuperResolution:
         return {"loss": error, "psnr": psnr(made.detach(), high).sum()}
 
     def describe(self) -> dict[str, float]:
-        """What the model must beat: the PSNR of bicubic enlargement, in dB, over the validation crops."""
+        """The baseline a model must beat: mean PSNR of bicubic enlargement, in dB, over the validation crops."""
         val = self.dataset("val")
         if val is None:
             return {}
@@ -84,6 +84,6 @@ class SuperResolution:
 
 
 def psnr(made: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio of each picture of [n, 3, height, width] in [0, 1], over RGB: dB, [n]."""
+    """Peak signal-to-noise ratio over RGB of pictures [n, 3, height, width] in [0, 1]; returns dB, [n]."""
     error = (made.clamp(0, 1) - real).square().flatten(1).mean(1)
     return -10 * error.clamp_min(1e-10).log10()

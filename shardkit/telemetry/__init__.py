@@ -1,1 +1,1 @@
-"""A run's figures while it lasts: metrics, progress, Prometheus."""
+"""A run's live figures: metrics, progress, Prometheus."""

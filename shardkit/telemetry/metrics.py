@@ -1,4 +1,4 @@
-"""What rank 0 writes about each step: `metrics.jsonl` and TensorBoard."""
+"""Rank 0's records of each step: `metrics.jsonl` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one JSON object per optimizer step; TensorBoard gets the same numbers, and every gather's memory.
+    """Appends one JSON object per optimizer step; TensorBoard gets the same numbers and every gather's memory.
 
     A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
     in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss and eval_s after
-    an evaluation, profile_s after a profile's export, and save_s after a save (how long training stood still for it
-    before this step). The norm of a step that fp16's loss scaling skipped is written as null.
+    an evaluation, profile_s after a profile's export, and save_s after a save (seconds that training stalled for it
+    before this step). The norm of a step that fp16 loss scaling skipped is null.
 
     Args:
         wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.
-        settings: what Weights & Biases shows as the run's config.
-        done: steps already recorded by the run that is resumed; TensorBoard forgets what lies behind them.
+        settings: the run's config for Weights & Biases.
+        done: steps that the resumed run has already recorded; TensorBoard drops later ones.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class MetricsWriter:
     def _picture(self, scalars: Mapping[str, float], step: int) -> None:
         try:
             self._show(scalars, step)
-        except OSError as error:  # a full disk ends the pictures, not the run
+        except OSError as error:  # a full disk ends the plots, not the run
             _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
             self._tensorboard_dir = self._board = None
 
     def _show(self, scalars: Mapping[str, float], step: int) -> None:
-        if self._board is None:  # its import takes most of a second: after the first step, not before
+        if self._board is None:  # the import takes most of a second: wait until the first step is done
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
@@ -69,7 +69,7 @@ class MetricsWriter:
             self._board.add_scalar(name, value, step)
 
     def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
-        """TensorBoard: how each gather's figures are spread, and the peak of each rank of a world that is not large."""
+        """Write each gather's spread to TensorBoard, and each rank's peak unless the world is large."""
         if self._tensorboard_dir is None or not rows:
             return
         condensed = summary(rows)
@@ -96,7 +96,7 @@ def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
     """A Weights & Biases run whose id is kept in the run directory.
 
     Raises:
-        ConfigError: it is not installed, or refuses to start.
+        ConfigError: wandb is not installed, or fails to start.
     """
     try:
         import wandb

@@ -1,4 +1,4 @@
-"""What rank 0 shows while training: bars on a terminal, a line every few steps elsewhere."""
+"""Rank 0's progress display: bars on a terminal, else a line every few steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REFRESH_S = 1.0
-"""A terminal is drawn anew at most this often."""
+"""Least seconds between two drawings of a terminal."""
 BARS = 8
-"""So many ranks get a bar, those with the largest peaks."""
+"""At most this many ranks get a bar: those with the largest peaks."""
 TIGHT = 0.9
-"""From this share of its memory on a rank's bar is red."""
+"""A rank's bar turns red at this share of its memory."""
 
 
 class Progress:
-    """Loss, targets per second by name, MFU where the GPU's peak is known, every rank's memory, what saves cost so far,
-    and time left.
+    """Shows loss, throughput, MFU if the GPU's peak is known, the ranks' memory, seconds spent on saves,
+    and the remaining time.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Progress:
         self._screen = Screen(total, first) if sys.stderr.isatty() else None
 
     def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
-        """Show a step's record; `rows` are those of the last gather."""
+        """Show a step's record; `rows` come from the last gather."""
         step = int(record["step"])
         self._saves_s += record.get("save_s", 0.0)
         if rows is not self._rows:
@@ -83,9 +83,9 @@ class Progress:
 
 
 class Screen:
-    """The terminal: a bar for the run, and below it one for each of the ranks with the largest peaks.
+    """The terminal display: a bar for the run, and below it bars of the ranks with the largest peaks.
 
-    No thread of its own: it is drawn when a step ends, and not each time.
+    It has no thread: the end of a step draws it, at most once in `REFRESH_S`.
     """
 
     def __init__(self, total: int, first: int) -> None:
@@ -99,13 +99,13 @@ class Screen:
         self._bar = RichProgress(*columns, TextColumn("{task.description}", markup=False), console=console)
         self._task = self._bar.add_task("", total=total, completed=first)
         self._group = Group
-        # Output that goes elsewhere stays there: only what would land on this terminal is printed above the bars.
+        # Only output to this terminal is printed above the bars; redirected output stays redirected.
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
         self._live.start()
         self._drawn, self._total = 0.0, total
 
     def update(self, step: int, text: Callable[[], str], rows: Sequence[RankRow]) -> None:
-        """Draw, unless that was done just now; `text` is asked for only then."""
+        """Draw, unless the last drawing was just now; `text` is only called to draw."""
         now = time.perf_counter()
         if now - self._drawn < REFRESH_S and step < self._total:
             return
@@ -118,7 +118,7 @@ class Screen:
 
 
 def ranks_table(rows: Sequence[RankRow]) -> Table:
-    """One line per rank, of many the worst: its peak as a share of what its device or host has, and its step time."""
+    """One line for each of the worst ranks: its peak as a share of its device's or host's memory, and its step time."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

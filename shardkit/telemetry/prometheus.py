@@ -1,4 +1,4 @@
-"""Rank 0's last figures for Prometheus: its text format 0.0.4 over HTTP, from memory, on a thread of its own."""
+"""Serve rank 0's latest figures to Prometheus (text format 0.0.4) over HTTP, from a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..memory.rows import RankRow
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _RECORD = {
-    "step": ("gauge", "step", "Optimizer step that ended last."),
+    "step": ("gauge", "step", "Last completed optimizer step."),
     "loss": ("gauge", "loss", "Mean loss over the step's targets, all ranks."),
     "val_loss": ("gauge", "validation_loss", "Mean loss of the last evaluation."),
     "grad_norm": ("gauge", "grad_norm", "Global gradient norm before clipping."),
@@ -23,10 +23,10 @@ _RECORD = {
     "tokens_per_s": ("gauge", "tokens_per_second", "Target tokens per second, all ranks."),
     "tokens_total": ("counter", "tokens_total", "Target tokens so far, all ranks."),
 }
-_HOST = {"rss": "resident now", "peak_rss": "resident at most so far", "uss": "freed if the process ended",
+_HOST = {"rss": "resident now", "peak_rss": "resident, peak so far", "uss": "freed if the process ended",
          "children_rss": "resident in data-loader workers", "limit": "the process may use"}  # fmt: skip
-_DEVICE = {"allocated": "held by tensors now", "peak_allocated": "held by tensors at most so far",
-           "reserved": "held by the allocator now", "peak_reserved": "held by the allocator at most so far",
+_DEVICE = {"allocated": "held by tensors now", "peak_allocated": "held by tensors, peak so far",
+           "reserved": "held by the allocator now", "peak_reserved": "held by the allocator, peak so far",
            "total": "on the device"}  # fmt: skip
 
 Labels = Mapping[str, object]
@@ -34,13 +34,13 @@ Sample = tuple[Labels, float | None]
 
 
 class MetricsServer:
-    """Answers `GET /metrics` with what `update` was told last; `url` is where.
+    """Answers `GET /metrics` at `url` with the figures of the last `update`.
 
     Args:
-        port: 0 = any that is free.
+        port: TCP port; 0 = any free one.
 
     Raises:
-        ConfigError: the port is taken, or the host is not one of this machine.
+        ConfigError: the port is taken, or the host is not an address of this machine.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -59,11 +59,11 @@ class MetricsServer:
         self._thread.start()
 
     def update(self, record: Mapping[str, float], rows: Sequence[RankRow]) -> None:
-        """From now on answer with this step's record and these rows; two references, rendered when asked for."""
+        """Answer with this step's record and these rows from now on; cheap, since text is rendered on request."""
         self._latest = ({**self._latest[0], **record}, rows)
 
     def render(self) -> str:
-        """The answer."""
+        """The current figures as Prometheus text."""
         return "".join(f"{line}\n" for line in _lines(*self._latest))
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the resolver for this host's full name, which can take seconds.
+        # HTTPServer's version looks up this host's full name, which can take seconds.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not news."""
+        """Do not log scrapes."""
 
 
 def _lines(record: Mapping[str, float], rows: Sequence[RankRow]) -> Iterator[str]:
@@ -113,14 +113,14 @@ def _lines(record: Mapping[str, float], rows: Sequence[RankRow]) -> Iterator[str
     ranks = [({"rank": row.identity.rank, "host": row.identity.host}, row) for row in rows]
     yield from _family("rank_step_seconds", "gauge", "Mean step of a rank.", [(who, r.step_time_s) for who, r in ranks])
     waits = [(who, row.data_wait_s) for who, row in ranks]
-    yield from _family("rank_data_wait_seconds", "gauge", "Of which waiting for data.", waits)
+    yield from _family("rank_data_wait_seconds", "gauge", "Part of a rank's mean step that waits for data.", waits)
     for key, text in _HOST.items():
         held = [(who, getattr(row.host_mem, key)) for who, row in ranks]
         yield from _family(f"rank_host_{key}_bytes", "gauge", f"Host memory {text}.", held)
     for key, text in _DEVICE.items():
         held = [(who, getattr(row.device_mem, key)) for who, row in ranks if row.device_mem is not None]
         yield from _family(f"rank_device_{key}_bytes", "gauge", f"Device memory {text}.", held)
-    yield from _family("rank_state_bytes", "gauge", "State by category and where it lies.", list(_state(ranks)))
+    yield from _family("rank_state_bytes", "gauge", "Bytes of state by category and place.", list(_state(ranks)))
     yield from _family("rank_phase_peak_bytes", "gauge", "Largest peak in each phase.", list(_phases(ranks)))
     retries = [(who, row.alloc_retries) for who, row in ranks]
     yield from _family("rank_alloc_retries_total", "counter", "Times the allocator freed its cache.", retries)
@@ -141,7 +141,7 @@ def _phases(ranks: Sequence[tuple[Labels, RankRow]]) -> Iterator[Sample]:
 
 
 def _family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> Iterator[str]:
-    """HELP, TYPE and one line per sample; nothing where no sample has a value."""
+    """HELP, TYPE and one line per sample; nothing if no sample has a value."""
     known = [(labels, value) for labels, value in samples if value is not None]
     if not known:
         return

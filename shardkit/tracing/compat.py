@@ -1,4 +1,4 @@
-"""Private names of torch that watching tensors and the allocator needs, and the functions of torch that it replaces."""
+"""Private names of torch for tracking tensors and the allocator, and the functions of torch that tracking replaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..config.libraries import Feature, NameGone
 
 TRACKER = Feature("following tensors (memory.trace_step, memory.cap on CPUs, plans)")
-CONVOLUTIONS = Feature("counting what convolutions copy on CPUs")
+CONVOLUTIONS = Feature("counting convolutions' copies on CPUs")
 GROUP_NAME = Feature("naming the module that FSDP2 gathered when memory ran out")
 HISTORY = Feature("the CUDA allocator's history (profile.start, post-mortems)")
 OBSERVER = Feature("exact figures of a failed request in post-mortems")
@@ -30,10 +30,10 @@ else:
 DEVICE = torch.ops.prim.device.default
 TRACKER.take("torch.ops.aten.add.Tensor._schema")
 _select_conv_backend = CONVOLUTIONS.take("torch._C._select_conv_backend")
-# `resize_` is no operator: dispatch says nothing about it.
+# `resize_` is not an operator: dispatch does not see it.
 _resize = TRACKER.take("torch.UntypedStorage.resize_")
-# DTensor's sharding propagation runs operators on fake tensors of global shape; under an outer FakeTensorMode they look
-# like the program's own (torch 2.9 to 2.15).
+# DTensor's sharding propagation runs operators on fake tensors of global shape; under an outer FakeTensorMode these
+# look like the program's tensors (torch 2.9 to 2.15).
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
 _propagator = TRACKER.take("torch.distributed.tensor._sharding_prop.ShardingPropagator")
 _propagate = TRACKER.take(f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_PROPAGATE}")
@@ -50,7 +50,7 @@ def schema(func: Any) -> Any:
 
 
 def convolution_backend(image: torch.Tensor, weight: torch.Tensor, *settings: Any) -> str:
-    """Name of the library that computes a convolution; empty where torch does not say."""
+    """Name of the library that computes a convolution; empty if torch does not say."""
     try:
         return str(_select_conv_backend(image, weight, None, *settings).name)
     except NameGone:
@@ -59,13 +59,13 @@ def convolution_backend(image: torch.Tensor, weight: torch.Tensor, *settings: An
 
 
 class Recounts(Protocol):
-    """Wants to know of storages that were resized."""
+    """Is told about resized storages."""
 
     def recount(self, storage: torch.UntypedStorage) -> None: ...
 
 
 class Patches:
-    """Two functions of torch, replaced while any tracker is entered: storages' resizing and DTensor's propagation."""
+    """Replaces two functions of torch while any tracker is active: storages' `resize_` and DTensor's propagation."""
 
     _lock = threading.RLock()
     _trackers: list[Recounts] = []
@@ -122,19 +122,19 @@ def tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 def fsdp_module_name(group: Any) -> str | None:
-    """Name of the module that one of FSDP2's groups of parameters belongs to."""
+    """Name of the module that an FSDP2 parameter group belongs to."""
     name = getattr(group, "_module_fqn", None)
     return name if isinstance(name, str) else None
 
 
 def keep_history(entries: int) -> None:
-    """Let the CUDA allocator note every allocation with its Python stack."""
+    """Make the CUDA allocator record every allocation with its Python stack."""
     if HISTORY.works():
         _record(max_entries=entries, stacks="python")
 
 
 def write_history(path: str) -> bool:
-    """Write what the CUDA allocator noted, and let it note no more; whether there is such a file now."""
+    """Write the CUDA allocator's record to a file and stop recording; returns whether it was written."""
     if not HISTORY.works():
         return False
     _dump(path)
@@ -143,12 +143,12 @@ def write_history(path: str) -> bool:
 
 
 def allocator_snapshot(device: int) -> Any:
-    """The segments and blocks of the CUDA allocator; nothing where torch does not say."""
+    """The segments and blocks of the CUDA allocator; None if this torch does not show them."""
     return torch.cuda.memory._snapshot(device) if HISTORY.works() else None
 
 
 def observe_shortages(note: Callable[[int, int, int, int], None]) -> None:
-    """Let the CUDA allocator call `note` (device, request, total, free) before a failed request raises."""
+    """Make the CUDA allocator call `note(device, request, total, free)` before a failed request raises."""
     try:
         _attach.find()(note)
     except NameGone:

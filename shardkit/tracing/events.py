@@ -1,4 +1,4 @@
-"""What a tracker saw, event by event: who allocated what in which phase and module, and what the peak was made of."""
+"""A tracker's log of allocations, each with its operator, phase and module, and the composition of peaks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _COLLECTIVES = ("c10d", "fsdp::", "_c10d_functional")
 
 
 class Allocation:
-    """One storage from when it was first seen; what is known of it when it is made, and what later labels add.
+    """One storage from when it was first seen: its origin, and the labels it gets later.
 
     Attributes:
-        op: the operator that returned it ("" for what was seen from outside).
-        phase, module: what ran then.
-        recorded: made while autograd was recording: in forward, or where backward computes a piece of it again.
-        consumed: let go while autograd was not recording: as backward does with what was saved for it.
-        label: a state category, or a category that only who made it can know; wins over what is derived.
+        op: the operator that returned it ("" for a storage that was not made by a traced operator).
+        phase, module: the phase and the module that ran when it was made.
+        recorded: made while autograd was recording: in forward, or in a recomputation during backward.
+        consumed: released while autograd was not recording, as backward releases saved tensors.
+        label: a category given by the code that made it; overrides the derived category.
     """
 
     __slots__ = ("consumed", "device", "label", "module", "n_bytes", "op", "phase", "recorded", "shape", "stream")
@@ -44,9 +44,10 @@ class Allocation:
 
     @property
     def category(self) -> Category:
-        """State by its label; the rest by how it lived.
+        """The label if there is one, else derived from the storage's life.
 
-        Forward's results that backward lets go are activations; what is let go by the code that made it, workspace.
+        Results of collectives are communication, results of forward that backward releases are activations, the rest is
+        workspace.
         """
         if self.label is not None:
             return self.label  # type: ignore[return-value]
@@ -62,8 +63,8 @@ class Peak:
     Attributes:
         n_bytes: the sum.
         at: index of the event that reached it.
-        phase, module: what ran then.
-        categories: what the sum was made of; adds up to it.
+        phase, module: the phase and the module that ran then.
+        categories: bytes by category; they add up to `n_bytes`.
     """
 
     n_bytes: int
@@ -78,9 +79,9 @@ class EventLog:
     """Every change of a storage's size, in order.
 
     Attributes:
-        events: (index into `allocations`, bytes added); negative where a storage shrank or went.
-        marks: (index of the first event, phase, module), whenever one of them changes.
-        stream: asks which stream an allocation belongs to; on CPU there is one.
+        events: (index into `allocations`, bytes added); negative if a storage shrank or was freed.
+        marks: (index of the first event, phase, module) for each change of phase or module.
+        stream: returns the stream of a new allocation; on CPU there is one.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
@@ -91,13 +92,13 @@ class EventLog:
     module: str = ""
 
     def made(self, device: str, op: str) -> int:
-        """A new storage, of no bytes yet; its index."""
+        """Log a new storage of 0 bytes; returns its index."""
         recorded = torch.is_grad_enabled() and self.phase != "start"
         self.allocations.append(Allocation(device, op, self.phase, self.module, recorded, self.stream()))
         return len(self.allocations) - 1
 
     def changed(self, index: int, n_bytes: int) -> None:
-        """A storage grew or shrank by `n_bytes`."""
+        """Log that a storage grew (or shrank) by `n_bytes`."""
         allocation = self.allocations[index]
         self.events.append((index, n_bytes))
         if n_bytes > 0:
@@ -106,27 +107,27 @@ class EventLog:
             allocation.consumed = not torch.is_grad_enabled()
 
     def labelled(self, index: int, label: str) -> None:
-        """Say what a storage is; of two states the first of params, master_params, grads, optimizer, buffers stays."""
+        """Label a storage; of two labels the first of params, master_params, grads, optimizer, buffers wins."""
         allocation = self.allocations[index]
         old, new = _ORDER.get(allocation.label or "", len(_ORDER)), _ORDER.get(label, len(_ORDER))
         if allocation.label is None or new < old:
             allocation.label = label
 
     def scratch(self, device: str, op: str, n_bytes: int) -> None:
-        """Memory that a kernel takes and gives back inside an operator."""
+        """Log memory that a kernel allocates and frees inside an operator."""
         index = self.made(device, op)
         self.allocations[index].label = "workspace"
         self.changed(index, n_bytes)
         self.changed(index, -n_bytes)
 
     def kept(self, device: str, op: str, n_bytes: int) -> None:
-        """Memory that a library takes once and keeps."""
+        """Log memory that a library allocates once and keeps."""
         index = self.made(device, op)
         self.allocations[index].label = "workspace"
         self.changed(index, n_bytes)
 
     def mark(self, phase: str | None = None, module: str | None = None) -> None:
-        """From the next event on, this phase and this module run."""
+        """Mark the phase and module that run from the next event on."""
         phase = self.phase if phase is None else phase
         module = self.module if module is None else module
         if (phase, module) != (self.phase, self.module):
@@ -136,7 +137,7 @@ class EventLog:
     def peaks(self, device: str, rounding: int = 1) -> dict[tuple[str, str], Peak]:
         """The largest total of a device while each (phase, module) ran; every storage rounded up to `rounding` bytes.
 
-        A pair that runs without allocating has what was live when it began.
+        A pair that runs without allocating gets the bytes live at its start.
         """
         best: dict[tuple[str, str], Peak] = {}
         sums: Counter[Category] = Counter()
@@ -163,7 +164,7 @@ class EventLog:
         return best
 
     def peak(self, device: str, rounding: int = 1, phase: str | None = None) -> Peak:
-        """The largest total of a device, over all or in one phase."""
+        """The largest total of a device, overall or in one phase."""
         peaks = self.peaks(device, rounding).values()
         found = [peak for peak in peaks if phase is None or peak.phase == phase]
         return max(found, key=lambda peak: peak.n_bytes, default=Peak(0, 0, phase or "start", "", {}))
@@ -179,9 +180,9 @@ class EventLog:
 
 @contextmanager
 def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iterator[None]:
-    """Note which module runs, forward and backward; `model` is the root whose names are used.
+    """Log which module runs, forward and backward, by its name within `model`.
 
-    Backward of a module begins when the gradient of its output is there. Names are without wrappers' prefixes.
+    A module's backward begins when the gradient of its output is ready. Names omit wrappers' prefixes.
     """
     names = {id(module): _clean(name, prefix) for name, module in model.named_modules()}
     stack: list[str] = []

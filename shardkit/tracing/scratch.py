@@ -1,4 +1,4 @@
-"""Memory that operators take inside and that no tensor of the program shows: bytes from arguments and results."""
+"""Scratch memory inside operators, which no tensor of the program shows, computed from arguments and results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from .compat import convolution_backend, schema
 
 Count = Callable[[Any, Any], int]
-"""Bytes, of an operator's arguments and its result."""
+"""Returns bytes from an operator's arguments and its result."""
 
 
 def scratch(func: Any, args: Sequence[Any], out: Any) -> tuple[torch.device, int] | None:
-    """The device and the bytes that an operator takes for itself beside its results, where that is known.
+    """The device and bytes of an operator's scratch memory; None if unknown.
 
     Args:
-        func: the `OpOverload` that dispatch was called with.
+        func: the `OpOverload` that dispatch received.
     """
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
     count = None if device is None else _counted_by(func, device.type)
@@ -39,7 +39,7 @@ def _counted_by(func: Any, kind: str) -> Count | None:
 def _flash_attention_backward(args: Any, out: Any) -> int:
     """FlashAttention-2's backward: row sums and an fp32 accumulator of dQ, rows rounded up to 128 and widths to 32.
 
-    With fewer key heads than query heads, dK and dV are made at the query heads' number first.
+    With fewer key heads than query heads, dK and dV are first made with as many heads as the query.
     Args are (grad_out, query, key, ...), each [batch, heads, sequence, head width].
     """
     query, key = args[1], args[2]
@@ -57,14 +57,14 @@ def _gathered(args: Any, out: Any) -> int:
 
 
 def _reduced(args: Any, out: Any) -> int:
-    """gloo reduces a copy of the whole input, then keeps this rank's part; args are (output, input, ...)."""
+    """gloo reduces a copy of the whole input, then keeps this rank's shard; args are (output, input, ...)."""
     return _n_bytes(args[1])
 
 
 def _promoted(args: Any, out: Any) -> int:
-    """Pointwise operators on CPUs work on copies of the operands that have not the common type, and of such a result.
+    """Pointwise operators on CPUs copy operands, and results, that are not of the common dtype.
 
-    torch's `TensorIteratorBase::compute_types`; on GPUs the kernel converts as it reads and writes.
+    See torch's `TensorIteratorBase::compute_types`; on GPUs the kernel converts as it reads and writes.
     """
     operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
     if len({operand.dtype for operand in operands}) < 2:
@@ -79,7 +79,7 @@ def _convolution(args: Any, out: Any) -> int:
     """oneDNN's copies in its blocked layout: of the input, the weight and the result, which is then copied back.
 
     Its developer guide, "Understanding Memory Formats": channels in blocks of 16 with AVX-512, of 8 with AVX2; images
-    of at most 3 channels are read as they are. A scratchpad of the kernel's own is not counted. Args are (input,
+    of at most 3 channels are read in place. The kernel's own scratchpad is not counted. Args are (input,
     weight, bias, stride, padding, dilation, transposed, output padding, groups).
     """
     image, weight = args[0], args[1]
@@ -92,7 +92,7 @@ def _convolution(args: Any, out: Any) -> int:
 
 
 def _convolution_backward(args: Any, out: Any) -> int:
-    """As `_convolution`: first for the input's gradient, which is copied back, then for the weight's.
+    """Like `_convolution`: first for the input's gradient, which is copied back, then for the weight's.
 
     Args are (grad_out, input, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask).
     """
@@ -109,9 +109,9 @@ def _convolution_backward(args: Any, out: Any) -> int:
 
 
 def _lanes(image: torch.Tensor, weight: torch.Tensor, *settings: Any) -> int:
-    """Channels in a block of oneDNN's layout; 0 where it does not compute this, or does so in the tensors' layout.
+    """Channels per block of oneDNN's layout; 0 if oneDNN does not compute this, or uses the tensors' layout.
 
-    Groups of more than one channel are not known either.
+    Also 0 for groups of more than one channel: their layout is unknown.
     """
     if image.dim() == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=torch.channels_last):
         return 0
@@ -126,7 +126,7 @@ def _read(image: torch.Tensor, lanes: int) -> int:
 
 
 def _blocked(tensor: torch.Tensor, lanes: int, *dims: int) -> int:
-    """Elements of a tensor whose channels are in blocks: dimension 1, or those given."""
+    """Elements of a tensor with blocked channels: dimension 1, or those given."""
     sizes = [
         -(-size // lanes) * lanes if at in (dims or (1,)) and size > _PLAIN_CHANNELS else size
         for at, size in enumerate(tensor.shape)
@@ -139,7 +139,7 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 
 _PLAIN_CHANNELS = 3
-_MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its type
+_MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its dtype
 _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),
     "aten::convolution": ("cpu", _convolution),
@@ -147,4 +147,4 @@ _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "c10d::_allgather_base_": ("cpu", _gathered),
     "c10d::_reduce_scatter_base_": ("cpu", _reduced),
 }
-"""Operator → (kind of device it is true for, what it takes)."""
+"""Operator → (the device kind it applies to, its scratch bytes)."""

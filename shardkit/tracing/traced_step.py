@@ -1,4 +1,4 @@
-"""One step of a run, traced: what its peak was made of, and how memory rose and fell module by module."""
+"""Trace one step of a run: the composition of its peak, and memory over time module by module."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .events import EventLog, Peak, following_modules
 from .tracker import TensorTracker
 
 BETWEEN = "between"
-"""The phase of an event log from the end of a step to the next one."""
+"""The phase of an event log between two steps."""
 
 
 class Tracing:
-    """Tells a tracker the phases and the modules of a run, and what is state while all of it is there.
+    """Tells a tracker the phases, modules and state tensors of a run.
 
-    Entered, it tracks; `wrapped` once the model exists, `stepped` after each optimizer step. In between it takes the
-    ledger's place in a training step.
+    It tracks while it is entered. Call `wrapped` once the model exists and `stepped` after each optimizer step; in
+    between it replaces the ledger in a training step.
     """
 
     def __init__(self, tracker: TensorTracker) -> None:
@@ -61,7 +61,7 @@ class Tracing:
 
 
 def label_state(tracker: TensorTracker, source: HasState) -> None:
-    """Name the storages of parameters, masters, gradients, optimizer states, buffers and gathered parameters."""
+    """Label the storages of parameters, masters, gradients, optimizer state, buffers and gathered parameters."""
     for kind, tensor in source.state_tensors():
         tracker.see(list(local_tensors(tensor)), kind)
     for tensor in getattr(source, "communication_tensors", tuple)():
@@ -75,10 +75,10 @@ LARGEST = 20
 
 
 class _Both:
-    """Tells both the ledger and the tracer.
+    """Forwards phases and state to both the ledger and the tracer.
 
     Attributes:
-        most: bytes of the allocator's largest peak in a phase; `None` on the CPU.
+        most: the allocator's largest peak in any phase, in bytes; `None` on the CPU.
     """
 
     def __init__(self, one: Phases, other: Phases, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class _Both:
             for phases in self._both:
                 stack.enter_context(phases.phase(name))
             yield
-        if self._device.type == "cuda":  # now: the ledger resets it as the next phase begins
+        if self._device.type == "cuda":  # read it now: the ledger resets it when the next phase begins
             self.most = max(self.most or 0, torch.cuda.max_memory_allocated(self._device))
 
     def sample_state(self, source: HasState) -> None:
@@ -109,10 +109,10 @@ def traced_step(
     step: int,
     save: Callable[[dict[str, Any]], None],
 ) -> Iterator[Phases]:
-    """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets what it found.
+    """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets the `summary`.
 
     Yields:
-        What the step tells its phases to, instead of `ledger`, which hears of them too.
+        The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
     """
     on_gpu = device.type == "cuda"
     log = EventLog(stream=_cuda_stream) if on_gpu else EventLog()
@@ -131,11 +131,11 @@ def _cuda_stream() -> int:
 
 
 def summary(log: EventLog, device: str, step: int, outside: int = 0, most: int | None = None) -> dict[str, Any]:
-    """The traced step as JSON (docs/memory.md).
+    """The traced step as a JSON object (docs/memory.md).
 
     Args:
-        outside: bytes of the allocator that the tracer knew nothing of when it began.
-        most: the allocator's own peak in the step; what it holds beyond the tracer's is unattributed too.
+        outside: allocated bytes that the tracer did not know at its start.
+        most: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed too.
     """
     rounding = 512 if device.startswith("cuda") else 1
     peaks = log.peaks(device, rounding)
@@ -170,7 +170,7 @@ def _peak(peak: Peak, unknown: int) -> dict[str, Any]:
 
 
 def _timeline(log: EventLog, device: str, rounding: int) -> tuple[list[list[int]], dict[str, list[int]]]:
-    """At most `POINTS` moments, of each stretch of events the one with most memory: [event, bytes]; by category."""
+    """About `POINTS` moments as [event, bytes], each the highest of a stretch of events; and bytes by category."""
     stretch = max(1, len(log.events) // POINTS)
     points: list[list[int]] = []
     stack: dict[str, list[int]] = {category: [] for category in CATEGORIES}
@@ -196,7 +196,7 @@ def _timeline(log: EventLog, device: str, rounding: int) -> tuple[list[list[int]
 
 
 def _bands(log: EventLog) -> list[dict[str, Any]]:
-    """Which part of the model ran from which event to which; parts are blocks and what stands beside them."""
+    """The range of events in which each part of the model ran; parts are blocks and top-level modules."""
     bands: list[dict[str, Any]] = []
     ends = [mark[0] for mark in log.marks[1:]] + [len(log.events)]
     for (begin, phase, module), end in zip(log.marks, ends, strict=True):
@@ -215,7 +215,7 @@ def _part(module: str) -> str:
 
 
 def _largest(log: EventLog, device: str, at: int) -> list[dict[str, Any]]:
-    """The largest storages at an event, with where they were made."""
+    """The largest storages at an event, with their origin."""
     live = sorted(log.live(device, at).items(), key=lambda item: -item[1])[:LARGEST]
     found = []
     for index, n_bytes in live:

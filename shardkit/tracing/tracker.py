@@ -1,6 +1,6 @@
-"""Follow every tensor's storage through a piece of training: bytes alive and their peak, per device.
+"""Track every tensor's storage through part of a training: live bytes and their peak, per device.
 
-For a traced step and for tests, not for every step: each operator costs some 10 µs more.
+For a traced step and for tests, not for every step: it adds some 10 µs to each operator.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class _Storage:
 class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live tensor storages while it is entered, on every device, real or fake.
 
-    Each storage counts once, with its full size, from the moment that an operator returns a tensor on it until its
-    last reference goes; storages made earlier count from `see` on. In-place growth, `out=`, collectives and
-    `UntypedStorage.resize_` (by which FSDP2 frees parameters) are followed. DTensors and other wrapper subclasses count
-    as the local tensors inside them; the shapes that DTensor only computes with do not count. Backward is followed on
-    any thread: autograd hands the dispatch mode of the caller to its device threads. Work per operator does not grow
-    with the number of live storages.
+    Each storage counts once, with its full size, from the moment an operator returns a tensor on it until its last
+    reference is gone; storages made earlier count from `see` on. In-place growth, `out=`, collectives and
+    `UntypedStorage.resize_` (which FSDP2 uses to free parameters) are tracked. DTensors and other wrapper subclasses
+    count as the local tensors inside them; the fake tensors of DTensor's sharding propagation do not count. Backward is
+    tracked on any thread: autograd passes the caller's dispatch mode to its device threads. The work per operator does
+    not grow with the number of live storages.
 
-    Not seen: scratch memory inside a kernel, regions compiled by torch.compile, and memory that no tensor holds. A
+    Not counted: scratch memory inside a kernel, regions compiled by torch.compile, and memory outside tensors. A
     storage over foreign memory (numpy, mmap) counts in full once an operator returns a view of it. With fake tensors,
     enter the tracker inside the `FakeTensorMode`.
 
-    Peaks are those since `__enter__`; the same tracker may be entered again and then goes on counting.
+    Peaks count from the first `__enter__`; a tracker that is entered again continues counting.
 
     Args:
-        log: also gets every single event.
+        log: receives every event.
         ran: called with every operator, its arguments and its result.
     """
 
@@ -73,7 +73,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             tree: tensors in any nesting of lists, tuples and dicts, or a module.
-            label: what `by_label` shows them under.
+            label: their label in `by_label`.
         """
         if isinstance(tree, torch.nn.Module):
             params = list(tree.parameters())
@@ -82,7 +82,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor, label)
 
     def mark(self, phase: str) -> None:
-        """From now on peaks also count towards `phase`; a phase that comes again keeps its largest."""
+        """From now on peaks also count towards `phase`; a repeated phase keeps its largest peak."""
         with self._updating():
             if self.log is not None:
                 self.log.mark(phase)
@@ -92,21 +92,21 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
                 peaks[device] = max(peaks.get(device, 0), n_bytes)
 
     def current(self, device: Device) -> int:
-        """Bytes of live storages on a device ("cpu", "cuda:1"; "cuda" = the one that was used)."""
+        """Bytes of live storages on a device ("cpu", "cuda:1"; "cuda" = the only GPU in use)."""
         return self._current.get(self._key(device), 0)
 
     def peak(self, device: Device, phase: str | None = None) -> int:
-        """The largest `current` so far, or while in one phase."""
+        """The largest `current` so far, or in one phase."""
         peaks = self._peak if phase is None else self._phase_peaks.get(phase, {})
         return peaks.get(self._key(device), 0)
 
     def phase_peaks(self, device: Device) -> dict[str, int]:
-        """Peak by phase, in order of first `mark`; "start" is what came before any mark."""
+        """Peak by phase, in order of first `mark`; "start" is the time before any mark."""
         key = self._key(device)
         return {phase: peaks.get(key, 0) for phase, peaks in self._phase_peaks.items()}
 
     def by_label(self, device: Device) -> dict[str | None, int]:
-        """Bytes of live storages by the label they were seen with; `None` for all others."""
+        """Bytes of live storages by label; `None` for unlabelled ones."""
         key, sums = self._key(device), dict[str | None, int]()
         with self._updating():
             for entry in self._live.values():
@@ -128,7 +128,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(_wraps(cls) for cls in types):
             return NotImplemented  # its own dispatch runs, and calls this mode again with the tensors inside
-        if func is DEVICE:  # a question, as often as all operators together
+        if func is DEVICE:  # only a query, but as frequent as all operators together
             return func(*args)
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
@@ -162,7 +162,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         key = id(storage)  # the object lives as long as the storage itself
         known = self._live.get(key)
         if known is not None and label is None and not self._dead and known.n_bytes == storage.nbytes():
-            return  # as most results are: of views and of operators in place
+            return  # the usual case: results of views and in-place operators
         with self._updating():
             entry = self._live.get(key)
             if entry is None:
@@ -178,14 +178,14 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             self._resized(entry, storage.nbytes())
 
     def recount(self, storage: torch.UntypedStorage) -> None:
-        """Called after `UntypedStorage.resize_`; storages that were never seen stay unseen."""
+        """Update a storage's size after `UntypedStorage.resize_`; unknown storages stay uncounted."""
         with self._updating():
             entry = self._live.get(id(storage))
             if entry is not None:
                 self._resized(entry, storage.nbytes())
 
     def _forget(self, key: int, _: object) -> None:
-        """A storage is gone. Garbage collection may call this in the middle of an update: then only note it."""
+        """Handle the end of a storage. Garbage collection may call this during an update: then only queue it."""
         self._dead.append(key)
         with self._lock:
             if not self._busy:
@@ -193,7 +193,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Storages that went meanwhile are taken off before (their addresses may be in use again) and after."""
+        """Guard an update: remove dead storages before it (their addresses may be reused) and after it."""
         with self._lock:
             self._bury()
             self._busy, before = True, self._busy

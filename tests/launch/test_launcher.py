@@ -83,9 +83,9 @@ def test_a_config_error_starts_no_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--nproc-per-node", "0"], "'0' is no number of ranks"),
+        (["--nproc-per-node", "0"], "'0' is not a number of ranks"),
         (["--nproc-per-node", "auto"], "one rank per GPU, but run.device=cpu"),
-        ([*TWO, "--nnodes", "2:1"], "'2:1' is no number of nodes"),
+        ([*TWO, "--nnodes", "2:1"], "'2:1' is not a number of nodes"),
         ([*TWO, "--nnodes", "2"], "without --rdzv-endpoint"),
         ([*TWO, "--nnodes", "2", "--rdzv-endpoint", "head"], "'head' is not HOST:PORT"),
         ([*TWO, "--nnodes", "1:2", "--rdzv-endpoint", "head:1"], "a lost node would end the job"),
@@ -103,7 +103,8 @@ def test_wrong_options_are_two_lines_and_start_nothing(
 
 
 @pytest.mark.parametrize(
-    ("host", "said"), [("nowhere.invalid", "does not resolve on this machine"), ("127.0.0.1", "somebody listens there")]
+    ("host", "said"),
+    [("nowhere.invalid", "does not resolve on this machine"), ("127.0.0.1", "something listens there")],
 )
 def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_path: Path) -> None:
     """torchrun would wait for a minute, or for good where another program holds the port."""

@@ -62,7 +62,7 @@ def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> Non
 @pytest.mark.parametrize(
     ("ended", "refused"),
     [
-        ([(0, "failed: x"), (0, "failed: x"), (0, "failed: x")], "made no step in 3 starts, it stands at 0"),
+        ([(0, "failed: x"), (0, "failed: x"), (0, "failed: x")], "made no step in 3 starts: it is still at 0"),
         ([(5, None), (5, None), (5, "failed: x")], "lost, or it was killed; failed: x"),
         ([(0, "failed: x"), (0, "failed: x")], None),
         ([(0, "failed: x"), (0, "failed: x"), (3, "failed: x")], None),
@@ -88,8 +88,8 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(
     ("came", "failures", "preempt", "why"),
     [
         ([signal.SIGUSR2], [SAVED], "None", "saved after USR2"),
-        ([signal.SIGUSR2], [UNSAVED], "None", "the last save failed, goes on from step 5"),
-        ([signal.SIGTERM], [UNSAVED], "2026-01-01T00:00:00", "the last save failed, goes on from step 5"),
+        ([signal.SIGUSR2], [UNSAVED], "None", "the last save failed, continues from step 5"),
+        ([signal.SIGTERM], [UNSAVED], "2026-01-01T00:00:00", "the last save failed, continues from step 5"),
         ([signal.SIGTERM], [UNSAVED], "None", None),
         ([signal.SIGTERM], [SAVED], "None", None),  # a user's scancel
         ([signal.SIGTERM], [SAVED], "2026-01-01T00:00:00", "preempted"),
@@ -268,7 +268,7 @@ def test_the_ranks_are_told_in_time_for_a_slow_save(
     measured(tmp_path, [400.0], [10.0])  # 30 + 2 × 410
     clock = Clock(monkeypatch, tmp_path, requeue.Outlook(ends_at=3600))
     clock.run(3600 - 850 - 1)
-    assert clock.sent == [] and "told 850 s before its time limit" in capfd.readouterr().err
+    assert clock.sent == [] and "told to save 850 s before its time limit" in capfd.readouterr().err
     clock.run(3600 - 850)
     assert clock.sent == [(2750.0, "USR2")]
     assert clock.warning.came == [signal.SIGUSR2]

@@ -112,7 +112,7 @@ def test_array_tasks_have_their_own_directory_and_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"), [(["torchrun"], "no config"), (["torchrun", "-"], "no Slurm job"), (["x", "-"], "no config")]
+    ("args", "said"), [(["torchrun"], "no config"), (["torchrun", "-"], "not a Slurm job"), (["x", "-"], "no config")]
 )
 def test_a_template_used_wrongly_says_how(args: list[str], said: str) -> None:
     with pytest.raises(LaunchError, match=said) as caught:

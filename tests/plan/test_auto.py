@@ -81,7 +81,7 @@ class TestAxes:
         assert micro_batches(load(), target(), {"train.micro_batch_size"}) == (8, [4])
         assert micro_batches(load(), target(), {"train.grad_accum_steps"}) == (8, [4])
         uneven = load(["train.global_batch_size=49", "train.grad_accum_steps=null", "train.micro_batch_size=7"])
-        with pytest.raises(ConfigError, match="no whole number of samples for each of 8 ranks"):
+        with pytest.raises(ConfigError, match="not a whole number of samples for each of 8 ranks"):
             micro_batches(uneven, target(), ())
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatc
     assert (found.stopped, found.left_out, found.best.combination.engine) == ("interrupted", 19, "ddp")
     assert "best so far: ddp; checkpointing none; fp32; micro-batch 4 × 2: " in said[0]
     shown = show_found("x", found, target())
-    assert "interrupted: 19 combinations were not looked at" in shown
+    assert "interrupted: 19 combinations were not planned" in shown
     assert "traced roughly only" in shown
 
 
@@ -288,7 +288,7 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     assert json.loads((tmp_path / "auto.json").read_text())["best"]["needed"] > 0
     assert "tokens/s" in (tmp_path / "auto.html").read_text()
     assert run(["plan", "-", "--auto", *fixed, "parallel.strategy=fsdp", "--memory-cap", "1GiB"]) == 2
-    assert "nothing has all of" in capsys.readouterr().err
+    assert "no combination for world size 1 has all of" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert run(["plan", "-", "--auto", *fixed, "--memory-cap", "1GiB", "--out", str(tmp_path / "file")]) == 2
     assert "file cannot be written" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_the_plan_says_what_it_knows_overheads_from(cache: Path) -> None:
     history.note(ran(None, 8) | {"predicted": {"peak": 100}, "measured": {"peak": 101, "outside": None}})
     text = show("c.yaml", predicted, aim)
     assert "0.88 GiB for the CUDA context and communicators (measured here by shardkit doctor)" in text
-    assert "2 planned runs here peaked at -2.0% to +1.0% of what was predicted" in text
+    assert "2 planned runs here peaked -2.0% to +1.0% from the prediction" in text
 
 
 def test_the_card_of_this_machine_is_known_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

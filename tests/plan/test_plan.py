@@ -126,7 +126,7 @@ def test_impossible_numbers_are_refused_in_two_lines(options: list[str], cause: 
     [
         ({"gpus": -1}, "--gpus -1"),
         ({"gpus": 4, "gpus_per_node": 0}, "--gpus-per-node 0"),
-        ({"gpus": 9, "gpus_per_node": 4}, "--gpus 9 is no whole number of machines"),
+        ({"gpus": 9, "gpus_per_node": 4}, "--gpus 9 is not a whole number of machines"),
         ({"gpu_memory": "0GB"}, "--gpu-memory '0GB'"),
         ({"gpu_memory": "nan"}, "--gpu-memory 'nan'"),
         ({"gpu_memory": "80 parsecs"}, "--gpu-memory '80 parsecs'"),

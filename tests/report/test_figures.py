@@ -122,7 +122,7 @@ def test_a_plan_of_one_rank_holds_for_the_ranks_that_hold_as_much(tmp_path: Path
 def test_on_a_gpu_what_is_no_state_is_compared_together(gpu: Run) -> None:
     found = {(c.rank, c.what): c for c in planned.compared(plan(), gpu.gathers, {})}
     row = gpu.last_rows[1]
-    assert (found[1, "no state, together"].predicted, found[1, "no state, together"].measured) == (
+    assert (found[1, "all but state"].predicted, found[1, "all but state"].measured) == (
         2**30, row.unattributed,
     )  # fmt: skip
 

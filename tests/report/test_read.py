@@ -54,7 +54,7 @@ def test_files_that_are_missing_or_of_another_version_are_named(tmp_path: Path) 
     assert all(
         word in told for word in ("env.json: No such file", "metrics.jsonl: No such", "config.yaml:", "plan.json")
     )
-    assert "memory.jsonl: 2 lines are no records of schema 1" in told
+    assert "memory.jsonl: 2 lines are not records of schema 1" in told
 
 
 def test_of_very_many_gathers_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_of_very_many_gathers_a_part_is_read(tmp_path: Path, monkeypatch: pytest
     run = read_run(path)
     assert len(run.gathers) == 11  # of 101 of two ranks
     assert run.gathers[-1].step == 500
-    assert run.notes == ["memory.jsonl: of its many gathers every 10th is shown, and the last"]
+    assert run.notes == ["memory.jsonl: only every 10th of its many gathers is shown, and the last"]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_later_start_waits_until_the_earlier_one_noticed(tmp_path: Path, monke
 def test_a_run_whose_mark_was_deleted_stops(tmp_path: Path) -> None:
     mine = owner.claim(tmp_path, HERE)
     mine._path.unlink()
-    with pytest.raises(SupersededError, match=r"somebody deleted"):
+    with pytest.raises(SupersededError, match=r"was deleted"):
         mine.fence()
     mine.close()
 
@@ -242,7 +242,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(
     assert [(path / name).read_text() for name in MINE] == ["mine"] * len(MINE)
     left = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert left == {*MINE, "config.yaml", "env.json", *(f".shardkit/{p.name}" for p in (path / ".shardkit").iterdir())}
-    assert "run.overwrite leaves in" in (said := capsys.readouterr().err) and "logs/notes.txt" in said
+    assert "run.overwrite keeps files in" in (said := capsys.readouterr().err) and "logs/notes.txt" in said
 
 
 def test_overwriting_follows_no_link(tmp_path: Path, prepared: Any) -> None:

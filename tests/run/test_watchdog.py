@@ -29,7 +29,7 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
         "did not arrive: rank 1 (step 7"
     )
     assert "rank 2" in behind([state(0, 9, True), state(1, 9, True), state(2, 9, False)])
-    assert "all 2 ranks stand at the same place" in behind([state(0, 9, True), state(1, 9, True)])
+    assert "all 2 ranks are at the same place" in behind([state(0, 9, True), state(1, 9, True)])
     assert behind([state(0, 9, True), None]).startswith("rank(s) 1 did not even answer")
 
 

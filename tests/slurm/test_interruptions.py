@@ -106,7 +106,7 @@ def test_slow_saves_are_begun_earlier_than_slurm_signals(cluster: Cluster, tmp_p
     until(lambda: last_step(run_dir) > 0, 60, lambda: read(output))
     until(lambda: cluster.field(job, "Restarts") == "1", 60, lambda: read(output))
     cluster.call("scancel", job)
-    assert "told 286 s before its time limit" in read(output) and "the time limit is near" in read(output)
+    assert "told to save 286 s before its time limit" in read(output) and "the time limit is near" in read(output)
     assert reasons(run_dir)[0] == "saved after USR2"
     cluster.wait(job, output)
 
@@ -301,4 +301,4 @@ def test_a_job_that_fails_at_once_each_time_is_not_started_for_ever(cluster: Clu
         cluster.call("scontrol", "requeue", job)
     assert cluster.wait(job, output) == "FAILED", read(output)
     assert cluster.field(job, "ExitCode") == "2:0"
-    assert f"error: job {job} made no step in 3 starts, it stands at 0. They ended: failed: " in read(output)
+    assert f"error: job {job} made no step in 3 starts: it is still at 0. They ended: failed: " in read(output)

@@ -1,1 +1,1 @@
-"""From a traced step to memory and time."""
+"""Turn a traced step into memory and time."""

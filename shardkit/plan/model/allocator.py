@@ -1,9 +1,9 @@
-"""PyTorch's CUDA caching allocator, replayed over a log of tensors: what is reserved, and what it cannot do without.
+"""PyTorch's CUDA caching allocator, replayed over a log of tensors: bytes reserved, and bytes it cannot release.
 
-After c10/cuda/CUDACachingAllocator.cpp (torch 2.9 to 2.13): sizes are rounded to 512 B; up to 1 MiB comes from segments
-of 2 MiB, less than 10 MiB from segments of 20 MiB, more from segments of its own, rounded to 2 MiB; the smallest free
-block that is large enough is taken and split; neighbours merge; blocks belong to the stream that asked for them. With
-expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB.
+After c10/cuda/CUDACachingAllocator.cpp (torch 2.9 to 2.13): sizes are rounded up to 512 B. Blocks up to 1 MiB come from
+segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, larger ones get their own segment, rounded to 2 MiB. The
+smallest sufficient free block is taken and split; free neighbours merge; blocks belong to the stream that asked for
+them. With expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Block:
 
 
 class _Arena:
-    """The free blocks of one stream and one pool, smallest first; where its expandable segment ends."""
+    """The free blocks of one stream's pool, smallest first, and the end of its expandable segment."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -53,17 +53,17 @@ class _Arena:
 
 
 class CachingAllocator:
-    """Give and take back blocks as torch would on an empty, large enough GPU.
+    """Allocate and free blocks as torch would on an empty, large enough GPU.
 
     Args:
-        expandable: segments grow instead of being many.
-        page: of expandable segments, in bytes; default: torch's. With small pages `reserved` has no steps.
+        expandable: one growing segment per stream and pool, instead of many.
+        page: page size of expandable segments in bytes; default: torch's. Small pages make `reserved` grow smoothly.
 
     Attributes:
         allocated, reserved: bytes in blocks that are in use, bytes of segments.
-        required: bytes of segments (of pages, where they are expandable) that hold a block in use: what stays when
-            everything cached is released.
-        peak_reserved, peak_required: their largest values.
+        required: bytes of segments (of pages, if expandable) that hold a block in use, and stay after the cache is
+            released.
+        peak_allocated, peak_reserved, peak_required: the largest values of these three.
     """
 
     def __init__(self, expandable: bool, page: int | None = None) -> None:
@@ -160,7 +160,7 @@ class CachingAllocator:
             first.arena.last = first
 
     def _use(self, block: _Block, change: int) -> None:
-        """Count the blocks in use of a segment, or of every page that the block touches."""
+        """Count this block as in use (or free) in its segment, or in every page that it touches."""
         if self._page is not None:
             self.required = self.allocated
             return
@@ -179,7 +179,7 @@ class CachingAllocator:
 
 
 Arena = tuple[int, bool]
-"""A stream, counted in the order of first use, and whether it is its pool of small blocks."""
+"""A stream, numbered in order of first use, and whether this is its pool of small blocks."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Replay:
     """Largest bytes of each kind, over the whole log and by phase.
 
     Attributes:
-        arenas: bytes reserved in the end, by stream and pool.
+        arenas: bytes reserved at the end, by stream and pool.
     """
 
     allocated: int
@@ -198,7 +198,7 @@ class Replay:
 
 
 def whole_pages(arenas: dict[Arena, int]) -> int:
-    """What expandable segments of these sizes take from the GPU."""
+    """Bytes that expandable segments of these sizes take from the GPU, in whole pages."""
     total = 0
     for (_, small), n_bytes in arenas.items():
         page = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT
@@ -207,7 +207,7 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
 
 
 def replay(log: EventLog, device: str, expandable: bool, page: int | None = None) -> Replay:
-    """Put every tensor of a device through the allocator, in order."""
+    """Run every tensor of a device through the allocator, in order."""
     allocator = CachingAllocator(expandable, page)
     held: dict[int, tuple[int, _Block]] = {}
     streams: dict[int, int] = {}

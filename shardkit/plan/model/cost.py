@@ -1,4 +1,4 @@
-"""How fast a rank's hardware is, measured or typical, and how long the segments of a traced step take on it."""
+"""The speeds of a rank's hardware, measured or typical, and the time that a traced step takes on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...hardware.cards import gpu_peak_flops
 if TYPE_CHECKING:
     from ..target import Target
 
-# What good kernels reach of a data sheet's figure.
+# The share of a data sheet's figure that good kernels reach.
 _OF_PEAK_FLOPS = 0.7
 _OF_BANDWIDTH = 0.8
 _HOST_BYTES_PER_S = 200e9  # a server's memory, shared by the ranks of a machine
@@ -23,18 +23,18 @@ _CPU_CORE_FLOPS = 4e10
 _CPU_SPECIAL = 0.2  # gelu, softmax, exp: 3 to 10 of 20 to 30 GB/s on one core with AVX-512 (torch 2.13)
 _CPU_ATTENTION = 0.4
 _NEW_PAGES = 2.5e9  # pages of 4 KiB
-_LATE = 2e-3  # ranks that share a machine with others
+_LATE = 2e-3  # for ranks that share a machine
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank reaches while all ranks work.
+    """The speeds that one rank reaches while all ranks work.
 
     Attributes:
         matmul: FLOP/s of large matrix products by type: fp32, tf32, bf16, fp16, fp8.
         memory: bytes/s that kernels read and write in the device's memory.
-        special: the same of kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU.
+        special: the same for kernels that compute exponentials and the like: as fast on a GPU, much slower on a CPU.
         attention: fused attention's share of the speed of matrix products.
         host: bytes/s that an optimizer step on the CPU reads and writes.
         copies: bytes/s between device and host, one direction.
@@ -42,13 +42,13 @@ class Speeds:
         network: bytes/s of each rank to other machines.
         operator: seconds to issue one operator.
         collective: seconds that the smallest collective takes.
-        late: seconds that ranks wait for the latest at a collective, where nothing hides it.
-        hop: seconds that a ring takes for each further rank.
+        late: seconds that ranks wait for the slowest one at a collective, where nothing hides the wait.
+        hop: seconds that each further rank adds to a ring.
         tables: collective (all_reduce, all_gather, reduce_scatter) → [[bytes, bus bytes/s], …], where measured.
         tables_nodes: machines that took part in measuring them.
-        new_pages: bytes/s that the system gives to new large tensors; a GPU's allocator keeps what it has.
+        new_pages: bytes/s at which the system maps pages for new large tensors; a GPU's allocator reuses its memory.
         overlap: collectives and copies run beside kernels, and operators are issued ahead, as on a GPU.
-        measured: on this machine.
+        measured: whether the speeds were measured on this machine.
     """
 
     matmul: Mapping[str, float]
@@ -70,10 +70,10 @@ class Speeds:
     measured: bool = False
 
     def collective_seconds(self, kind: str, n_bytes: int, ranks: int, nodes: int) -> float:
-        """Time of a collective over `n_bytes` (of the whole tensor) in a group of `ranks` on `nodes` machines.
+        """Seconds of a collective over `n_bytes` (of the whole tensor) in a group of `ranks` on `nodes` machines.
 
-        Bytes that pass each rank, at the bus bandwidth (see `bandwidth`); between machines every rank of a machine has
-        its own way out.
+        The bytes that pass each rank, divided by the bus bandwidth (see `tables`); between machines each rank of a
+        machine has its own link.
         """
         passing = n_bytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
         table = self.tables.get(kind) if nodes <= self.tables_nodes else None
@@ -84,7 +84,7 @@ class Speeds:
 
 
 def speeds_of(target: Target) -> Speeds:
-    """The speeds of a target's ranks; those of another number of ranks where only they were measured."""
+    """The speeds of a target's ranks; measured with another number of ranks if this one was not measured."""
     typical = _typical(target)
     device = target.gpu.device_name if target.gpu else calibration.cpu_name()
     constants = calibration.find(device, target.world_size)
@@ -142,10 +142,10 @@ def _measured(typical: Speeds, constants: Mapping[str, Any], target: Target) -> 
 
 
 def _between(table: Sequence[Sequence[float]], n_bytes: int) -> float:
-    """Bus bandwidth at a size, on straight lines in logarithms; below and above the table as at its ends per byte."""
+    """Bus bandwidth at a size, interpolated in logarithms; below the table the time is constant, above it the speed."""
     sizes, speeds = zip(*table, strict=True)
     if n_bytes <= sizes[0]:
-        return float(speeds[0] * max(n_bytes, 1) / sizes[0])  # as long as the smallest
+        return float(speeds[0] * max(n_bytes, 1) / sizes[0])  # takes as long as the smallest size
     at = bisect(sizes, n_bytes)
     if at == len(sizes):
         return float(speeds[-1])
@@ -155,14 +155,14 @@ def _between(table: Sequence[Sequence[float]], n_bytes: int) -> float:
 
 @dataclass
 class Segment:
-    """A phase of one micro-batch (or the optimizer step): seconds that each part of the hardware is busy.
+    """A phase of one micro-batch (or the optimizer step): seconds for which each part of the hardware is busy.
 
     Attributes:
-        compute: kernels; without those that backward runs again.
-        recompute: kernels of forward, run again by backward.
+        compute: kernels, without those that backward runs again.
+        recompute: forward kernels that backward runs again.
         dispatch: issuing operators.
         links: collectives.
-        copies: between device and host.
+        copies: copies between device and host.
         host: kernels on the CPU, for a job on GPUs.
     """
 
@@ -188,11 +188,11 @@ class StepTime:
     """Predicted time of one optimizer step of one rank.
 
     Attributes:
-        parts: seconds by what the step waits for: compute, recompute, dispatch, links, copies, host; add up to
-            `seconds`. What is hidden behind something longer does not count.
-        flops: of the step, recomputation included.
-        targets: tokens (or what else the loss counts) of the step, of all ranks.
-        measured: the hardware's speeds were measured on this machine.
+        parts: seconds that the step waits for each of compute, recompute, dispatch, links, copies and host; they add
+            up to `seconds`. Work hidden behind longer work does not count.
+        flops: FLOPs of one rank's step, recomputation included.
+        targets: tokens (or other units that the loss counts) of the step, over all ranks.
+        measured: whether the hardware's speeds were measured on this machine.
     """
 
     seconds: float
@@ -213,12 +213,12 @@ class StepTime:
 def step_time(
     segments: Sequence[Segment], micro_batches: int, targets: float, overlap: bool, measured: bool
 ) -> StepTime:
-    """The time of a step of `micro_batches`, of which some were traced.
+    """The time of a step of `micro_batches`, some of which were traced.
 
     Args:
-        targets: of a step, of all ranks.
+        targets: units that the loss counts in a step, over all ranks.
         overlap: see `waits`.
-        measured: the segments' speeds were.
+        measured: whether the segments' speeds were measured.
     """
     parts: dict[str, float] = {}
     flops = 0.0
@@ -230,11 +230,11 @@ def step_time(
 
 
 def waits(segment: Segment, overlap: bool) -> dict[str, float]:
-    """What a segment waits for, in seconds.
+    """Seconds that a segment waits for each part of the hardware.
 
-    With overlap, kernels, their issue, collectives and copies run side by side and the longest one counts, but for one
-    collective, the first gather or the last reduction, that nothing hides; work on the host comes on top. Without
-    overlap everything adds up.
+    With overlap, kernels, their dispatch, collectives and copies run side by side and the longest one counts; nothing
+    hides one collective (the first gather or the last reduction), and work on the host is added. Without overlap
+    everything adds up.
     """
     kernels = segment.compute + segment.recompute
     busy = {"compute": segment.compute, "recompute": segment.recompute, "host": segment.host}
@@ -250,7 +250,7 @@ def waits(segment: Segment, overlap: bool) -> dict[str, float]:
 
 
 def repeated(segments: Sequence[Segment], micro_batches: int) -> list[Segment]:
-    """The segments of a whole step: its middle micro-batches are like the last but one that was traced."""
+    """The segments of a whole step: its untraced micro-batches repeat the second-to-last traced one."""
     traced = sum(segment.phase == "forward" for segment in segments)
     if traced >= micro_batches:
         return list(segments)

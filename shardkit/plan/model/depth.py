@@ -1,4 +1,4 @@
-"""Deep models from shallow traces: memory at each edge of a step grows by the same amount with every layer."""
+"""Predict deep models from shallow traces: memory at each edge of a step grows equally with every layer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...tasks.load import model_config
 from ...tracing.events import EventLog, Peak
 
 DEEP = 9
-"""Models of at least as many layers are traced at two smaller depths."""
+"""Models of at least this many layers are traced at two smaller depths."""
 KEPT, KEPT_ROUGHLY = 2, 1
-"""Layers at each end that edges tell apart; what happens between them is no more than at their ends."""
+"""Layers at each end that edges tell apart; the layers between them do not exceed these."""
 Edge = tuple[str, str]
 Edges = Mapping[Edge, Peak]
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How to trace a model of `layers` equal layers at fewer; edges tell `kept` of them apart at each end."""
+    """How to trace a model of `layers` equal layers at two depths; edges tell `kept` layers apart at each end."""
 
     layers: int
     traced: tuple[int, int]
@@ -31,16 +31,16 @@ class Depth:
 
     @property
     def position(self) -> float:
-        """Where the whole depth is on a line that has the traced ones at 0 and 1."""
+        """The position of the whole depth on a line with the two traced depths at 0 and 1."""
         first, second = self.traced
         return (self.layers - first) / (second - first)
 
 
 def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
-    """Where the number of layers stands in the config, and which two depths to trace; `None` = trace the whole model.
+    """Find the layer count in the config and choose two depths to trace; `None` = trace the whole model.
 
-    Whole are traced: models that are not deep, tasks of the user's own, layers that differ, √n segments (their length
-    depends on the depth), and ZeRO, whose buckets span layers, unless a rough answer will do.
+    Traced whole: shallow models, users' own tasks, unequal layers, √n segments (their length depends on the depth),
+    and ZeRO (its buckets span layers) unless a rough answer will do.
     """
     spans_layers = config.parallel.strategy in STAGES and not rough
     if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
@@ -76,7 +76,7 @@ def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] |
 
 
 def edges(log: EventLog, device: str, rounding: int, layers: int | None = None, kept: int = KEPT) -> dict[Edge, Peak]:
-    """Peaks by (phase, module); with `layers` given, layers are counted from the nearer end, those between left out."""
+    """Peaks by (phase, module); with `layers`, the model's depth, only `kept` layers at each end, counted from it."""
     found: dict[Edge, Peak] = {}
     for (phase, module), peak in log.peaks(device, rounding).items():
         name = module if layers is None else _from_the_ends(module, layers, kept)
@@ -100,7 +100,7 @@ def _from_the_ends(module: str, layers: int, kept: int) -> str | None:
 
 
 def extended(depth: Depth, first: Edges, second: Edges) -> dict[Edge, Peak]:
-    """Edges of the whole model from those of the two that were traced, each on a straight line."""
+    """The whole model's edges, each extrapolated along a line through the edges of the two traced depths."""
     found: dict[Edge, Peak] = {}
     for edge in first.keys() & second.keys():
         one, other = first[edge], second[edge]
@@ -116,5 +116,5 @@ def extended(depth: Depth, first: Edges, second: Edges) -> dict[Edge, Peak]:
 
 
 def line(depth: Depth, values: Sequence[int]) -> int:
-    """The value at the whole depth of the line through the values at the two traced ones."""
+    """The value at the whole depth, on the line through the values at the two traced depths."""
     return round(values[0] + (values[1] - values[0]) * depth.position)

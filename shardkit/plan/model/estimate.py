@@ -24,7 +24,7 @@ Method = Literal["cuda", "cpu"]
 
 
 class DoesNotFit(ConfigError):
-    """Not one of the settings that were looked at fits."""
+    """None of the settings that were planned fits."""
 
     exit_code = 4
 
@@ -40,12 +40,13 @@ class PhaseEstimate:
 
 @dataclass(frozen=True)
 class PeakEstimate:
-    """Where and how large the peak on the device is.
+    """The size and the place of the peak on the device.
 
     Attributes:
         allocated: bytes of tensors, each rounded as the allocator does.
-        reserved: bytes that the allocator takes from the GPU when it has more than enough.
-        required: bytes that it cannot do without: cached blocks released.
+        reserved: bytes that the allocator takes from a GPU with room to spare.
+        required: bytes that remain when the allocator releases its cache.
+        phase, module: the part of the step that peaks.
     """
 
     allocated: int
@@ -65,19 +66,20 @@ class CategoryEstimate:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What one rank will need.
+    """The memory that one rank will need.
 
     Attributes:
-        rank: whose figures these are; 0 holds the largest shard.
-        n_params, n_blocks: parameters of the model, and its repeated blocks.
-        method: fake tensors of which device were traced; "cpu" for a GPU job means that the shim did not hold.
-        extrapolated_from: numbers of layers that were traced instead of all; empty = all.
+        rank: the rank of these figures; rank 0 holds the largest shard.
+        n_params, n_blocks: the model's parameters and repeated blocks.
+        method: the device of the traced fake tensors; "cpu" for a GPU job means that the fake CUDA device failed.
+        host_peak: bytes of tensors on the host at their peak.
+        extrapolated_from: the depths traced instead of the whole model; empty = traced whole.
         resident: bytes on the device between two steps.
         overhead: bytes on the GPU outside torch's allocator: context and communicators.
-        overhead_from: where `overhead` is known from: typical, or measured on this machine.
-        device_memory, host_memory: bytes that there are; `None` = not asked.
-        uncertainty: relative error to reckon with, 0 to 1.
-        time: how long a step takes; `None` = not asked.
+        overhead_from: the source of `overhead`: typical, or measured on this machine.
+        device_memory, host_memory: the limits in bytes; `None` = not asked.
+        uncertainty: expected relative error, 0 to 1.
+        time: the time of a step; `None` = not asked.
     """
 
     device: str
@@ -102,7 +104,7 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether it fits: surely, only if the estimate is not too low, or not; `None` where no limit was given."""
+        """Whether it fits; "tight" = not if the estimate is too low; `None` without a limit."""
         verdicts = [
             _verdict(need, limit, self.uncertainty)
             for need, limit in (
@@ -118,7 +120,7 @@ class MemoryEstimate:
 
     @property
     def needed(self) -> int:
-        """Bytes on the device, with what lies outside torch's allocator."""
+        """Bytes on the device, including those outside torch's allocator."""
         return self.peak.required + self.overhead
 
     def limited(self, device_memory: int | None, host_memory: int | None) -> MemoryEstimate:
@@ -128,11 +130,11 @@ class MemoryEstimate:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
     def save(self, run_dir: Path, config: RunConfig, others: Sequence[MemoryEstimate] = ()) -> None:
-        """Write `plan.json`, which the report shows beside what was measured.
+        """Write `plan.json`, which the report shows beside the measured memory.
 
         Args:
-            config: what was planned; a run of another one does not take the plan for its own.
-            others: what was planned of ranks whose shards differ.
+            config: the planned config; a run with another config ignores the plan.
+            others: estimates of ranks whose shards differ.
         """
         obj = {
             "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),

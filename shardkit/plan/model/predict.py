@@ -1,4 +1,4 @@
-"""Predict one rank's memory by tracing its step on fake tensors; runs in a process of its own (see `worker`)."""
+"""Predict one rank's memory by tracing its step on fake tensors; runs in its own process (see `worker`)."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, Ph
 from .work import WorkCounter
 
 _RECURRENT = 0.7
-"""An LSTM on the CPU took 1.7 times what was planned: its library's workspace is no tensor of a trace."""
+"""An LSTM on the CPU took 1.7 times the plan: a trace does not see its library's workspace."""
 MICRO_BATCHES = 3
-"""Micro-batches that are traced of a step: a first one, one like all in the middle, and the last."""
+"""Micro-batches traced per step: the first, one for all in the middle, and the last."""
 
 
 def prepare(target: Target, fakes: str = "cuda") -> Method:
-    """Make this process able to trace for the target; once, before anything else.
+    """Prepare this process to trace for the target; call it once, before anything else.
 
     Args:
-        fakes: "cpu" does without the fake CUDA device.
+        fakes: "cpu" traces without the fake CUDA device.
 
     Raises:
-        NameGone: torch has no longer what tracing needs.
+        NameGone: torch no longer has a name that tracing needs.
     """
     for feature in (TRACKER, PLANS):
         feature.require()
@@ -66,17 +66,17 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
 def predict(
     config: RunConfig, target: Target, method: Method, whole: bool = False, timed: bool = False, rough: bool = False
 ) -> MemoryEstimate:
-    """One rank's memory for a config.
+    """Predict one rank's memory for a config.
 
     Args:
-        method: what `prepare` returned, or "cpu" for a GPU job whose shim does not hold: less accurate.
+        method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
         whole: trace every layer of a deep model.
         timed: also predict how long a step takes.
-        rough: trace less: two micro-batches of a step, and ZeRO's deep models at two depths, whose buckets then come
-            out inexact.
+        rough: trace less: two micro-batches per step, and deep models under ZeRO at two depths, which makes their
+            buckets inexact.
 
     Raises:
-        ConfigError: the config cannot work on that world or card, or its task cannot be made.
+        ConfigError: the config cannot run on that world or card, or its task cannot be built.
     """
     kind = "cpu" if target.gpu is None else "cuda"
     capability.check(
@@ -107,7 +107,7 @@ def predict(
 
 
 def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
-    """The whole model on the line through two traces."""
+    """Extrapolate the whole model from two traces."""
     device = extended(depth, first.device, second.device)
     arenas = {key: line(depth, (first.arenas.get(key, 0), size)) for key, size in second.arenas.items()}
     rounding = whole_pages(arenas) - sum(arenas.values())
@@ -115,7 +115,7 @@ def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
         phase: line(depth, (first.reserved_by_phase[phase], second.reserved_by_phase[phase])) + rounding
         for phase in first.reserved_by_phase
     }
-    # Where blocks lie decides what could be released; the share is that of the deeper trace.
+    # The layout of blocks decides how much can be released; take the share of the deeper trace.
     releasing = second.required / max(1, second.peak)
     peak = max(edge.n_bytes for edge in device.values())
     return _Trace(
@@ -134,7 +134,7 @@ def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
 
 
 def _traceable(config: RunConfig, micro_batches: int) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config without what fake tensors cannot go through, and what that means for the answer."""
+    """The config without the settings that fake tensors do not support, and notes on the effect."""
     changes: dict[str, Any] = {}
     notes = []
     few = {"grad_accum_steps": micro_batches, "global_batch_size": None}
@@ -150,7 +150,7 @@ def _traceable(config: RunConfig, micro_batches: int) -> tuple[RunConfig, tuple[
 
 @dataclass(frozen=True)
 class _Trace:
-    """What a traced run comes down to."""
+    """The figures of a traced run."""
 
     n_params: int
     n_blocks: int
@@ -172,10 +172,10 @@ class _Trace:
 def _traced(
     config: RunConfig, target: Target, method: Method, speeds: Speeds | None, ends: tuple[int, int] | None = None
 ) -> _Trace:
-    """A trace come down to figures.
+    """Trace a config and reduce the log to figures.
 
     Args:
-        ends: of a model that stands for a deeper one: its layers, and how many at each end are told apart.
+        ends: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
     """
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
     log, counts, segments, targets = trace(config, target, device, speeds=speeds)
@@ -189,7 +189,7 @@ def _traced(
             segments=segments, targets=targets,
         )  # fmt: skip
     real = replay(log, str(device), target.expandable)
-    # Steps of 20 MiB would hide what a layer adds.
+    # Pages of 20 MiB would hide the bytes that a layer adds.
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
         **counts, device=on_device, host=on_host, reserved=smooth.reserved, required=real.required,
@@ -201,16 +201,16 @@ def _traced(
 def trace(
     config: RunConfig, target: Target, device: torch.device, steps: int = 2, speeds: Speeds | None = None
 ) -> tuple[EventLog, dict[str, int], list[Segment], float]:
-    """The wrap and some steps on fake tensors.
+    """Wrap the model and run some steps on fake tensors.
 
     Args:
-        speeds: of the target's hardware; without them no work is counted.
+        speeds: the target hardware's speeds; without them no work is counted.
 
     Returns:
-        every allocation; what `count_model` counts; the last step's work; targets of a micro-batch.
+        every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
     """
     gc.collect()
-    gc.freeze()  # libraries: collections, of which DeepSpeed asks for some, look at what this trace makes
+    gc.freeze()  # collections (DeepSpeed triggers some) then scan only this trace's objects, not the libraries'
     log = EventLog(stream=shim.current_stream)
     if target.gpu is not None:
         for thread in ("forward", "backward"):
@@ -234,7 +234,7 @@ def _follow(
     config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, weights: Weights, tracing: Tracing,
     steps: int,
 ) -> dict[str, int]:  # fmt: skip
-    """The run that is traced; what it made is gone when this returns."""
+    """The traced run; its objects are freed when this returns."""
     with wrapped(config, world, task, weights) as strategy:
         tracing.wrapped(strategy, strategy.model)
         counts = count_model(strategy, task)
@@ -265,7 +265,7 @@ def _estimate(
     if gpu is not None and method == "cpu":
         notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
     if trace.n_recurrent:
-        notes += ("recurrent layers are traced operator by operator, without what oneDNN or cuDNN keeps for backward",)
+        notes += ("recurrent layers are traced operator by operator, without oneDNN's or cuDNN's memory for backward",)
     return MemoryEstimate(
         device=gpu.name if gpu else "cpu",
         world_size=target.world_size,
@@ -293,7 +293,7 @@ def _estimate(
 
 
 def _uncertainty(target: Target, method: Method) -> float:
-    """What comparing with real runs has shown; a card whose overheads are only typical adds how drivers differ."""
+    """The error seen in comparisons with real runs; larger if a card's overheads are typical, since drivers differ."""
     if target.gpu is not None and method == "cpu":
         return 0.15
     return 0.03 if target.gpu is None or target.gpu.overhead_from != TYPICAL else 0.05

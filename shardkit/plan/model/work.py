@@ -1,8 +1,8 @@
-"""What a traced step makes the hardware do: time by segment of the step, from each operator's FLOPs and bytes.
+"""The hardware's work in a traced step: time by segment, from each operator's FLOPs and bytes.
 
 An operator takes as long as the slower of its arithmetic and its memory traffic (the roofline model, Williams et al.
-2009). FLOPs are counted as torch counts them; half of attention's where it is causal. Traffic is what it reads
-and writes, once.
+2009). FLOPs are counted as torch counts them, halved for causal attention. Traffic counts each tensor that the
+operator reads or writes once.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _SPECIAL = tuple(
                  "native_dropout", "sin", "cos")
 )  # fmt: skip
 _WATCHING = 1.1e-5
-"""Seconds that each operator of forward waits for `selective_op`, which looks at all of them in Python (torch 2.13, one
+"""Seconds that `selective_op` adds to each forward operator by inspecting it in Python (torch 2.13, one
 core of a shared x86-64 machine: 400 small operators with and without it)."""
 _LARGE = 2**24
-"""Bytes from which a new tensor on the CPU is made of new pages: the C library gives blocks of this size back."""
+"""New CPU tensors of at least this many bytes get new pages: the C library returns such blocks to the system."""
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
 
 
 class WorkCounter:
-    """Adds up segments of traced steps; each step replaces the one before.
+    """Adds up the segments of a traced step; each step replaces the previous one.
 
     Args:
-        log: tells which phase runs.
-        speeds: of the hardware that the step would run on.
+        log: says which phase is running.
+        speeds: the speeds of the hardware that the step would run on.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkCounter:
         self.segments: list[Segment] = []
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operator ran; called with the tensors that it really works on."""
+        """Record an operator that ran, with the tensors that it really works on."""
         phase, operator = self._log.phase, _known(func)
         if phase not in _PHASES or operator.is_view:
             return
@@ -107,7 +107,7 @@ class WorkCounter:
         ranks, nodes = self._group(args)
         if ranks == 1:
             return
-        n_bytes = max(map(_sum_bytes, (*args, out)))  # of a gather what comes out, of a scatter what goes in
+        n_bytes = max(map(_sum_bytes, (*args, out)))  # a gather's output, a scatter's input
         said = name.partition("::")[2].replace("_", "")
         kind = "all_reduce" if "allreduce" in said else "reduce_scatter" if "reduce" in said else "all_gather"
         segment.links += self._speeds.collective_seconds(kind, n_bytes, ranks, nodes)
@@ -126,13 +126,13 @@ class WorkCounter:
 
 
 class _Operator(NamedTuple):
-    """What is known of an operator before it runs.
+    """The facts about an operator that are known before it runs.
 
     Attributes:
-        works: it reads or writes memory.
-        makes_new: its results are not its arguments.
-        looks_up: of its inputs only as much is read as comes out.
-        writes: which arguments it changes, where it does not return them.
+        works: whether it reads or writes memory.
+        makes_new: whether its results are new tensors, not its arguments.
+        looks_up: whether it reads only as many bytes of its inputs as it returns.
+        writes: which arguments it changes, if it returns nothing.
     """
 
     name: str
@@ -172,7 +172,7 @@ def _tensors(args: Any) -> Iterator[torch.Tensor]:
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel reads or writes: an expanded tensor is read from less."""
+    """Bytes that a kernel reads or writes; an expanded tensor's storage is smaller than its shape."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -185,7 +185,7 @@ def _traffic(operator: _Operator, args: Any, operands: list[torch.Tensor], resul
     written = sum(map(_n_bytes, results))
     if operator.looks_up:
         return 2 * written
-    if operator.writes:  # else what is written in place is returned
+    if operator.writes:  # otherwise the operator returns the tensors it writes in place
         written = sum(_sum_bytes(arg) for arg, is_changed in zip(args, operator.writes, strict=False) if is_changed)
     return sum(map(_n_bytes, operands)) + written
 

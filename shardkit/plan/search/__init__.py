@@ -1,1 +1,1 @@
-"""Trying settings, predicted or real: the fastest that fits, the ladder, the largest model."""
+"""Search settings, by prediction or by real trials: the fastest that fits, the ladder, the largest model."""

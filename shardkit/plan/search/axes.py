@@ -1,4 +1,4 @@
-"""What an automatic plan may change: engine and offload, activation checkpointing, precision, micro-batch."""
+"""The settings an automatic plan may change: engine and offload, activation checkpointing, precision, micro-batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CPU = "cpu"
 
 @dataclass(frozen=True)
 class Combination:
-    """A value for every axis but the micro-batch.
+    """A value for every axis except the micro-batch.
 
     Attributes:
-        engine, policy, precision: their names, to be shown.
-        settings: as on the command line.
+        engine, policy, precision: names to show.
+        settings: overrides as on the command line.
     """
 
     engine: str
@@ -30,7 +30,7 @@ class Combination:
 
 
 def combinations(config: RunConfig, target: Target, given: Collection[str]) -> list[Combination]:
-    """All that are to be compared; what was given on the command line stays as it is.
+    """All combinations to compare; settings given on the command line stay fixed.
 
     Args:
         given: dotted keys that must not change.
@@ -51,7 +51,7 @@ class Engine:
 
 
 def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
-    """Strategies with each kind of offload; the config's own keeps what else `parallel` says."""
+    """Strategies with each kind of offload; the config's own strategy keeps its other `parallel` settings."""
     world = target.world_size
     plain: list[tuple[str, dict[str, str]]] = []
     if world == 1:
@@ -78,7 +78,7 @@ def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
 
 
 def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> tuple[int, list[int]]:
-    """(samples per step of each rank, the micro-batches that divide them): the step stays the same step.
+    """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change.
 
     Raises:
         ConfigError: the global batch cannot be cut into whole samples per rank.
@@ -88,7 +88,7 @@ def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> 
         samples, left = divmod(train.global_batch_size, target.world_size)
         if left or not samples:
             raise ConfigError(
-                f"train.global_batch_size={train.global_batch_size} is no whole number of samples for each of "
+                f"train.global_batch_size={train.global_batch_size} is not a whole number of samples for each of "
                 f"{target.world_size} ranks",
                 f"set a multiple of {target.world_size}",
             )
@@ -114,14 +114,14 @@ def _policies(config: RunConfig) -> Sequence[str]:
 
 
 def _precisions(config: RunConfig, target: Target) -> Sequence[str]:
-    """The config's own, and bf16 in the place of fp32 where the card has units for it."""
+    """The config's own precision, and bf16 as an alternative to fp32 if the card supports it."""
     own = config.precision.mode
     fast = target.gpu is not None and target.gpu.capability >= (8, 0)
     return (own, "bf16") if fast and own in ("fp32", "tf32") else (own,)
 
 
 def _changed_from(own: ParallelConfig, defaults: ParallelConfig) -> dict[str, str]:
-    """What puts a section back to its defaults."""
+    """The settings that put the section back to its defaults."""
     fields = [key for key in ParallelConfig.model_fields if key != "strategy"]
     return {key: _text(getattr(defaults, key)) for key in fields if getattr(own, key) != getattr(defaults, key)}
 

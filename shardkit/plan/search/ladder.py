@@ -1,4 +1,4 @@
-"""The ladder: one technique after the other on the same model, each rung predicted and then tried."""
+"""The ladder: techniques added one by one to the same model, each rung predicted and then tried."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..target import Target
 from .trial import Trial, run_trial, writing
 
 Load = Callable[[Sequence[str]], RunConfig]
-"""The config with more overrides."""
+"""Returns the config with more overrides."""
 Try = Callable[[Sequence[str], int], Trial]
 """Runs the config with these overrides, as the n-th attempt."""
 _VOCABULARIES = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
@@ -25,7 +25,7 @@ _SAME_LOSS = 2e-2  # bf16 rounds: a wrong gradient scale or a lost technique is 
 
 @dataclass(frozen=True)
 class Rung:
-    """A technique, and what it adds to the rungs below it."""
+    """A technique, and the settings it adds to the rungs below."""
 
     name: str
     settings: tuple[str, ...]
@@ -33,12 +33,12 @@ class Rung:
 
 @dataclass(frozen=True)
 class Step:
-    """A rung with all that is below it: what was predicted, and how it went.
+    """A rung on top of all rungs below it: its prediction and its trial.
 
     Attributes:
-        predicted: bytes on the device; `None` where it cannot be planned, with the reason in `refused`.
+        predicted: bytes on the device; `None` if the rung cannot be planned, with the reason in `refused`.
         trial: `None` if it was not tried.
-        same_loss: whether its losses are those of the first rung that ran, to 2 %.
+        same_loss: whether its losses agree with those of the first rung that ran, within 2 %.
     """
 
     rung: Rung
@@ -51,11 +51,11 @@ class Step:
 
 
 def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
-    """The classic experiment: fp32 without anything, then each technique on top of the others.
+    """The classic experiment: plain fp32, then one technique after another on top.
 
     Args:
-        config: what else it sets of these techniques is put back to the defaults; the cross-entropy of a task that has
-            no logits of a vocabulary is not chunked.
+        config: its settings of these techniques are reset to the defaults; chunked cross-entropy is left out if its
+            task has no vocabulary.
     """
     plain = "single" if world_size == 1 else "ddp"
     base = [f"parallel.strategy={plain}", "precision.mode=fp32", "activation.policy=none"]
@@ -77,7 +77,7 @@ def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung
 
 
 def _without_techniques(config: RunConfig) -> Iterator[str]:
-    """What puts the sections that the rungs change back to their defaults."""
+    """The overrides that reset the sections which the rungs change to their defaults."""
     for name in ("parallel", "precision", "activation"):
         own = getattr(config, name)
         defaults = type(own)()
@@ -87,10 +87,10 @@ def _without_techniques(config: RunConfig) -> Iterator[str]:
 
 
 def parse_rung(text: str) -> Rung:
-    """`NAME: key=value key=value`.
+    """Parse `NAME: key=value key=value`.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the text does not have that form.
     """
     name, sign, settings = text.partition(":")
     items = settings.split()
@@ -100,15 +100,15 @@ def parse_rung(text: str) -> Rung:
 
 
 def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None) -> Iterator[Step]:
-    """Each rung on top of those below it.
+    """Predict, and try, each rung on top of those below it.
 
-    A rung that cannot be planned is tried all the same: what planning cannot follow may train.
+    A rung that cannot be planned is tried anyway: it may still train.
 
     Args:
-        try_it: runs a rung, given its overrides and its place; `None` only predicts.
+        try_it: runs a rung, given its overrides and its position; `None` only predicts.
 
     Raises:
-        ConfigError: a rung sets what cannot be, or has the name of another; before anything runs.
+        ConfigError: a rung's config is invalid, or two rungs have one name; raised before anything runs.
     """
     stacked = list(_stacked(rungs, load))
     reference: tuple[float, ...] = ()
@@ -128,12 +128,12 @@ def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None)
 
 
 def _stacked(rungs: Sequence[Rung], load: Load) -> Iterator[tuple[Rung, tuple[str, ...]]]:
-    """Each rung with all that is set up to it."""
+    """Each rung with the settings of all rungs up to it."""
     settings: dict[str, str] = {}
     names: set[str] = set()
     for rung in rungs:
         if rung.name in names:
-            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung a name of its own")
+            raise ConfigError(f"two rungs are called {rung.name!r}", "give each --rung its own name")
         names.add(rung.name)
         settings |= dict(item.split("=", 1) for item in rung.settings)
         overrides = tuple(f"{key}={value}" for key, value in settings.items())
@@ -152,7 +152,7 @@ def _predicted(planner: Planner, load: Load, overrides: Sequence[str]) -> tuple[
 
 
 def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path, steps: int, cap: str | None) -> Try:
-    """Tries in fresh processes, in `folder/NUMBER`.
+    """A `Try` that runs each attempt in fresh processes, in `folder/NUMBER`.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -168,7 +168,7 @@ HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
 
 
 def cells(step: Step) -> list[str]:
-    """A row of the table; `HEAD` says what is in it."""
+    """A row of the table, with the columns of `HEAD`."""
     trial = step.trial
     measured, reserved, speed, loss, outcome = "–", "–", "–", "–", step.verdict or step.refused
     if trial is not None:
@@ -192,7 +192,7 @@ def table(steps: Sequence[Step]) -> str:
 
 
 def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
-    """Write `ladder.json` and `ladder.md`; the latter's path.
+    """Write `ladder.json` and `ladder.md`; returns the path of the latter.
 
     Args:
         limit: bytes that a rank may use; `None` = no limit was given.

@@ -1,4 +1,4 @@
-"""The largest model, or the largest micro-batch, that can be trained: by prediction first, then by real steps."""
+"""Find the largest model, or the largest micro-batch, that trains: by prediction first, then by real steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .ladder import Load, Try
 from .trial import Trial
 
 FINEST = 1.02
-"""Neighbouring sizes differ by no more, where layers, widths and heads allow."""
-_STEP = 0.004  # of widths and depths, where they are large: with the square of the width well below `FINEST`
+"""Neighbouring sizes differ by at most this factor, if layers, widths and heads allow."""
+_STEP = 0.004  # relative step of large widths and depths; squared for the width, it stays well below `FINEST`
 _LARGEST_BATCH = 65536
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, or a micro-batch, by what is set for it.
+    """A model, or a micro-batch, with the settings that make it.
 
     Attributes:
-        amount: parameters, or samples.
+        amount: number of parameters, or of samples.
     """
 
     settings: tuple[str, ...]
@@ -37,13 +37,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The largest size that works and the next one, which does not.
+    """The largest size that works and the next size, which does not.
 
     Attributes:
-        predicted: bytes of the largest on the device.
-        limited_by: the memory that the next size has too little of; the host's is looked at if the target has a limit.
-        below, above: how they went; `None` if they were only predicted.
-        attempts: real runs that were made.
+        predicted: bytes on the device for the largest size.
+        limited_by: the memory that the next size lacks; the host counts only if the target limits it.
+        below, above: the trials of `largest` and `next_up`; `None` if these were only predicted.
+        attempts: number of real runs.
     """
 
     largest: Size
@@ -56,15 +56,15 @@ class Boundary:
 
 
 def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size]:
-    """Reference transformers around the given one, by layers, width and heads, each at most 2 % larger than the last.
+    """Reference transformers like `model` with other layers, width and heads, each at most 2 % larger than the last.
 
-    Of the models in reach the next is the one whose depth to width, and whose heads, are nearest to the config's, so
-    that what they need grows with their size, as far as whole layers and heads allow. Where a large vocabulary is most
-    of a small model, a step of the width by one is more than 2 %.
+    The next size is the model within reach whose depth/width ratio and heads are nearest to the config's: its memory
+    then grows with its size, as far as whole layers and heads allow. If a large vocabulary dominates a small model,
+    widening it by one can exceed 2 %.
 
     Args:
-        most: parameters beyond which no size is made.
-        multiple: what widths have to be a multiple of; fp8 takes 16.
+        most: largest number of parameters.
+        multiple: widths are multiples of this; fp8 needs 16.
     """
     found = sorted(_around(model, most, multiple), key=lambda one: one[:2])
     kept: list[Size] = []
@@ -80,9 +80,9 @@ def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size
 
 
 def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, float, Size]]:
-    """(parameters, how far its shape is from the config's, the model).
+    """(parameters, distance of its shape from the config's, the model).
 
-    Widths are multiples of the heads; half to twice as many heads make up for the widths of small models in between.
+    Widths are multiples of the heads; half to twice as many heads fill the gaps between the widths of small models.
     """
     rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
     known: set[int] = set()
@@ -106,29 +106,30 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
 
 
 def batch_sizes(accumulated: int | None = None) -> list[Size]:
-    """Micro-batches of every size.
+    """Every micro-batch size up to 65536.
 
     Args:
-        accumulated: micro-batches of a step, whatever their size, in the place of a global batch that only some divide.
+        accumulated: a fixed number of micro-batches per step; it replaces a global batch that only some sizes divide.
     """
     step = () if accumulated is None else (f"train.grad_accum_steps={accumulated}", "train.global_batch_size=null")
     return [Size((f"train.micro_batch_size={n}", *step), n) for n in range(1, _LARGEST_BATCH + 1)]
 
 
 def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | None, look_ahead: int = 0) -> Boundary:
-    """The last size that fits, and the first that does not.
+    """Find the last size that fits and the first that does not.
 
-    Sizes are bisected by prediction; real runs then step from the predicted boundary, up while they work or down while
-    they do not, until one works and its neighbour runs out of memory.
+    Bisects sizes by prediction; real runs then step from the predicted boundary, up while they work or down while they
+    fail, until one size works and the next runs out of memory.
 
     Args:
         sizes: smallest first.
         try_it: runs a size; `None` only predicts.
-        look_ahead: sizes beyond the first that does not fit that are looked at too, where need does not always grow.
+        look_ahead: how many sizes to predict beyond the first misfit, since memory does not always grow with size.
 
     Raises:
-        DoesNotFit: not even the smallest fits.
-        ConfigError: there is no limit, or even the largest fits; or a run fails for another reason than memory.
+        DoesNotFit: not even the smallest size fits.
+        ConfigError: the target has no memory limit, even the largest size fits, or no size trains.
+        ShardkitError: a run fails for another reason than memory.
     """
     limit = target.device_memory
     if limit is None:
@@ -142,10 +143,10 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
         if not fits(0):
             raise DoesNotFit(
                 f"not even {' '.join(sizes[0].settings)} fits: {misfit(needs.estimate(sizes[0]))}",
-                "use a larger or another card, or a setting that needs less",
+                "use a larger card, or a setting that needs less memory",
             )
         low = _bisected(fits, len(sizes), sizes)
-        # A size that does not fit can be a deep one: a larger one may.
+        # A deep model may not fit although a larger, shallower one does.
         while beyond := [i for i in range(low + 1, min(low + 1 + look_ahead, len(sizes) - 1)) if fits(i)]:
             low = beyond[-1]
         limited_by: Literal["device", "host"] = "host" if needs.of(sizes[low + 1]) <= limit else "device"
@@ -154,7 +155,7 @@ def largest(load: Load, sizes: Sequence[Size], target: Target, try_it: Try | Non
 
 
 class _Needs:
-    """Estimates of sizes, each asked for once."""
+    """Estimates of sizes, each planned once."""
 
     def __init__(self, planner: Planner, load: Load) -> None:
         self._planner, self._load = planner, load
@@ -166,19 +167,19 @@ class _Needs:
         return self._known[size]
 
     def of(self, size: Size) -> int:
-        """Bytes on the device."""
+        """Bytes that the size needs on the device."""
         return self.estimate(size).needed
 
 
 def _bisected(fits: Callable[[int], bool], count: int, sizes: Sequence[Size]) -> int:
-    """The last index that fits, found by doubling and then halving: large sizes are costly to ask for."""
+    """The last index that fits, found by doubling and then halving: large sizes are slow to predict."""
     low, step = 0, 1
     while low + step < count and fits(low + step):
         low += step
         step *= 2
     high = min(low + step, count - 1)
     if low == count - 1 or (high == count - 1 and fits(high)):
-        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "this is as large as it is looked for")
+        raise ConfigError(f"even {' '.join(sizes[-1].settings)} fits", "the search ends at this size")
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):
@@ -204,11 +205,11 @@ def _confirmed(boundary: Boundary, index: int, sizes: Sequence[Size], needs: _Ne
     while not works(index):
         index -= 1
         if index < 0:
-            raise ConfigError("not even the smallest size could be trained", "use a setting that needs less")
+            raise ConfigError("not even the smallest size could be trained", "use a setting that needs less memory")
     while works(index + 1):
         index += 1
         if index + 2 == len(sizes):
-            raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "this is as large as it is looked for")
+            raise ConfigError(f"even {' '.join(sizes[-1].settings)} works", "the search ends at this size")
     return replace(
         boundary, largest=sizes[index], next_up=sizes[index + 1], predicted=needs.of(sizes[index]), below=trials[index],
         above=trials[index + 1], attempts=len(trials),

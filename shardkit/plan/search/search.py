@@ -1,4 +1,4 @@
-"""The fastest setting that fits: every combination is traced roughly at its ends, the promising ones then exactly."""
+"""Find the fastest setting that fits: trace every combination roughly at its ends, then the promising ones exactly."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from ..target import Target
 from .axes import Combination, batch_settings, combinations, micro_batches
 
 Load = Callable[[Sequence[str]], RunConfig]
-"""The config with more overrides."""
+"""Returns the config with more overrides."""
 _LOOSE = 1.25
-"""Rough needs this far beyond the room are worth an exact look."""
+"""A rough estimate up to this factor above the limit is worth an exact trace."""
 _MOST_WORKERS = 8
 INTERRUPTED = "interrupted"
 _LONGER = "give it longer, with --budget 600"
 _FOR_ROUGH = 0.6
-"""Share of the time after which no further combination is traced roughly: the best are to be traced exactly."""
+"""Share of the budget for rough traces; the rest is for exact traces of the best."""
 
 
 class _OutOfTime(Exception):
-    """The time of the search is over."""
+    """The search has used up its budget."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A combination at a micro-batch, and what is predicted for it.
+    """A combination at one micro-batch size, with its prediction.
 
     Attributes:
-        settings: as on the command line.
+        settings: overrides as on the command line.
         needed: bytes on the device.
-        filled: share of the room that it takes, on the device or on the host, whichever is larger; it fits up to 1.
-        waits: seconds per token of all ranks, by what the step waits for (see `StepTime`).
-        estimate: what the figures are from; `None` where they lie between two rough traces.
+        filled: share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits.
+        waits: seconds per token (of all ranks) that the step waits for each part of the hardware (see `StepTime`).
+        estimate: the source of the figures; `None` if they are interpolated between two rough traces.
     """
 
     combination: Combination
@@ -61,17 +61,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        fitting: the best micro-batch of every combination that fits, fastest first; the first was traced exactly, and
-            so were those on the `front`, unless the search was `stopped`.
-        misfits: combinations that fit at no micro-batch, at the smallest.
-        refused: combinations that cannot work, with the reason.
-        sizes: the best combination at every micro-batch.
-        samples: of each rank in a step.
-        stopped: why the search ended before it was through; empty if it was.
-        left_out: combinations that it had not come to.
+        fitting: the best micro-batch of every combination that fits, fastest first; the first and those on the
+            `front` were traced exactly, unless the search was `stopped`.
+        misfits: combinations that fit at no micro-batch size, each at the one that needs least.
+        refused: combinations that cannot be planned, with the reason.
+        sizes: the best combination at every micro-batch size.
+        samples: samples per rank and step.
+        stopped: why the search ended early; empty if it finished.
+        left_out: number of combinations that were not planned.
     """
 
     fitting: tuple[Setting, ...]
@@ -88,12 +88,12 @@ class Found:
 
     @property
     def front(self) -> tuple[Setting, ...]:
-        """Those that nothing beats in both memory and speed, fastest first."""
+        """The settings that nothing beats in both memory and speed, fastest first."""
         return tuple(pareto(self.fitting))
 
 
 def pareto(settings: Sequence[Setting]) -> Iterator[Setting]:
-    """The settings that no faster one needs less memory than; fastest first."""
+    """The settings that need less memory than every faster one, fastest first."""
     least: float = float("inf")
     for setting in sorted(settings, key=lambda s: -s.tokens_per_s):
         if setting.needed < least:
@@ -102,18 +102,18 @@ def pareto(settings: Sequence[Setting]) -> Iterator[Setting]:
 
 
 class Search:
-    """Compares combinations on one target; a context manager, whose planning processes end with it.
+    """Compares combinations on one target; a context manager that ends its planning processes on exit.
 
     Args:
-        load: the config with more overrides.
+        load: returns the config with more overrides.
         given: dotted keys that must not change.
-        margin: share of the memory to leave free; `None` = as much as the estimate may be off, so that the choice fits
-            by its own verdict.
-        told: called with what is being done, how long it may take and the best so far, every time something is done.
-        budget: seconds after which `run` answers with the best so far; `None` = when it is certain of the best.
+        margin: share of the memory to leave free; `None` = the estimate's uncertainty, which makes the choice fit by
+            its own verdict.
+        told: called after every trace with the progress, the expected time and the best setting so far.
+        budget: seconds after which `run` returns the best so far; `None` = run until the best is certain.
 
     Raises:
-        ConfigError: (from `run`) there is no limit, nothing fits, or nothing can be traced.
+        ConfigError: the target has no memory limit; or (from `run`) nothing fits, or nothing can be traced.
     """
 
     def __init__(
@@ -151,16 +151,15 @@ class Search:
         self._stack.close()
 
     def run(self) -> Found:
-        """Trace, and sort what was found; Ctrl-C and the end of the budget leave what was found until then.
+        """Trace and rank the combinations; Ctrl-C and the end of the budget return the results so far.
 
         Raises:
-            KeyboardInterrupt: before anything was found.
+            KeyboardInterrupt: Ctrl-C before anything was found.
         """
         every = combinations(self._load(()), self._target, self._given)
         if not every:
             raise ConfigError(
-                f"of what is compared on {self._target.world_size} ranks nothing has all of "
-                f"{', '.join(sorted(self._given))}",
+                f"no combination for world size {self._target.world_size} has all of {', '.join(sorted(self._given))}",
                 "leave keys of parallel out of the command line, or plan without --auto",
             )
         self._begun, stopped = time.monotonic(), ""
@@ -184,7 +183,7 @@ class Search:
         return self._sorted_out(stopped)
 
     def _look_roughly(self, every: Sequence[Combination]) -> None:
-        """Trace every combination at its ends, as far as time allows."""
+        """Trace every combination at its smallest and largest micro-batch, as far as time allows."""
         ends = sorted({self._sizes[0], self._sizes[-1]})
         todo = [(combination, size) for combination in every for size in ends]
         rough: dict[Combination, list[Setting]] = {}
@@ -203,7 +202,7 @@ class Search:
             self._tell(f"traced {done} of {len(todo)} roughly, {left:.0f} s for the others")
 
     def _look_exactly(self) -> None:
-        """Trace exactly until the fastest that fits and the front are all exact; rough figures are replaced."""
+        """Replace rough figures by exact traces until the fastest setting that fits and the front are exact."""
         known, seen = self._known, 0
         while True:
             fastest = sorted(known.values(), key=lambda s: -s.tokens_per_s)
@@ -238,7 +237,7 @@ class Search:
     def _traced(
         self, todo: Sequence[tuple[Combination, int]], rough: bool = False
     ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
-        """Predictions in order, each a setting or why it cannot work; of rough ones as many as there is time for."""
+        """Predictions in order, each a setting or the reason of a failure; rough ones only as long as time allows."""
         end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
@@ -249,7 +248,7 @@ class Search:
                             waiting.cancel()
                     if not answer.cancelled():
                         yield asked, answer.result(None if end is None else max(0.0, end - time.monotonic()))
-            except BaseException as error:  # Ctrl-C: nobody waits for the rest
+            except BaseException as error:  # Ctrl-C: nobody needs the rest
                 pool.shutdown(wait=False, cancel_futures=True)
                 for planner in self._planners:
                     planner.stop()
@@ -282,9 +281,9 @@ class Search:
         return max(need / (limit * usable) for need, limit in limits if limit is not None)
 
     def _between(self, ends: Sequence[Setting]) -> Iterator[Setting]:
-        """A combination at every micro-batch: the peaks of phases on straight lines, time on one in 1 / micro-batch.
+        """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch.
 
-        A phase's peak is the largest of several lines, so that in between a straight one is never too low.
+        A phase's peak is the largest of several lines, therefore linear interpolation is never too low.
         """
         first, last = ends[0], ends[-1]
         assert first.estimate is not None and last.estimate is not None
@@ -315,7 +314,7 @@ class Search:
             if stopped:
                 raise ConfigError(
                     f"the search was {stopped}: of {len(best)} combinations none seems to fit, {len(self._left_out)} "
-                    "were not looked at",
+                    "were not planned",
                     _LONGER,
                 )
             raise DoesNotFit(
@@ -329,7 +328,7 @@ class Search:
 
 
 def named(setting: Setting, samples: int) -> str:
-    """A setting in a line."""
+    """A setting in one line."""
     one = setting.combination
     passes = samples // setting.micro_batch
     batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
@@ -337,7 +336,7 @@ def named(setting: Setting, samples: int) -> str:
 
 
 def best_of_each(settings: Iterable[Setting]) -> list[Setting]:
-    """Of every combination the fastest micro-batch that fits, or else the one that needs least."""
+    """Each combination at its fastest micro-batch that fits, or else at the one that needs least memory."""
     best: dict[Combination, Setting] = {}
     for setting in settings:
         other = best.get(setting.combination)

@@ -1,4 +1,4 @@
-"""A few real steps of a config in fresh processes: what they needed, how fast they were, or that memory ran out."""
+"""Run a few real steps of a config in fresh processes and read their memory, speed or failure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any, Literal
 from ...errors import ConfigError
 from ...memory import read_jsonl
 
-TRACED = 2  # step 1 makes the optimizer's states: the second is like all later ones
+TRACED = 2  # step 1 creates the optimizer's state; step 2 is like all later steps
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Make the folder that results go to, and see whether it takes them: before what takes long, and while it does.
+    """Create the folder for results and check that it is writable, before a long command and while it runs.
 
     Raises:
-        ConfigError: it cannot be written, or is full.
+        ConfigError: the folder cannot be written, or its disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def writing(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a short run went.
+    """The result of a short run.
 
     Attributes:
-        peak: largest bytes of tensors on any rank: the allocator's on a GPU, those of a traced step on the CPU.
-        reserved: the allocator's largest; `None` on the CPU.
-        tokens_per_s: of all ranks, the median over the steps after the traced one.
-        losses: of every step.
-        message: why it failed.
+        peak: peak bytes of tensors on any rank: from the allocator on a GPU, from a traced step on the CPU.
+        reserved: peak bytes that the allocator reserved on any rank; `None` on the CPU.
+        tokens_per_s: tokens/s of all ranks, the median over the steps after the traced one.
+        losses: the loss of every step.
+        message: the reason of a failure.
     """
 
     outcome: Literal["ok", "out of memory", "failed"]
@@ -66,8 +66,8 @@ def run_trial(
 
     Args:
         config: a YAML file; `None` = defaults.
-        folder: the run directory; what it holds is replaced.
-        cap: stand for a smaller card (`memory.cap`).
+        folder: the run directory; its contents are replaced.
+        cap: imitate a smaller card (`memory.cap`).
     """
     settings = [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
@@ -80,13 +80,13 @@ def run_trial(
     else:
         launch = ["-m", "shardkit.cli", "launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
         command = [sys.executable, *launch]
-    shutil.rmtree(folder / "oom", ignore_errors=True)  # of a run before: this one may fail sooner than it clears up
+    shutil.rmtree(folder / "oom", ignore_errors=True)  # an earlier run's; this run may fail before it would clear it
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return read_trial(folder, done.returncode, done.stderr)
 
 
 def read_trial(folder: Path, exit_code: int, said: str = "") -> Trial:
-    """What a run of `run_trial` left."""
+    """Read the result of a run that `run_trial` started, from its run directory."""
     if exit_code:
         if list((folder / "oom").glob("rank*.json")):
             return Trial("out of memory", message=_last_line(said))

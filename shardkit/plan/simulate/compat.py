@@ -1,8 +1,8 @@
-"""What planning needs of torch, DeepSpeed and transformers that they keep private, and what it replaces of theirs.
+"""Private names of torch, DeepSpeed and transformers that planning uses, and the functions of theirs that it replaces.
 
-`install_fake_cuda` changes the process for good: a virtual table inside libtorch, and functions of `torch.cuda`. It is
-for a child process that does nothing else; a build of torch whose tables look different may crash there, and the parent
-then plans with CPU fakes.
+`install_fake_cuda` changes the process for good: it patches a virtual table inside libtorch and functions of
+`torch.cuda`. Use it in a child process that does nothing else: a torch build with other tables may crash it, and the
+parent then plans with CPU fakes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PIN_MEMORY = PLANS.take("torch.ops.aten._pin_memory.default")
 own_apply = PLANS.take("torch.nn.Module._apply")
 PLANS.take("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
 _split = PLANS.use(f"{_FSDP}._fsdp_param._chunk_with_empty")
-# torch 2.9 calls it by the name that a second module has for it.
+# torch 2.9 calls the function through a second module that imports it.
 _moves = [PLANS.use(f"{_FSDP}._fsdp_init._move_states_to_device")]
 _moves += [PLANS.use(f"{_FSDP}._fully_shard._move_states_to_device", until="2.13.0")]
 # torch 2.9.0 has no kernels for collectives of fake tensors: see `register_collectives`.
@@ -70,9 +70,9 @@ _key = PLANS.use("torch._C.DispatchKey", until="2.13.0")
 _key_set = PLANS.use("torch._C.DispatchKeySet", until="2.13.0")
 _fused_adamw = ZERO_PLANS.take("torch._fused_adamw_")
 
-# torch 2.9.0 has none for machines without a GPU, and gets ours: see `_install_guard`.
+# torch 2.9.0 has no guard for machines without a GPU, and gets ours: see `_install_guard`.
 _ensure_guard = FAKE_CUDA.use("torch._C._ensureCUDADeviceGuardSet", _FAKE_DEVICE, since="2.13.0")
-# torch 2.9.0 makes a real tensor on the device with the first fake one.
+# torch 2.9.0 creates a real tensor on the device along with the first fake one.
 _init_context = FAKE_CUDA.use(f"{_FAKES}.init_gpu_context", _FAKE_DEVICE, until="2.13.0")
 _cuda_hooks = FAKE_CUDA.use("torch.lib.libtorch_cpu._ZN2at6detail12getCUDAHooksEv", _FAKE_DEVICE)
 _register_guard = FAKE_CUDA.use(
@@ -101,21 +101,21 @@ _COLLECTIVES = (
 )  # fmt: skip
 _CUDA = 1  # c10::DeviceType::CUDA
 _SLOTS = 96  # more virtual functions than CUDAHooksInterface has
-_IS_BUILT, _HAS_CONTEXT = 2, 4  # of them, where two destructors come first
+_IS_BUILT, _HAS_CONTEXT = 2, 4  # slots of the two functions, after two destructors
 _GUARD_SLOTS = 64  # more virtual functions than DeviceGuardImplInterface has
-_kept: list[Any] = []  # what C++ points to must live as long as the process, and so must a registration
+_kept: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the process
 
 
 def packet_of(func: Any) -> Any:
-    """The operator that an overload belongs to."""
+    """The operator (all overloads) that this overload belongs to."""
     return func._overloadpacket
 
 
 @functools.cache
 def makes_alike(func: Any) -> bool:
-    """Whether results of an operator follow from its arguments' shapes, types and numbers, and arguments keep theirs.
+    """Whether an operator's results follow from its arguments' shapes, dtypes and numbers, which it leaves unchanged.
 
-    Views that do not say that they are views are not among them.
+    Views that are not declared as views do not count.
     """
     if getattr(func, "namespace", "") not in ("aten", "prims") or func.name() in _ALIASES or "resize" in func.name():
         return False
@@ -127,7 +127,7 @@ _UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torc
 
 
 def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """A step of AdamW in one kernel that changes nothing: for what it touches."""
+    """A fused AdamW step that changes nothing; a trace sees the tensors that it touches."""
     _fused_adamw(
         [param], [grad], [first], [second], [], [], lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1.0,
         amsgrad=False, maximize=False,
@@ -135,14 +135,14 @@ def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, se
 
 
 def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) -> None:
-    """Let torch believe in a GPU, which answers as `cuda` says; once in a process.
+    """Make torch believe in a GPU that answers as `cuda` says; call it once per process.
 
     Args:
-        cuda: functions and classes that take the place of those of `torch.cuda`.
-        attention: takes the place of `scaled_dot_product_attention`.
+        cuda: functions and classes that replace those of `torch.cuda`.
+        attention: replaces `scaled_dot_product_attention`.
 
     Raises:
-        NameGone: torch has no longer what this needs.
+        NameGone: torch no longer has a name that this needs.
     """
     FAKE_CUDA.require()
     _install_guard()
@@ -155,7 +155,7 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     for key, value in cuda.items():
         setattr(torch.cuda, key, value)
     torch.cuda._lazy_init = lambda: None
-    for key in ("current_stream", "synchronize"):  # FSDP2 asks here when it gathered a frozen block for nothing
+    for key in ("current_stream", "synchronize"):  # FSDP2 calls these when it has gathered a frozen block for nothing
         setattr(torch.accelerator, key, cuda[key])
     for key in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, key, lambda *_: 0)
@@ -166,8 +166,8 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
 def _install_guard() -> None:
     has_its_own = _ensure_guard.exists()
     if not (has_its_own and torch.backends.cuda.is_built()):  # type: ignore[no-untyped-call]
-        # PyTorch puts its own fake guard in where it finds one that counts no devices: give it one. Where it has none
-        # ours stays.
+        # PyTorch replaces a guard that counts no devices with its own fake one: register such a guard. If PyTorch has
+        # no fake guard, ours stays.
         register: Any = _register_guard.find()
         register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_int8, ctypes.c_void_p], None
         answer = _function_for_no_devices() if has_its_own else _function_for_one_device()
@@ -181,7 +181,7 @@ def _install_guard() -> None:
     hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())
-    first = (table_of_hooks.value or 0) - 16  # what lies before a virtual table belongs to it
+    first = (table_of_hooks.value or 0) - 16  # two words before a virtual table belong to it
     copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
     for slot in (_IS_BUILT, _HAS_CONTEXT):
@@ -197,14 +197,14 @@ def _function_for_no_devices() -> int | None:
 
 
 def _function_for_one_device() -> int:
-    """Address of a function that answers all that torch 2.9.0 asks a guard about devices and streams.
+    """Address of a function that answers every question of torch 2.9.0 to a guard about devices and streams.
 
-    1 in the first register of a result, 0 in the second: 1 is the device type, the count of devices, yes, and as the
-    bytes of a `Device` GPU 0; both together are GPU 0's default `Stream`. It is machine code, since a function of
-    ctypes cannot give back a struct, and it needs no lock of Python's in autograd's threads.
+    It returns 1 in the first register and 0 in the second: 1 is the device type, the device count, true, and the bytes
+    of a `Device` for GPU 0; both registers are GPU 0's default `Stream`. It is machine code, since a ctypes function
+    cannot return a struct, and it needs no Python lock in autograd's threads.
 
     Raises:
-        NameGone: torch has no guard of its own, and this is not an x86-64 machine.
+        NameGone: torch has no fake guard, and this is not an x86-64 machine.
     """
     if platform.machine() != "x86_64":
         raise _ensure_guard.gone()
@@ -215,7 +215,7 @@ def _function_for_one_device() -> int:
 
 
 class _Changed:
-    """A module with some of its members replaced."""
+    """A Python module with some members replaced."""
 
     def __init__(self, module: Any, **members: Any) -> None:
         self.__dict__.update(members)
@@ -226,24 +226,24 @@ class _Changed:
 
 
 def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
-    """Let fake tensors go through a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
+    """Let fake tensors pass a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
 
     Args:
-        shapes: operator of aten → what makes results of its shapes.
+        shapes: aten operator → function that makes results of the right shapes.
     """
     library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for name, kernel in shapes.items():
         library.impl(name, kernel)  # type: ignore[no-untyped-call]
     _kept.append(library)
-    # While a graph is captured it leaves out looking for ranks without samples, which needs values.
+    # During graph capture it does not search for ranks without samples, which would need values.
     capturing = _Changed(torch.cuda, is_current_stream_capturing=lambda: True)
     _of_sync_batch_norm.torch = _Changed(torch, cuda=capturing)
 
 
 def register_collectives() -> None:
-    """Let fake tensors go through collectives where torch (2.9.0) has kernels for real ones only; once in a process.
+    """Let fake tensors pass collectives if torch (2.9.0) has kernels for real ones only; call it once per process.
 
-    They take the kernels of CPUs, which hand them to the process group; a fake one answers at once.
+    They use the CPU kernels, which call the process group; the fake group answers at once.
     """
     operators = [getattr(_c10d.find(), name).default for name in _COLLECTIVES]
     if operators[0].has_kernel_for_dispatch_key(_key.find().Meta):
@@ -258,7 +258,7 @@ def register_collectives() -> None:
 
 
 def _gather_flat(gather: Callable[..., Any], whole: torch.Tensor, piece: torch.Tensor, *rest: Any) -> Any:
-    """The fake group of torch 2.9.0 cuts the whole along its first dimension, which may be 1."""
+    """Gather into a flat view: torch 2.9.0's fake group splits the output along its first dimension, which may be 1."""
     return whole, gather(whole.view(-1), piece.view(-1), *rest)[1]
 
 
@@ -266,13 +266,13 @@ def _gather_flat(gather: Callable[..., Any], whole: torch.Tensor, piece: torch.T
 def torch_on_fakes(
     apply: Callable[..., Any], split: type, move: Callable[..., None], step: Callable[..., Any]
 ) -> Iterator[None]:
-    """Replace what of torch cannot go through fake tensors.
+    """Replace the functions of torch that do not work on fake tensors.
 
     Args:
-        apply: for `Module._apply`, which does not swap fake parameters that something refers to.
-        split: for FSDP2's pieces of a parameter, of which it makes all ranks'.
-        move: for FSDP2's way to the device, where setting `data` leaves a fake where it says.
-        step: for `GradScaler`'s step, which asks for a count of infinities.
+        apply: replaces `Module._apply`, which does not swap fake parameters that have other references.
+        split: replaces FSDP2's split of a parameter, which makes every rank's shard.
+        move: replaces FSDP2's move to the device: setting `data` does not change a fake tensor's device.
+        step: replaces `GradScaler`'s step, which reads a count of infinities.
     """
     with ExitStack() as stack:
         stack.enter_context(patch.object(nn.Module, "_apply", apply))
@@ -291,16 +291,16 @@ _overflows = [
     ZERO_PLANS.use(f"{_STAGES[0]}.DeepSpeedZeroOptimizer.has_overflow"),
     ZERO_PLANS.use(f"{_STAGES[1]}.DeepSpeedZeroOptimizer_Stage3.has_overflow"),
 ]
-# The optimizers' own, since offload_ratio and pure_bf16 ask for exactly this type.
+# Replaced in the optimizers' modules too, since offload_ratio and pure_bf16 check for exactly this type.
 _cpu_adams = [ZERO_PLANS.use(f"{module}.DeepSpeedCPUAdam") for module in ("deepspeed.ops.adam", *_STAGES)]
 
 
 @contextmanager
 def deepspeed_alone(cpu_adam: type) -> Iterator[None]:
-    """DeepSpeed compares what its ranks did; here there is nobody to compare with, and no gradient that overflows.
+    """Turn off DeepSpeed's comparisons between ranks and its overflow checks: there are no peers and no real gradients.
 
     Args:
-        cpu_adam: for DeepSpeedCPUAdam, whose kernel reads real memory.
+        cpu_adam: replaces DeepSpeedCPUAdam, whose kernel reads real memory.
     """
     ZERO_PLANS.require()
     with ExitStack() as stack:
@@ -313,16 +313,16 @@ def deepspeed_alone(cpu_adam: type) -> Iterator[None]:
 
 
 def _never(function: Callable[..., Any], path: str) -> Any:
-    """Let a function that looks for infinities find none."""
+    """Run a function that looks for infinities, but answer that there are none."""
 
     def looked(*args: Any, **kwargs: Any) -> bool:
-        function(*args, **kwargs)  # it takes memory
+        function(*args, **kwargs)  # called because it allocates memory
         return False
 
     return patch(path, looked)
 
 
-# transformers takes fake tensors for a trace that is to be exported, and builds masks that training does not need.
+# transformers mistakes fake tensors for an export trace, and builds masks that training does not need.
 _AS_IN_TRAINING: dict[str, Callable[..., Any]] = {
     "is_tracing": lambda *_, **__: False,
     "is_fake_tensor": lambda *_, **__: False,
@@ -334,7 +334,7 @@ _masks = [HF_PLANS.use(f"{_MASKS}.is_tracing"), HF_PLANS.use(f"{_MASKS}.find_pac
 
 @contextmanager
 def transformers_in_training() -> Iterator[None]:
-    """Let the modules of transformers that are loaded build what they build in training."""
+    """Make the loaded modules of transformers build the same masks as in training."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers."):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel without its C++ reducer, which reads real data: the same buckets at the same moments."""
+"""DistributedDataParallel without its C++ reducer, which reads real data: same buckets, reduced at the same moments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FIRST_BUCKET_MB = 1.0
 
 
 class StandInDDP(nn.Module):
-    """Takes what `DistributedDataParallel` takes from the ddp strategy; every parameter gets a gradient.
+    """Takes the arguments that the ddp strategy passes to `DistributedDataParallel`; every parameter gets a gradient.
 
-    Gradient buckets of `bucket_cap_mb` (the first 1 MiB) are allocated with the wrapper and live as long as it does.
-    A finished gradient is copied into its bucket and becomes a view of it; a full bucket is given to the hook.
+    Gradient buckets of `bucket_cap_mb` MiB (the first: 1 MiB) are allocated with the wrapper and live as long as it.
+    A finished gradient is copied into its bucket and becomes a view of it; a full bucket goes to the hook.
     """
 
     __getattr__ = own_or_models
@@ -93,7 +93,7 @@ class StandInDDP(nn.Module):
 
 
 class _Bucket:
-    """What a communication hook is handed."""
+    """The bucket that a communication hook receives."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat

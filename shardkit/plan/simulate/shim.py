@@ -1,7 +1,7 @@
-"""Fake tensors of device cuda where there is no GPU, on CUDA and CPU builds of torch alike.
+"""Fake tensors on device cuda without a GPU, on CUDA and CPU builds of torch alike.
 
-`install` changes the process for good (see `compat`, which puts the parts in). Seen to hold with torch 2.9.0,
-2.13 and 2.15 on Linux x86-64.
+`install` changes the process for good (see `compat`, which patches torch). Tested with torch 2.9.0, 2.13 and 2.15 on
+Linux x86-64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _current = 0
 
 
 def current_stream() -> int:
-    """Number of the stream that work is put on now; 0 is the default stream."""
+    """Number of the current stream; 0 is the default stream."""
     return _current
 
 
@@ -38,14 +38,14 @@ def install(capability: tuple[int, int], total_memory: int, name: str, n_devices
     """Make `FakeTensorMode` work with device cuda.
 
     Args:
-        capability: compute capability of the GPU to stand for.
-        total_memory: its bytes.
-        name: what `torch.cuda.get_device_name` says.
-        n_devices: GPUs of the machine to stand for.
+        capability: compute capability of the imitated GPU.
+        total_memory: its memory in bytes.
+        name: the result of `torch.cuda.get_device_name`.
+        n_devices: number of GPUs of the imitated machine.
 
     Raises:
-        NameGone: torch has no longer what this needs.
-        RuntimeError: a fake backward pass does not do what it should.
+        NameGone: torch no longer has a name that this needs.
+        RuntimeError: a small fake backward pass gives a wrong result.
     """
     install_fake_cuda(_cuda_api(capability, total_memory, name, n_devices), _attention)
     register_batch_norm({f"batch_norm{shapes.__name__}": shapes for shapes in _BATCH_NORM})
@@ -53,7 +53,7 @@ def install(capability: tuple[int, int], total_memory: int, name: str, n_devices
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`: a number."""
+    """Replaces `torch.cuda.Stream`: only a number."""
 
     _made = 0
 
@@ -79,7 +79,7 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.cuda.Event`: everything has happened already."""
+    """Replaces `torch.cuda.Event`: every event has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -107,7 +107,7 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devices: int) -> dict[str, Any]:
-    """What `torch.cuda` says of a GPU."""
+    """Replacements for members of `torch.cuda` that describe or use a GPU."""
     default = Stream()
     default.stream_id = default.cuda_stream = 0
     properties = SimpleNamespace(
@@ -155,7 +155,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that a GPU would choose: on fake tensors torch's own choice is always the unfused one."""
+    """Call the kernel that a GPU would choose: on fake tensors torch always chooses the unfused one."""
     if query.device.type != "cuda":
         return _real_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):
@@ -190,7 +190,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the memory-efficient kernel takes it: additive, rows padded to 16 elements, whole."""
+    """The mask in the memory-efficient kernel's form: additive, rows padded to 16 elements, expanded."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     padding = -mask.shape[-1] % 16
@@ -200,7 +200,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _of_channels(like: Tensor) -> Tensor:
-    """Statistics are fp32 where the input has half of its bits."""
+    """Statistics per channel: fp32 for inputs of 16 bits, else the input's dtype."""
     dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     return like.new_empty(like.shape[1], dtype=dtype)
 
@@ -243,17 +243,17 @@ def _backward_elemt(
 
 
 _BATCH_NORM = (_stats, _gather_stats_with_counts, _elemt, _backward_reduce, _backward_elemt)
-"""What gives results of the shapes of `nn.SyncBatchNorm`'s kernels, named as they are."""
+"""Functions that return results in the shapes of `nn.SyncBatchNorm`'s kernels, with the kernels' names."""
 
 
 def _check() -> None:
     """A small backward pass on fake tensors: the right device, dtypes under autocast, and an accelerator."""
     if torch.accelerator.current_accelerator() != torch.device("cuda"):
-        raise RuntimeError("torch does not take cuda for its accelerator")
+        raise RuntimeError("torch does not use cuda as its accelerator")
     with Fakes(), torch.device("cuda"):
         layer = torch.nn.Linear(4, 4)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = layer(torch.zeros(2, 4))
         out.sum().backward()
         if out.dtype is not torch.bfloat16 or layer.weight.grad is None or layer.weight.grad.device.type != "cuda":
-            raise RuntimeError("a fake backward pass on cuda gives something else")
+            raise RuntimeError("a fake backward pass on cuda gives a wrong dtype or device")

@@ -1,4 +1,4 @@
-"""The real step, traced: the config's own model, wrap, checkpointing and optimizer, run on fake or real tensors."""
+"""Run the real step for a trace: the config's model, wrap, checkpointing and optimizer, on fake or real tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...tasks.base import Batch, Task
 
 @contextmanager
 def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> Iterator[Strategy]:
-    """The task's model, wrapped as training would."""
+    """The task's model, wrapped as in training."""
     strategy, blocks = make_strategy(config, world), getattr(task, "block_classes", ())
     try:
         parallelize(
@@ -41,7 +41,7 @@ def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> It
 def take_step(
     config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, strategy: Strategy, phases: Phases
 ) -> None:
-    """One optimizer step as training would take it; each micro-batch is `batch`, which has `n_targets` targets."""
+    """Take one optimizer step as in training; each micro-batch is `batch`, which has `n_targets` targets."""
     accum = resolve_batch(config, world.size)
     train_step(
         strategy, phases, [(batch, False)] * accum, getattr(task, "plan_loss", task.loss),
@@ -58,10 +58,10 @@ def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
 
 
 def sample_batch(task: Task, config: RunConfig) -> Batch:
-    """A micro-batch on the CPU: what the task says planning may use, or the first samples of its training data.
+    """A micro-batch on the CPU: the task's `plan_batch`, or the first samples of its training data.
 
     Raises:
-        ConfigError: the task has neither, or its data have no length.
+        ConfigError: the task has neither, or its dataset has no `len()`.
     """
     make = getattr(task, "plan_batch", None)
     if make is not None:

@@ -1,4 +1,4 @@
-"""Turns what fake tensors cannot do into one line of cause and one of fix."""
+"""Turn failures of fake tensors into one line of cause and one line of fix."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _LIBRARIES = tuple(
     for path in (Path(sysconfig.get_path(name)), Path(sysconfig.get_path(name)).resolve())
 )
 _INSTALLED_ANYWHERE = ("torch", "deepspeed", "transformers")
-"""Packages that are no user's code wherever they lie, such as in a folder on PYTHONPATH."""
+"""Packages that are never the user's code, wherever they are installed, such as in a folder on PYTHONPATH."""
 _FIX = (
     "planning knows shapes, not values: give the task plan_loss(model, batch) that needs none, "
     "or plan_batch(n) if it is the data"
 )
 _NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((.+?)\)>")
-_CHANGE = "change the setting that it names"
+_CHANGE = "change the setting that the error names"
 
 
 class Untraceable(ShardkitError):
-    """The step failed on fake tensors, in a way that is not known."""
+    """The step failed on fake tensors for an unknown reason."""
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise ConfigError for operators and branches that fake tensors cannot go through.
+    """Raise ConfigError for operators and branches that fake tensors do not support.
 
     Raises:
         ConfigError: names the user's line that needs a tensor's value, or the operator that has no fake kernel.
@@ -58,7 +58,7 @@ def explained() -> Iterator[None]:
             raise _no_fake_kernel(custom[1], where) from error
         raise Untraceable(
             f"this step cannot be traced: {type(error).__name__}: {shorten(said, 200)}{where}",
-            ("if it trains, give the task a plan_loss(model, batch) that goes round it" if where else _CHANGE)
+            ("if it trains, give the task a plan_loss(model, batch) that avoids it" if where else _CHANGE)
             + "; SHARDKIT_DEBUG=1 shows the traceback",
         ) from error
 
@@ -71,10 +71,10 @@ def _no_fake_kernel(operator: str, where: str) -> ConfigError:
 
 
 def refuse_value(frame: FrameType | None) -> None:
-    """Refuse that code of the user's reads a tensor's value; libraries may, what they are told is a constant.
+    """Refuse to let the user's code read a tensor's value; libraries may read it and get a constant.
 
     Raises:
-        ConfigError: the innermost frame outside the libraries belongs to neither them nor shardkit.
+        ConfigError: the innermost frame outside torch belongs to neither a library nor shardkit.
     """
     while frame is not None and (frame.f_code.co_name == "__torch_dispatch__" or _is_torch(frame.f_code.co_filename)):
         frame = frame.f_back
@@ -92,7 +92,7 @@ def of_deepspeed(frame: FrameType | None) -> bool:
 
 
 def _at(trace: TracebackType | None) -> str:
-    """Where the user's own code was, innermost."""
+    """The innermost line of the user's own code."""
     found = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A world of ranks that is not there: fake tensors, a process group that answers at once, engines told to cope."""
+"""A pretended world of ranks: fake tensors, a process group that answers at once, and patched engines."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from .unplannable import of_deepspeed, refuse_value
 def fake_world(
     device: torch.device, world_size: int, ranks_per_node: int, rank: int = 0, zero: bool = False
 ) -> Iterator[World]:
-    """Be one of `world_size` ranks while inside; every tensor made there is fake.
+    """Pretend to be one of `world_size` ranks; every tensor made inside is fake.
 
     Args:
-        device: where the model would train.
-        zero: DeepSpeed takes part.
+        device: the device on which the model would train.
+        zero: patch DeepSpeed too.
     """
     local = min(ranks_per_node, world_size)
     env = RankEnv(rank, world_size, rank % local, local, rank // local, -(-world_size // local), "group")
-    # Left standing: DeepSpeed keeps groups for as long as its process lives.
+    # Never destroyed: DeepSpeed keeps groups for as long as its process lives.
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
@@ -66,7 +66,7 @@ def fake_world(
     with ExitStack() as stack:
         stack.enter_context(Fakes())
         stack.enter_context(patch("shardkit.strategies.ddp.Wrapped", StandInDDP))
-        # Which ranks used what is not known here: as if all used all.
+        # The trace does not know which parameters other ranks use: assume that all ranks use all of them.
         stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.forget_unused", lambda strategy: None))
         stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
         stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
@@ -78,16 +78,16 @@ def fake_world(
 
 
 class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors that have shapes and devices but no bytes.
+    """A mode whose tensors have shapes and devices but no data.
 
-    `.item()` is 1 (False for bool); pinned memory is plain memory as large. What an operator made of the same shapes
-    twice alike is made again from memory, in later worlds of the process too: several times as fast as torch's cache.
+    `.item()` is 1 (False for bool); pinned memory is plain memory of the same size. If an operator gives equal results
+    for the same shapes twice, later calls reuse them, also in later worlds: several times as fast as torch's cache.
 
     Raises:
-        ConfigError: code that is no library's asks for a value: its branches would be taken blindly.
+        ConfigError: the user's code reads a tensor's value; its branches would be taken blindly.
     """
 
-    avoid_device_init = True  # whatever `torch.cuda.is_available` is made to say
+    avoid_device_init = True  # whatever the patched `torch.cuda.is_available` says
     _once: dict[Any, _Results] = {}
     _twice: dict[Any, _Results] = {}
 
@@ -134,7 +134,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _told_by(self, args: Any, facts: list[Any]) -> bool:
-        """Add to `facts` what results can depend on; False where that is more than shapes, types and numbers."""
+        """Add to `facts` all that the results depend on; False if that is more than shapes, dtypes and numbers."""
         for arg in args:
             kind = type(arg)
             if kind is FakeTensor:
@@ -148,7 +148,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             elif isinstance(arg, (torch.Tensor, torch.ScriptObject)):
                 return False
             else:
-                facts += kind, arg  # 1 and 1.0 are equal, and make tensors of other types
+                facts += kind, arg  # 1 and 1.0 are equal, but make tensors of different dtypes
         return True
 
     def _make(self, results: _Results, args: Any) -> Any:
@@ -173,12 +173,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 _MOST_KNOWN = 50_000
-"""Operators with their shapes; a trace has one to five thousand of them."""
+"""Most operators (with shapes) that the cache holds; a trace has one to five thousand."""
 _Looks = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device, int]
-"""Shape, stride, offset, type and device of a tensor, bytes of its storage."""
+"""Shape, stride, offset, dtype and device of a tensor, and the bytes of its storage."""
 _Results = tuple[type | None, tuple[tuple[int | None, _Looks | None], ...]]
-"""The kind of sequence that results come in (`None`: a single one), and each: a new tensor (None, looks), a view of an
-argument (its place, looks), an argument (its place, None), or nothing (None, None)."""
+"""The type of the sequence of results (`None`: a single one), and each result: a new tensor (None, looks), a view of an
+argument (its index, looks), an argument (its index, None), or nothing (None, None)."""
 
 
 def _looks(tensor: Any) -> _Looks:
@@ -189,7 +189,7 @@ def _looks(tensor: Any) -> _Looks:
 
 
 def _results(out: Any, args: Any) -> _Results | None:
-    """What came out, for making it again; `None` where there is more to it."""
+    """A description of the results to make them again; `None` if it would not suffice."""
     kind = type(out) if isinstance(out, (tuple, list)) else None
     made = [one for one in (out if kind else (out,)) if one is not None]
     if any(type(one) is not FakeTensor or one.constant is not None or one.layout is not torch.strided for one in made):
@@ -213,19 +213,19 @@ def _results(out: Any, args: Any) -> _Results | None:
 
 
 def _storages(args: Any) -> list[torch.UntypedStorage | None]:
-    """The storage of each argument that is a tensor."""
+    """The storage of each argument; `None` for those that are not tensors."""
     return [arg.untyped_storage() if isinstance(arg, torch.Tensor) else None for arg in args]
 
 
 def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
-    """A mesh is made of real numbers."""
+    """Make a device mesh outside the fake mode: it needs real rank numbers."""
     with unset_fake_temporarily():
         return init_device_mesh(*args, **kwargs)
 
 
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """`Module._apply` that keeps every parameter the object it is: torch does not swap fakes that are referred to."""
-    if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2 takes over its shards itself
+    """`Module._apply` that keeps every parameter object: torch does not swap fakes that have other references."""
+    if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2 handles its own shards
         return own_apply(self, fn, recurse)  # type: ignore[no-any-return]
     for module in self.modules() if recurse else (self,):
         for param in module.parameters(recurse=False):
@@ -238,7 +238,7 @@ def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = T
 
 
 def _move_fakes(params: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], device: torch.device) -> None:
-    """FSDP2's way to the device for a model that was not built on meta: setting `data` leaves a fake where it says."""
+    """FSDP2's move to the device, for models not built on meta: setting `data` does not change a fake's device."""
     for tensor in (*params, *buffers):
         if tensor.device != device and not tensor.is_meta:
             _set_data(tensor, tensor.to(device))
@@ -253,12 +253,12 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _step_all_the_same(self: GradScaler, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """A step that loss scaling does not skip: a fake count of infinities says 1."""
+    """A step that loss scaling never skips: a fake count of infinities reads as 1."""
     return optimizer.step(*args, **kwargs)
 
 
 class _CPUAdam(torch.optim.Optimizer):
-    """DeepSpeedCPUAdam's states, made in the first step as it makes them; another kernel that works in place."""
+    """DeepSpeedCPUAdam's state, made in the first step as there, with another in-place kernel."""
 
     def __init__(self, groups: Any, adamw_mode: bool, fp32_optimizer_states: bool, **settings: Any) -> None:
         super().__init__(groups, {**settings, "amsgrad": False})
@@ -286,7 +286,7 @@ _READS = (
 
 
 class _ReadValues(TorchFunctionMode):
-    """Hands each reading of a tensor's value to `answer`, to be done or not; DeepSpeed's own are done."""
+    """Lets `answer` handle each read of a tensor's value; DeepSpeed's own reads run unchanged."""
 
     def __init__(self, answer: Callable[[Callable[[], Any]], Any]) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def _refused(read: Callable[[], Any]) -> Any:
 
 
 class _Chunks:
-    """Pieces of a parameter, made when asked for: of a thousand ranks' only this one's is."""
+    """The shards of a parameter, made on demand: of a thousand ranks, only this rank's shard is made."""
 
     def __init__(self, tensor: torch.Tensor, n_chunks: int, dim: int) -> None:
         self._tensor, self._n, self._dim = tensor, n_chunks, dim
@@ -335,7 +335,7 @@ class FakeWeights(Weights):
         try:
             with _ReadValues(_refused):
                 return super().build(make_model, construction, cut_up)
-        except Exception:  # what reading a fake raises depends on how it is read
+        except Exception:  # the exception of a fake read depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
@@ -343,7 +343,7 @@ class FakeWeights(Weights):
             return super().build(make_model, construction, cut_up)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
-        """What the constructor reads; nothing if it fails then too, or never reads."""
+        """The values that the constructor reads; empty if it fails on real tensors too, or reads nothing."""
         values: list[Any] = []
 
         def kept(read: Callable[[], Any]) -> Any:
@@ -361,7 +361,7 @@ class FakeWeights(Weights):
         return torch.empty(shape, dtype=torch.float32)
 
     def materialise(self, model: nn.Module, device: torch.device) -> None:
-        """Put the model on the device; `Module.to` cannot swap fake parameters that something refers to weakly."""
+        """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
         made: dict[int, Any] = {}
         for module in model.modules():
             held = (module.named_parameters(recurse=False, remove_duplicate=False), True), (

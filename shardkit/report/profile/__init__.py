@@ -1,1 +1,1 @@
-"""What a run's profile found: where time and memory go, per operator and per category. Recorded by `run.profiler`."""
+"""A run's profile: time and memory per operator and per category. Recorded by `run.profiler`."""

@@ -1,4 +1,4 @@
-"""From a trace to answers: what each byte was for, what was alive at the peak, who allocates most. Imports no torch."""
+"""Turn a trace into answers: each byte's category, live memory at the peak, top allocators. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 from .chrome_trace import OUTSIDE, PHASES, Allocation, Trace
 
 CATEGORIES = ("params", "master_params", "grads", "optimizer", "buffers", "activations", "other")
-"""The ledger's kinds of state, what forward computed, and the rest: scratch, communication, gathered parameters."""
+"""The ledger's kinds of state, activations, and the rest: scratch, communication, gathered parameters."""
 STATE = CATEGORIES[:5]
 TOP = 30
-"""Entries kept of each list."""
+"""Most entries of each list."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 Addresses = Mapping[int, tuple[str, int]]
-"""Address of a storage that holds state → its category and bytes."""
+"""Address of a storage with state → its category and bytes."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where state lay at one moment: `start` of the trace, or the end of the latest run of a phase.
+    """The addresses of state at one moment: the `start` of the trace, or the end of a phase's latest run.
 
     Attributes:
         gone: addresses of earlier snapshots whose storage no longer exists.
@@ -38,7 +38,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes over time: at `times` (µs) something changed, `levels` are the bytes of each of CATEGORIES from then on."""
+    """Bytes over time: `times` (µs) are the moments of change, `levels` the bytes per category from then on."""
 
     trace: Trace
     category: Mapping[Allocation, str]
@@ -53,14 +53,14 @@ class Account:
 
 
 def account(trace: Trace, snapshots: Sequence[Snapshot], in_use: int | None = None) -> Account:
-    """Give each allocation a category and add up.
+    """Assign a category to each allocation and add up.
 
-    State is what a snapshot found at an allocation's address. Of the rest, activations are what forward made and either
-    left for backward or handed from one operator to the next; backward makes them too, where it repeats a forward.
+    An allocation at the address of a snapshot's state is state. Activations are other allocations that forward made and
+    left for backward or handed from one operator to the next; backward makes them too when it recomputes a forward.
 
     Args:
-        in_use: what the allocator had given out when the trace began; `None` where it does not say (CPU): then only
-            state is known to have been there.
+        in_use: bytes allocated when the trace began; `None` if the allocator does not say (CPU): then only state is
+            known to have been there.
     """
     category: dict[Allocation, str] = {}
     before: dict[int, tuple[str, int]] = {}
@@ -75,7 +75,7 @@ def account(trace: Trace, snapshots: Sequence[Snapshot], in_use: int | None = No
                 category.setdefault(holder, kind)
             elif not any(a.start <= time for a in by_address.get(address, ())):
                 before.setdefault(address, (kind, n_bytes))
-        if in_use is None:  # the CPU's allocator does not report the release of what is older than the trace
+        if in_use is None:  # the CPU's allocator does not report the release of blocks older than the trace
             for address in snapshot.gone & before.keys():
                 released.setdefault(address, (time, address, before[address][1]))
     for allocation in trace.allocations:
@@ -86,7 +86,7 @@ def account(trace: Trace, snapshots: Sequence[Snapshot], in_use: int | None = No
 
 
 def _times(trace: Trace, snapshots: Sequence[Snapshot]) -> list[float]:
-    """When each snapshot was taken: just after its phase, before the next one touched anything."""
+    """The time of each snapshot: just after its phase, before the next phase touches anything."""
     ends = {phase: iter([end for _, end, _ in trace.runs(phase)]) for phase in PHASES}
     return [-math.inf if s.after == "start" else next(ends[s.after]) for s in snapshots]
 
@@ -125,7 +125,7 @@ def _levels(
 
 
 def summarise(found: Account, steps: Sequence[int]) -> dict[str, Any]:
-    """The answers, as `rank{r}_summary.json` holds them; all but the peak are means per profiled step.
+    """The contents of `rank{r}_summary.json`; all figures but the peak are means per profiled step.
 
     Args:
         steps: numbers of the profiled steps.
@@ -177,7 +177,7 @@ def _phase(trace: Trace, phase: str, n_steps: int) -> dict[str, Any]:
 
 
 def _ops(trace: Trace, phase: str, n_steps: int) -> list[dict[str, Any]]:
-    """Operators by their own time, without what they called: on the device where they launched kernels, else here."""
+    """Operators sorted by device time if any launched kernels, else by self time on the CPU."""
     groups = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
     for op in trace.ops:
         if op.phase == phase:

@@ -1,4 +1,4 @@
-"""Operators and allocations of a Chrome trace as torch's profiler writes it. Imports no torch."""
+"""Operators and allocations of a Chrome trace from torch's profiler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PHASES = ("forward", "backward", "optimizer")
 RANGES = {f"## {phase} ##": phase for phase in PHASES}
 """Name of the range around a phase → the phase."""
 OUTSIDE = "outside"
-"""The phase of what ran in none of them: loading data, reducing the loss, evaluating, saving."""
+"""The phase of everything else: loading data, reducing the loss, evaluating, saving."""
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # c10::DeviceType
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ALLOCATORS = ("aten::empty", "aten::new_empty", "aten::resize_")
-"""Operators that only fetch memory for the one that called them, with their variants (`aten::empty_like`)."""
+"""Operators that only allocate memory for their caller, including variants (`aten::empty_like`)."""
 
 
 Range = tuple[float, float, str]
@@ -32,8 +32,8 @@ class Op:
     """One call of an operator, or of a range or Python function around operators; times in µs.
 
     Attributes:
-        recorded: autograd made a node for it, so it is part of a forward computation, also where backward repeats it.
-        device_us: time of the kernels and copies it launched itself.
+        recorded: autograd made a node for it: it is part of a forward computation, even one that backward recomputes.
+        device_us: time of the kernels and copies that it launched itself.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Allocation:
     """One block of memory; `end` is infinite if it was not freed before the trace ended.
 
     Attributes:
-        caller: the innermost call it happened in; `None` outside any.
+        caller: the innermost call around the allocation; `None` if there is none.
     """
 
     address: int
@@ -71,7 +71,7 @@ class Allocation:
 
     @property
     def op(self) -> str:
-        """Who asked for the memory: the innermost operator that does more than fetch it."""
+        """The innermost operator that does more than allocate memory."""
         calls = [op.name for op in self.caller.chain() if op.name not in RANGES and _is_op(op)] if self.caller else []
         return next(
             (name for name in calls if not name.startswith(_ALLOCATORS)), calls[0] if calls else "(no operator)"
@@ -86,11 +86,11 @@ class Allocation:
 
 @dataclass
 class Trace:
-    """What one rank's trace says about one device, in order of time.
+    """One rank's trace of one device, in order of time.
 
     Attributes:
         ranges: each run of a phase.
-        freed_before: (time, address, bytes) of blocks that were freed but not allocated while tracing.
+        freed_before: (time, address, bytes) of blocks that were freed during the trace but allocated before it.
     """
 
     ranges: list[Range]
@@ -115,14 +115,14 @@ def read_trace(path: Path, device: str) -> Trace:
     """Read a trace written with `profile_memory=True`.
 
     Args:
-        device: `cpu` or `cuda`: whose allocations count.
+        device: `cpu` or `cuda`: count this device's allocations.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return parse(json.load(file)["traceEvents"], device)
 
 
 def parse(events: Iterable[Mapping[str, Any]], device: str) -> Trace:
-    """Build the calls' nesting, match each allocation with its release, and sum up kernels by who launched them."""
+    """Nest the calls, match each allocation with its release, and sum up kernels by the call that launched them."""
     threads: defaultdict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     memory, launched = [], defaultdict[Any, float](float)
     for event in events:
@@ -163,7 +163,7 @@ def _nest(
     ops: list[Op],
     callers: dict[int, Op | None],
 ) -> None:
-    """Walk one thread in order of time: adds its calls to `ops`, and by id of each memory event who caused it."""
+    """Walk one thread in order of time; add its calls to `ops`, and each memory event's caller (by id) to `callers`."""
     thread.sort(key=lambda event: (event["ts"], -event.get("dur", -1.0)))
     inner: Op | None = None
     for event in thread:
@@ -174,7 +174,7 @@ def _nest(
             callers[id(event)] = inner
             continue
         args, duration = event.get("args", {}), event["dur"]
-        # A node's own run in backward carries the number too, and the thread that its forward ran on.
+        # A node's run in backward carries the number too, but also the thread of its forward.
         recorded = args.get("Sequence number", -1) >= 0 and not args.get("Fwd thread id")
         op = Op(
             event["name"], event["cat"], start, start + duration, _phase_at(start, ranges), inner, recorded, duration,
@@ -193,8 +193,8 @@ def _match(
 ) -> tuple[list[Allocation], list[tuple[float, int, int]]]:
     """Pair allocations with releases by address.
 
-    A thread that the profiler does not follow (gloo's) may release a block unseen: then the next allocation at its
-    address, at the latest, shows that it went.
+    A thread that the profiler does not follow (gloo's) may release a block unseen: the next allocation at the block's
+    address then marks its end.
     """
     live: dict[int, Allocation] = {}
     allocations, freed_before = [], []

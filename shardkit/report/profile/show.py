@@ -13,14 +13,14 @@ from .chrome_trace import OUTSIDE, PHASES
 
 FOLDER = "profile"
 SCHEMA = 1
-"""Of `rank{r}_summary.json`; grows when a field changes its meaning or goes away."""
+"""Version of `rank{r}_summary.json`; raised when a field changes its meaning or goes away."""
 
 
 def read_summaries(run_dir: Path) -> list[dict[str, Any]]:
     """Every profiled rank's summary, the one with the largest peak first.
 
     Raises:
-        DataError: no such directory, a run without a profile, or a file that is no summary.
+        DataError: no such directory, a run without a profile, or an invalid summary file.
     """
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a directory", "pass the run.dir of a run")
@@ -49,12 +49,12 @@ TOP = 8
 
 
 def show(name: str, ranks: Sequence[Summary]) -> str:
-    """One run: the rank with the largest peak, first in `ranks`, in full."""
+    """One run in text: the first of `ranks` (the largest peak) in full, the peaks of the others."""
     return "\n".join(line.rstrip() for line in _one(name, ranks))
 
 
 def compare(names: tuple[str, str], runs: tuple[Summary, Summary]) -> str:
-    """Two runs side by side, one rank of each: what the second changes."""
+    """Two runs side by side, one rank of each, with the changes from the first to the second."""
     return "\n".join(line.rstrip() for line in _two(names, runs))
 
 
@@ -102,7 +102,7 @@ def _times(summary: Summary) -> Iterator[str]:
         if took is None or not ops:
             continue
         yield ""
-        yield f"{phase}: {took:.2f} ms a step; most time {'on the device' if key == 'device_us' else 'of its own'}:"
+        yield f"{phase}: {took:.2f} ms a step; most {'device' if key == 'device_us' else 'self'} time:"
         rows = [[op["op"], f"{op['count']:g}", f"{op[key] / 1e3:.3f} ms"] for op in ops[: TOP // 2]]
         yield from _table([], rows, "<>>")
 
@@ -155,7 +155,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]], align: str) -> Iterator[str]:
-    """Indented columns; `align` has `<` or `>` for each."""
+    """Indented columns; `align` has `<` or `>` for each column."""
     lines = [head, *rows] if head else rows
     widths = [max(len(line[i]) for line in lines) for i in range(len(align))] if lines else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The memory timeline as one HTML file with nothing to load: an SVG of bytes by category over time, and two tables.
+"""The memory timeline as one self-contained HTML file: an SVG of bytes by category over time, and tables.
 
 torch's own export (`export_memory_timeline`) is deprecated, draws for CUDA only and needs matplotlib.
 """
@@ -16,8 +16,8 @@ from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
 _COLUMNS = 1000
-"""Moments drawn at most: of those that share a column, the one with the most bytes."""
-# Okabe and Ito's palette, told apart by people with any colour vision.
+"""Most moments to draw; moments that share a column show the one with the most bytes."""
+# Okabe and Ito's palette, distinguishable with any colour vision.
 _COLORS = dict(
     zip(CATEGORIES, ("#0072b2", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#e69f00", "#999999"), strict=True)
 )
@@ -49,7 +49,7 @@ def render(found: Account, summary: Mapping[str, Any]) -> str:
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *names: str) -> list[list[Cell]]:
-    """The first entries: what they are named by, how many, how large."""
+    """The first entries as rows: names, count, bytes."""
     return [[*(words(e[n]) for n in names), Cell(f"{e['count']:g}"), n_bytes(e["bytes"])] for e in entries[:15]]
 
 
@@ -92,7 +92,7 @@ def _svg(found: Account) -> Markup:
             f'<text x="{x(time):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{(time - first) / 1e3:.1f} ms</text>'
         )
     label = f"Bytes by category over time, {gib(top)} at most; shaded: forward, backward, optimizer"
-    # Nothing in it is a name from the trace: categories, phases and numbers only.
+    # No escaping needed: it holds no names from the trace, only categories, phases and numbers.
     whole = "\n".join(parts)
     return Markup(
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{whole}\n</svg>'
@@ -114,7 +114,7 @@ def _stairs(across: Sequence[float], heights: Sequence[float]) -> Iterator[tuple
 
 
 def _thinned(found: Account) -> list[tuple[float, tuple[int, ...]]]:
-    """At most one moment per column, the highest, each at its own time."""
+    """The highest moment of each column, at its own time."""
     first, span = found.times[0], max(found.times[-1] - found.times[0], 1e-9)
     highest: dict[int, int] = {}
     for index, time in enumerate(found.times):

@@ -1,4 +1,4 @@
-"""shardkit's keys as a DeepSpeed config, mapped here alone; raw keys pass through, conflicts do not."""
+"""Map shardkit's keys to a DeepSpeed config; raw keys pass through, conflicts are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import ConfigError
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 DEFAULT_BUCKET_MB = 500.0
 
-# DeepSpeed key -> the shardkit key that decides it. Raw values may repeat it, never contradict it.
+# DeepSpeed key -> the shardkit key that decides it. A raw value may repeat shardkit's, never contradict it.
 _OWNED = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "train_batch_size": "train.global_batch_size",
@@ -49,7 +49,7 @@ def build_ds_config(
 
     Args:
         accum: micro-batches per optimizer step.
-        model_numel: parameters of the whole model, caps the bucket; `None` while it is not built yet.
+        model_numel: parameters of the whole model, which caps the bucket; `None` while the model is not built.
 
     Raises:
         ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
@@ -104,13 +104,13 @@ def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
-    """What a raw key may replace."""
+    """Defaults that raw keys may replace."""
     parallel = config.parallel
     bytes_per_element = 4 if config.precision.mode in ("fp32", "tf32") else 2
     bucket = int((parallel.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / bytes_per_element)
     if model_numel is not None:
         bucket = min(bucket, model_numel)
-    bucket += bucket % 2  # DeepSpeed wants an even number of elements
+    bucket += bucket % 2  # DeepSpeed needs an even number of elements
     zero: dict[str, Any] = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -123,17 +123,17 @@ def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict
         if getattr(parallel, key) != "none":
             zero[key] = {"pin_memory": on_cuda}
     return {
-        # A pass over all gradients and a wait: only where the update cannot be skipped on the device (`GroupNorms`).
+        # Costs a pass over all gradients and a wait: only if the update cannot be skipped on the device (`GroupNorms`).
         "bf16": {"check_grad_overflow": parallel.offload_optimizer != "none"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31,  # the trainer does the printing
+        "steps_per_print": 2**31,  # the trainer prints instead
     }
 
 
 def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
-    """With this pair DeepSpeed (0.19) leaves its ZeRO optimizer for one whose state has another layout."""
+    """Refuse zero1 + bf16 + fp32 accumulation: DeepSpeed (0.19) then uses an optimizer with another state layout."""
     accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
     if config.parallel.strategy == "zero1" and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam: a C++ op that is compiled at first use, once per machine."""
+"""Build DeepSpeedCPUAdam, a C++ op that is compiled at first use, once per machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_cpu_adam(world: World) -> None:
     """Compile DeepSpeedCPUAdam once per machine before its ranks load it.
 
     Raises:
-        BuildError: on every rank, with the compiler's first error.
+        BuildError: the build failed; raised on every rank, with the compiler's first error.
     """
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -42,14 +42,14 @@ def build_cpu_adam(world: World) -> None:
 
 
 def _load(builder: Any) -> str:
-    """Compile the op if need be and load it, for this process to find it loaded; what the compiler has against it."""
-    # The ninja that deepspeed depends on lies beside the interpreter: not on PATH where its venv is not activated.
+    """Compile the op if needed and load it into this process; returns the compiler's first error, or ""."""
+    # deepspeed's ninja lies beside the interpreter: not on PATH unless the venv is activated.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     try:
         folder = _build_folder(builder)
         with nullcontext() if folder is None else sole_builder(folder):
             builder().load(verbose=False)
-    except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is not there
+    except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is missing
         return first_compiler_error(str(error))
     return ""
 
@@ -60,7 +60,7 @@ def _is_built(builder: Any) -> bool:
 
 
 def _build_folder(builder: Any) -> Path | None:
-    """Where torch builds the op; nothing if it does not say."""
+    """Where torch builds the op; None if torch does not say."""
     try:
         return Path(BUILD_FOLDER.find()(builder.NAME, verbose=False))
     except NameGone:
@@ -70,13 +70,13 @@ def _build_folder(builder: Any) -> Path | None:
 
 @contextmanager
 def sole_builder(folder: Path) -> Iterator[None]:
-    """Hold the right to build in this folder, and clear away what a build that was killed left behind.
+    """Hold the right to build in this folder, and remove the lock file of a killed build.
 
-    torch guards a build by a file that must not exist: after a build that was killed (Ctrl-C, a time limit) every
-    later one would wait for it without end. The system releases this lock with its process, whatever ends it.
+    torch guards a build by a file that must not exist: after a killed build (Ctrl-C, a time limit) every later one
+    would wait forever. The system releases our lock with its process, whatever ends it.
     """
     with locked(folder / "shardkit.lock", optional=True) as file:
-        if file is None:  # a file system without locks: torch's own guard is left
+        if file is None:  # a file system without locks: only torch's own guard is left
             yield
             return
         file.seek(0)
@@ -94,7 +94,7 @@ def _write(file: IO[str], text: str) -> None:
 
 
 def first_compiler_error(text: str) -> str:
-    """The first line of a build log that says what is wrong."""
+    """The first line of a build log that names an error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "error:" in line.lower() or "not found" in line.lower()]
     return (telling or lines or ["no message"])[0][:300]

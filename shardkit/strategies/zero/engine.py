@@ -1,4 +1,4 @@
-"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. Only `zero` and `cpu_adam` import deepspeed."""
+"""ZeRO-1/2/3 through DeepSpeed's engine, with offload. Only this package imports deepspeed."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class ZeRO:
     def construction(self) -> AbstractContextManager[object] | None:
         if self.stage < 3:
             return None
-        # Its import checks the signature of Tensor.__new__, which zero.Init replaces: too late while a model is built.
+        # Its import inspects Tensor.__new__, which zero.Init replaces: import it before a model is built.
         import torch._dynamo  # noqa: F401
 
-        # The type comes from the config: an explicit `dtype` is ignored (bf16 is used) where fp16 is not supported.
+        # The dtype comes from the config: without fp16 support an explicit `dtype` is ignored and bf16 used.
         return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
 
     def setup(
@@ -98,16 +98,16 @@ class ZeRO:
         self._norms = GroupNorms(self._zero, self._world.device)
 
     def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
-        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; what lies behind is padding."""
+        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; the rest is zero padding."""
         part = param.ds_tensor  # type: ignore[attr-defined]
         start = self._world.rank * part.ds_numel
         mine = full.view(-1)[start : start + part.ds_numel]
         part.data.zero_()
         part.data[: mine.numel()].copy_(mine)
-        param.ds_secondary_tensor = None  # type: ignore[attr-defined]  # hpz: a copy of what was there before
+        param.ds_secondary_tensor = None  # type: ignore[attr-defined]  # hpz: a copy of the old values
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same AdamW as DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
+        """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
         if type(optimizer) is not torch.optim.AdamW:
             return optimizer
         build_cpu_adam(self._world)
@@ -129,14 +129,14 @@ class ZeRO:
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        self._zero.clip_grad = max_norm or 0.0  # the engine clips inside its own step
+        self._zero.clip_grad = max_norm or 0.0  # the engine clips in its own step
         share_rates(self._zero)
         self._norms.forget()
         with skipping(self._zero.optimizer, self._norms.bad):
             self._engine.step()
         if self._config.precision.mode != "fp16":
             return self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
-        # Of a step that loss scaling skipped, DeepSpeed up to 0.19.6 says the norm of an earlier one.
+        # When loss scaling skips a step, DeepSpeed up to 0.19.6 reports an earlier step's norm.
         return torch.as_tensor(math.inf if self._zero.overflow else self._engine.get_global_grad_norm())
 
     def loss_scale(self) -> float:
@@ -158,7 +158,7 @@ class ZeRO:
         return with_scalars(self._shards(self._world.rank, self._world.size), self._scalars)
 
     def _shards(self, part: int, parts: int) -> Iterator[Shard]:
-        """This rank's partitions, and one of `parts` ranges of what every rank holds whole."""
+        """This rank's partitions, and one of `parts` ranges of replicated tensors."""
         rank = self._world.rank
         yield from (zero3_shards if self.stage == 3 else zero12_shards)(self._zero, self._fqns, rank)
         yield from frozen_shards(self._engine.module, self.stage, rank, part, parts)
@@ -178,7 +178,7 @@ class ZeRO:
         self.weights_changed()
 
     def teardown(self) -> None:
-        """Drop the engine's hooks and buffers, so that another can be made in this process."""
+        """Drop the engine's hooks and buffers: another engine can then be made in this process."""
         nn.functional.linear = self._linear  # ZeRO-3 replaces it process-wide
         if hasattr(self, "_engine"):
             self._engine.destroy()
@@ -194,10 +194,10 @@ def _forget_groups(deepspeed: Any) -> None:
 
 
 def _deepspeed(world: World) -> Any:
-    """deepspeed, imported for this device and told to use the process group that exists."""
+    """Import deepspeed for this device and make it use the existing process group."""
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    # deepspeed looks for these when it sets up its own communication layer, and takes the first for the GPU's number.
+    # deepspeed reads these when it sets up its communication layer, and uses LOCAL_RANK as the GPU's index.
     os.environ.setdefault("LOCAL_RANK", str(world.env.local_rank if world.device.index is None else world.device.index))
     os.environ.setdefault("RANK", str(world.rank))
     os.environ.setdefault("WORLD_SIZE", str(world.size))
@@ -210,7 +210,7 @@ def _deepspeed(world: World) -> Any:
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
-    # Its shared-memory collectives work under its own launcher only; elsewhere compiling them is minutes for nothing.
+    # Its shared-memory collectives only work under its own launcher; elsewhere compiling them wastes minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"

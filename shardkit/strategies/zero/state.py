@@ -1,4 +1,4 @@
-"""DeepSpeed's state: its flat partitions (ZeRO-1/2) or per-parameter ones (ZeRO-3), and what a load needs of them."""
+"""DeepSpeed's state: flat partitions (ZeRO-1/2) or partitions per parameter (ZeRO-3), read and restored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMES = {
 for _optimizer, _ in _STAGES.values():
     for _name in ("clip_grad", "overflow", "optimizer", *GROUP_NORMS):
         ENGINE.use(f"{_optimizer}.{_name}")
-# offload_ratio below 1: a second optimizer, whose learning rate DeepSpeed (0.19) does not change.
+# offload_ratio below 1 makes a second optimizer, whose learning rate DeepSpeed (0.19) does not change.
 ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
 for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
@@ -46,7 +46,7 @@ ENGINE.use("torch._dynamo")  # imported before zero.Init replaces what its impor
 ENGINE.use("torch.nn.functional.linear")  # ZeRO-3 replaces it for the process; put back when a job ends
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.ds_opt_adam")
 ACCOUNT.use("deepspeed.ops.adam.DeepSpeedCPUAdam.opt_id")
-BUILDS = Feature("one build of DeepSpeedCPUAdam at a time, and none that waits for one that was killed")
+BUILDS = Feature("one build of DeepSpeedCPUAdam at a time, and no waiting for a killed build")
 BUILD_FOLDER = BUILDS.use("torch.utils.cpp_extension._get_build_directory")
 BUILDS.use("deepspeed.ops.op_builder.CPUAdamBuilder.NAME")
 
@@ -54,7 +54,7 @@ BUILDS.use("deepspeed.ops.op_builder.CPUAdamBuilder.NAME")
 def accounted(
     zero: Any, stage: int, state: Iterator[tuple[StateKind, torch.Tensor]]
 ) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """`state`, as far as DeepSpeed has what it is read from: a name that is gone costs the account alone."""
+    """`state`, up to the first name that DeepSpeed no longer has: only the memory account then loses entries."""
     try:
         yield from state
     except AttributeError:
@@ -66,18 +66,18 @@ def accounted(
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
-    """What updates a master partition: with offload_ratio DeepSpeed has a second optimizer, for those on the GPU."""
+    """The optimizer that updates a master partition: with offload_ratio a second one updates those on the GPU."""
     on_gpu = getattr(zero, "backup_optimizer", None)
     return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
 
 
 class GroupNorms:
-    """Whether the norm of some group of gradients is not finite, noticed where DeepSpeed computes it.
+    """Notices when the norm of some gradient group is not finite, where DeepSpeed computes it.
 
-    DeepSpeed writes -1 for such a norm, and up to 0.19.6 takes that for 1 when it combines groups; the step is made.
+    DeepSpeed writes -1 for such a norm, and up to 0.19.6 uses it as 1 when it combines groups: the step is taken.
 
     Attributes:
-        bad: 1 if one was not finite since `forget`, else 0; on the device, before the update's kernels run.
+        bad: 1 if a norm was not finite since `forget`, else 0; set on the device before the update's kernels run.
     """
 
     def __init__(self, zero: Any, device: torch.device) -> None:
@@ -105,22 +105,22 @@ class GroupNorms:
         self.bad.zero_()
 
     def checked(self, norm: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's norm of all groups, infinite if that of one was not finite."""
+        """DeepSpeed's norm over all groups; infinite if one group's norm was not finite."""
         if norm.device != self.bad.device:
             return torch.full_like(norm, math.inf) if self._bad_on_host else norm
         return norm.masked_fill(self.bad > 0, math.inf)
 
 
 def share_rates(zero: Any) -> None:
-    """Let that second optimizer follow the schedule: DeepSpeed (0.19) gives its first group the first rate for good."""
+    """Make the second optimizer (offload_ratio) follow the schedule: DeepSpeed (0.19) never updates its rate."""
     on_gpu = getattr(zero, "backup_optimizer", None)
     for group, shown in zip(on_gpu.param_groups if on_gpu else (), zero.optimizer.param_groups, strict=False):
         group["lr"] = shown["lr"]
 
 
 def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """Model parameters (whole; trained ones lie flat), this rank's fp32 master partition, its gradients and its
-    optimizer state."""
+    """Model parameters (whole; trained ones in flat buffers), and this rank's fp32 masters, gradients and optimizer
+    state."""
     for flat_group in zero.bit16_groups_flat:
         yield "params", flat_group
     for param in module.parameters():
@@ -141,7 +141,7 @@ def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torc
 
 
 def zero3_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torch.Tensor]]:
-    """This rank's partitions; parameters that are gathered right now (persistent ones always are) count as well."""
+    """This rank's partitions, and parameters that are gathered now (persistent ones always are)."""
     param: Any
     for param in module.parameters():
         yield "params", param.ds_tensor
@@ -163,7 +163,7 @@ def _masters_and_states(zero: Any, masters: list[torch.Tensor]) -> Iterator[tupl
 
 
 def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
-    """Each group is one flat buffer cut into world_size equal partitions; a parameter's part of ours is one range."""
+    """Each group is one flat buffer in world_size equal partitions; a parameter's part of this rank's is one range."""
     groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
     for group, buffer, master in groups:
         size = master.numel()
@@ -171,7 +171,7 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]
         for param in group:
             if param.numel() == 0:
                 continue
-            # Where the parameter lies, whatever order and padding the engine chose.
+            # The parameter's place in the buffer, whatever order and padding the engine chose.
             offset = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
             first, last = max(offset, mine), min(offset + param.numel(), mine + size)
             if first < last:
@@ -181,7 +181,7 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]
 
 
 def zero3_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]:
-    """Each parameter is cut into equal padded parts; a sub-group's master holds its parameters' parts in order."""
+    """Each parameter is split into equal padded parts; a sub-group's master holds its parameters' parts in order."""
     for group, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
         offset = 0
         for param in group:
@@ -203,7 +203,7 @@ def _fragment(
 
 
 def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Parameter], dict[str, Any]]]:
-    """(flat master of this rank, the parameters in it, their optimizer group) of every partition."""
+    """(this rank's flat master, the parameters in it, their optimizer group) of every partition."""
     if stage < 3:
         groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, zero.optimizer.param_groups, strict=True)
         yield from groups
@@ -213,13 +213,13 @@ def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Param
 
 
 def create_zero_states(zero: Any, stage: int) -> None:
-    """Optimizer states of every flat master."""
+    """Create the optimizer state of every flat master."""
     for master, _, group in masters(zero, stage):
         create_states(optimizer_of(zero, master), group, master)
 
 
 def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:
-    """A flat master has one step counter: it counts for each parameter in it. Loss scaler: `engine.loss_scaler.*`."""
+    """The step counter of each flat master, for every parameter in it; and the loss scaler, `engine.loss_scaler.*`."""
     found: dict[str, float] = {}
     for master, params, _ in masters(zero, stage):
         state = optimizer_of(zero, master).state.get(master, {})
@@ -229,10 +229,10 @@ def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float
 
 
 def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mapping[str, float]) -> None:
-    """Put saved numbers back; the parameters of a flat master must agree on them.
+    """Restore saved numbers; the parameters of a flat master must agree on them.
 
     Raises:
-        CheckpointError: they do not (a parameter that had no gradient in some steps, under another strategy).
+        CheckpointError: they do not agree (another strategy skipped a parameter without a gradient in some steps).
     """
     for master, params, _ in masters(zero, stage):
         state = optimizer_of(zero, master).state.get(master, {})
@@ -261,10 +261,10 @@ def _loss_scaler(zero: Any) -> dict[str, float]:
 
 
 def _replay_bias_correction(optimizer: Any) -> None:
-    """Bring DeepSpeedCPUAdam's own powers of beta to the loaded step.
+    """Advance DeepSpeedCPUAdam's own powers of beta to the loaded step.
 
-    The kernel multiplies them up in fp32 step by step, and computes them by `pow` where a step does not follow the
-    last one: the two differ in the last bits, so a resumed run would leave the original's curve.
+    The kernel multiplies them in fp32 step by step, but uses `pow` if a step does not follow the last one: the results
+    differ in the last bits, and a resumed run would leave the original's curve.
     """
     state = next((s for s in optimizer.state.values() if "step" in s), None)
     if state is None:
@@ -278,7 +278,7 @@ def _replay_bias_correction(optimizer: Any) -> None:
 
 @torch.no_grad()
 def refresh_compute_weights(zero: Any, stage: int) -> None:
-    """Copy the masters into the weights that forward reads, and gather those, as the engine's own step does."""
+    """Copy the masters into the weights that forward reads and gather these, like the engine's own step."""
     if stage < 3:
         zero.update_lp_params()
         return
@@ -289,7 +289,7 @@ def refresh_compute_weights(zero: Any, stage: int) -> None:
 
 
 def frozen_shards(module: nn.Module, stage: int, rank: int, part: int, parts: int) -> Iterator[Shard]:
-    """Parameters that are not trained: ZeRO-3 partitions them, ZeRO-1/2 keep them whole; one of `parts` ranges then."""
+    """Frozen parameters: this rank's partition under ZeRO-3; one of `parts` ranges of whole ones under ZeRO-1/2."""
     param: Any
     for fqn, param in module.named_parameters():
         if param.requires_grad:
