@@ -123,7 +123,7 @@ class Checkpointer:
         return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
 
     def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
-        """Whether to save after `step`; `asked` is what the ranks agreed on (time, preemption)."""
+        """Whether to save after `step`; `asked`: the ranks agreed to save (time, preemption)."""
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
         return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step

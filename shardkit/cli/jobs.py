@@ -214,7 +214,7 @@ def doctor(
 
     try:
         env = detect()
-    except LaunchError:  # a finding of its own
+    except LaunchError:  # `examine` reports it as a finding
         env = None
     measured = None
     if calibrate or (env is not None and env.world_size > 1):

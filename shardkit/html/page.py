@@ -61,7 +61,7 @@ def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what it shows, the exact number behind it (bytes, seconds) if any, its colour in a chart."""
+    """A table's cell: its text, the exact number behind it (bytes, seconds) if any, its colour in a chart."""
 
     text: str
     value: float | None = None
@@ -79,7 +79,7 @@ def n_bytes(value: float | None) -> Cell:
 
 
 def quantity(value: float | None, unit: Unit) -> Cell:
-    """A number in its unit; `value` in bytes, seconds or as it is."""
+    """A number in its unit; `value` in bytes, in seconds, or without a unit."""
     if value is None:
         return Cell("–")
     if unit == "bytes":

@@ -66,9 +66,9 @@ def convert(
             nothing is left behind.
     """
     if to not in TARGETS:
-        raise CheckpointError(f"--to {to!r} is no format", f"pass one of {', '.join(TARGETS)}")
+        raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
     if dtype is not None and dtype not in targets.DTYPES:
-        raise CheckpointError(f"--dtype {dtype!r} is no type", f"pass one of {', '.join(targets.DTYPES)}")
+        raise CheckpointError(f"--dtype {dtype!r} is not a type", f"pass one of {', '.join(targets.DTYPES)}")
     if average and to == "shardkit":
         raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
     limit, cast = targets.parse_size(max_shard_size), targets.DTYPES[dtype] if dtype else None

@@ -60,7 +60,7 @@ def weights_source(
 
 
 def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
-    """The files of a folder that its index names, or all of them where there is no index."""
+    """The files of a folder that its index names, or all of them if there is no index."""
     if path.is_file():
         return [path]
     if not (path / index).exists():

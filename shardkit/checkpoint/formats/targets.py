@@ -121,7 +121,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise CheckpointError(f"--max-shard-size {text!r} is no size", "write it as 5GB or 500MiB")
+        raise CheckpointError(f"--max-shard-size {text!r} is not a size", "write it as 5GB or 500MiB")
     unit = match.group(2).upper()
     n_bytes = int(float(match.group(1)) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[:1] or " "))
     if n_bytes < 1:

@@ -22,7 +22,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, th
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of their own."""
+    """Bytes [start, start + length) of a file as a separate file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -153,7 +153,7 @@ class Archive:
                 data = bytearray(file.read(value.dtype.itemsize))
             value = torch.frombuffer(data, dtype=value.dtype).item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{name} in {self.file} is no number", RESTORE)
+            raise CheckpointError(f"{name} in {self.file} is not a number", RESTORE)
         return int(value) if float(value).is_integer() else float(value)
 
 
