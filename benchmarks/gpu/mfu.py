@@ -1,7 +1,7 @@
 """Tokens/s and model FLOPs utilisation through shardkit, against the same model in a bare hand-tuned loop.
 
-Both arms take turns in one process, so that heat and clocks are the same for both. What the card can do is measured
-too: the best of a sweep of bf16 products of random matrices.
+Both arms take turns in one process, so that heat and clocks are the same for both. The card's ceiling is measured too:
+the best of a sweep of bf16 products of random matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CEILING = "bf16 matmul"
 
 @dataclass(frozen=True)
 class Model:
-    """What both arms train.
+    """The model that both arms train.
 
     Attributes:
         turns, steps: each arm takes `steps` steps in each of its turns, which are timed as one.
@@ -93,7 +93,7 @@ def ceiling(where: Where) -> Found:
 
 
 def overrides(model: Model) -> list[str]:
-    """shardkit's settings, but for where it runs."""
+    """shardkit's settings, except for the device."""
     return [
         *model.overrides, "parallel.strategy=single", f"precision.mode={model.precision}", "compile.enabled=true",
         "activation.policy=selective", "model.loss_chunk_size=1024", f"train.seq_len={model.seq}",

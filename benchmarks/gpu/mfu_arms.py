@@ -30,11 +30,11 @@ from .target import settings
 _WARMUP = 2
 """Turns of each arm before times count: compilation, and the allocator's first segments."""
 Steps = Callable[[int], list[float]]
-"""Takes so many optimizer steps, waits for the device, and returns their losses."""
+"""Takes this many optimizer steps, waits for the device, and returns their losses."""
 
 
 def in_turns(model: Model, where: Where) -> Found:
-    """Seconds per step of both arms, turn by turn; who goes first alternates."""
+    """Seconds per step of both arms, turn by turn; the first arm alternates."""
     device = torch.device("cpu" if where.dry else "cuda")
     tokens = write_tokens(where.folder)
     given = settings(where, overrides(model), [
@@ -77,7 +77,7 @@ def _timed(arms: dict[str, Steps], model: Model) -> tuple[dict[str, list[float]]
 
 
 def _recorded(records: Iterator[dict[str, float]], device: torch.device, count: int) -> list[float]:
-    """The product as it is: ledger, metrics and progress included."""
+    """shardkit's full trainer: ledger, metrics and progress included."""
     losses = [next(records)["loss"] for _ in range(count)]
     _wait(device)
     return losses
@@ -108,7 +108,7 @@ def batches(tokens: str, model: Model, device: torch.device) -> Iterator[list[An
 
 
 class _Copied(Weights):
-    """Parameters with the values of another model's."""
+    """Parameters with the values of another model."""
 
     def __init__(self, values: dict[str, nn.Parameter]) -> None:
         super().__init__(0, lambda fqn, full, generator: None)
@@ -124,10 +124,10 @@ def _recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class Bare:
-    """What one writes by hand: attention recomputed, blocks compiled, autocast, fused AdamW, no look at the device.
+    """A hand-written loop: attention recomputed, blocks compiled, autocast, fused AdamW, no device synchronisation.
 
     Args:
-        like: whose weights to begin with.
+        like: the model whose weights it starts from.
     """
 
     def __init__(self, config: RunConfig, like: nn.Module, data: Iterator[list[Any]], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/results/gpu_PART.json: every case is on disk as soon as it is known, and is not run again."""
+"""benchmarks/results/gpu_PART.json: every result is on disk as soon as it is known, and its case is not run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
 
 
 def code_digest() -> str:
-    """A digest of the sources that decide the figures: the same for a commit and for a copy of it without git."""
+    """A digest of the sources that affect the figures: the same for a commit and for a copy of it without git."""
     digest = hashlib.sha256()
     for folder in CODE:
         for path in sorted((REPO / folder).rglob("*.py")):
@@ -27,7 +27,7 @@ def code_digest() -> str:
 
 
 def _cards(environment: dict[str, Any]) -> list[str]:
-    """Name and memory of each card: another patch of the driver does not make it another one."""
+    """Name and memory of each card, without the driver's version: a patch does not make it another card."""
     return [described.rpartition(",")[0] for described in environment["gpus"]]
 
 
@@ -35,11 +35,11 @@ class Store:
     """The results of one part.
 
     Args:
-        host_memory: bytes that there are; what was planned for more is planned again.
-        commit: what this checkout is, where there is no git.
+        host_memory: available bytes; plans for more memory are made again.
+        commit: the checkout's commit, if there is no git.
 
     Raises:
-        ConfigError: the file holds a dry run and this is none, or the other way round.
+        ConfigError: the file holds a dry run and this is not one, or the other way round.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Store:
             )
 
     def found(self, case: str, what: str) -> Found | None:
-        """What an earlier call found, complete or not; `None` if with other code, another card or other versions."""
+        """The result of an earlier call, complete or not; `None` if its code, card or versions were different."""
         held: Found | None = self._all["cases"].get(case, {}).get(what)
         if held is None or (held["card"], held["code"]) != (self._stamp["card"], self._stamp["code"]):
             return None
@@ -77,7 +77,7 @@ class Store:
         return held is not None and bool(held["complete"])
 
     def put(self, case: str, what: str, found: Found, complete: bool) -> None:
-        """Write it, with where it comes from; the file is whole at any moment."""
+        """Write a result with its origin; the file is complete at any moment."""
         self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")

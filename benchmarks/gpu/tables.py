@@ -25,7 +25,7 @@ Known = dict[str, dict[str, Found]]
 
 
 def section(results: Path) -> str:
-    """The section for the files in `results`; those that are not there leave rows without figures."""
+    """The section for the files in `results`; missing files leave rows without figures."""
     known = {part: read(results / f"gpu_{part}.json", part) for part in PARTS}
     parts = [
         "## On a GPU",
@@ -66,7 +66,7 @@ def _measured(known: Known, case: str) -> Found | None:
 
 
 def _cells(found: Found | None, cells: Callable[[Found], list[str]], columns: int) -> list[str]:
-    """A row's measured cells: of a success, or how it went."""
+    """A row's measured cells, or its outcome if it did not succeed."""
     if found is None:
         return [MISSING, *[""] * (columns - 1)]
     if found["outcome"] != "ok":
@@ -257,7 +257,7 @@ def _categories(known: Known) -> list[str]:
 
 
 def _provenance(known: dict[str, Known]) -> Iterator[str]:
-    """Where and when figures were measured, and predictions made; each place once."""
+    """The places and dates of measurements and predictions, each once."""
     said: dict[str, Any] = {}
     for cases in known.values():
         for case in cases.values():

@@ -1,4 +1,4 @@
-"""What the parts plan for, and how they train for a few steps."""
+"""The target that the parts plan for, and a few steps of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def target(where: Where, cap: str | None = None) -> Target:
-    """The card, or a smaller one that `memory.cap` stands for: the cap counts what torch reserves, nothing beside it.
+    """The card, or a smaller one emulated by `memory.cap`: the cap counts memory that torch reserves, nothing else.
 
     A dry run has CPUs, where the cap counts tensors.
     """
@@ -34,7 +34,7 @@ def target(where: Where, cap: str | None = None) -> Target:
 
 
 def settings(where: Where, *more: Sequence[str]) -> list[str]:
-    """Overrides of a run here; those that come later win."""
+    """Overrides of a run here; later ones win."""
     device = ["run.device=cpu"] if where.dry else []
     chosen = dict(item.split("=", 1) for group in (device, *more) for item in group)
     return [f"{key}={value}" for key, value in chosen.items()]
@@ -48,14 +48,14 @@ def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunCon
 
 
 def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
-    """A few steps in a process of its own, in `folder/NAME`."""
+    """Train a few steps in a separate process, in `folder/NAME`."""
     from shardkit.plan.search.trial import run_trial
 
     return run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
 
 
 def predicted(estimate: MemoryEstimate) -> Found:
-    """The figures of an estimate that measurements stand beside; bytes."""
+    """The figures of an estimate to compare with measurements, in bytes."""
     peak = estimate.peak
     return {
         "outcome": "ok", "n_params": estimate.n_params, "allocated": peak.allocated, "reserved": peak.reserved,
@@ -65,15 +65,15 @@ def predicted(estimate: MemoryEstimate) -> Found:
 
 
 def went(trial: Trial) -> Found:
-    """A trial as JSON has it."""
+    """A trial in JSON's types."""
     return {**asdict(trial), "losses": list(trial.losses)}
 
 
 def next_size(trials: Found, start: int, stride: int) -> int | None:
-    """The size to try next: up from `start` while sizes work, else down; `None` once one works and its neighbour not.
+    """The size to try next: up from `start` while sizes work, else down; `None` once one works and its neighbour fails.
 
     Args:
-        trials: size as text → how it went.
+        trials: size as text → its result.
     """
     size = start
     while str(size) in trials:

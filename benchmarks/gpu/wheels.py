@@ -1,7 +1,7 @@
 """Wheels for a machine that has torch and no network: `python -m benchmarks.gpu.wheels --out DIR`.
 
-What shardkit needs is read from the packages installed here, torch and what only torch needs aside; their versions are
-the ones tested here. shardkit and DeepSpeed (without compiled operators: DS_BUILD_OPS=0) are built, the others
+shardkit's requirements are read from the packages installed here, except torch and its own requirements; their versions
+are the ones tested here. shardkit and DeepSpeed (without compiled operators: DS_BUILD_OPS=0) are built, the others are
 downloaded for the other machine's Python.
 """
 
@@ -25,15 +25,15 @@ WANTED = "shardkit[hf,vision]"
 THERE = "torch"
 BUILT = {"shardkit": str(REPO), "deepspeed": ""}
 GLIBC = (34, 31, 28, 27, 24, 17)
-"""manylinux_2_N, what a current x86-64 Linux runs."""
+"""manylinux_2_N that a current x86-64 Linux runs."""
 
 
 def needed(wanted: str, python: str, have: Mapping[str, str | None]) -> dict[str, str]:
-    """Name → version here of everything that `wanted` needs and that is not there.
+    """Name → version here of everything that `wanted` needs and the other machine lacks.
 
     Args:
         python: the other machine's version, 3.12 for example.
-        have: name → version of what it has (`None`: any), beside torch.
+        have: name → version of its packages (`None`: any), besides torch.
 
     Raises:
         PackageNotFoundError: something needed is not installed here.
@@ -61,7 +61,7 @@ def _satisfied(one: Requirement, have: Mapping[str, str | None]) -> bool:
 
 
 def _requirements(one: Requirement, python: str) -> Iterator[Requirement]:
-    """What an installed package asks for on that Python, with the extras that are asked of it."""
+    """The requirements of an installed package on that Python, with the requested extras."""
     there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
     for text in requires(one.name) or ():
         required = Requirement(text)
@@ -73,7 +73,7 @@ def _requirements(one: Requirement, python: str) -> Iterator[Requirement]:
 
 
 def read_have(path: Path | None) -> dict[str, str | None]:
-    """What `pip list --format=freeze` printed there; a line may be a name alone."""
+    """Read the output of `pip list --format=freeze` on the other machine; a line may be a name alone."""
     found: dict[str, str | None] = {}
     for line in path.read_text().splitlines() if path else ():
         name, _, there = line.strip().partition("==")
@@ -83,10 +83,10 @@ def read_have(path: Path | None) -> dict[str, str | None]:
 
 
 def make(out: Path, python: str, have: Mapping[str, str | None]) -> None:
-    """Fill `out`.
+    """Fill `out` with wheels.
 
     Raises:
-        CalledProcessError: pip could not build or download; it has said why.
+        CalledProcessError: pip could not build or download; it printed the reason.
     """
     out.mkdir(parents=True, exist_ok=True)
     wheels = needed(WANTED, python, have)
@@ -97,7 +97,7 @@ def make(out: Path, python: str, have: Mapping[str, str | None]) -> None:
         build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(out), source]
         subprocess.run(build, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
     for left in (REPO / "build" / "lib", *(REPO / "build").glob("bdist.*")):
-        shutil.rmtree(left, ignore_errors=True)  # setuptools would put what lies there into the next wheel
+        shutil.rmtree(left, ignore_errors=True)  # setuptools would put their files into the next wheel
     platforms = [option for n in GLIBC for option in ("--platform", f"manylinux_2_{n}_x86_64")]
     platforms += ["--platform", "manylinux2014_x86_64", "--platform", "linux_x86_64"]
     download = [*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}", metavar="3.12", help="there"
     )
-    parser.add_argument("--have", type=Path, metavar="FILE", help="what `pip list --format=freeze` prints there")
+    parser.add_argument("--have", type=Path, metavar="FILE", help="output of `pip list --format=freeze` there")
     args = parser.parse_args()
     make(args.out, args.python, read_have(args.have))
     files = sorted(args.out.glob("*.whl"))

@@ -47,7 +47,7 @@ def plan(
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="--auto: then take the best so far.")
+        float, typer.Option(metavar="SECONDS", min=1, help="--auto: search this long, keep the best.")
     ] = BUDGET_S,
     verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
     out: Annotated[
