@@ -84,7 +84,7 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 @contextmanager
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
-    """Hold an exclusive lock on a file, which is created and kept; the system releases the lock with the process.
+    """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
 
     Args:
         wait_s: seconds to wait for other holders; None: without limit.
@@ -125,7 +125,7 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading without ever waiting, as opening a pipe could.
+    """Open a file for reading without ever waiting; opening a pipe would wait for its writer.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.

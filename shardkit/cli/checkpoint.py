@@ -44,7 +44,7 @@ def verify(run: Run, which: Which = None) -> None:
 def rm(
     run: Run,
     which: Annotated[list[str], typer.Argument(metavar="STEP...", help="Step numbers or folder names.")],
-    force: Annotated[bool, typer.Option("--force", help="Even the last one to resume from.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete even the last one to resume from.")] = False,
 ) -> None:
     """Delete checkpoints."""
     from ..checkpoint import manage

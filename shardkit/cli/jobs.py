@@ -84,7 +84,7 @@ def submit(
     container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Run by pyxis.")] = None,  # noqa: UP045
     container_mounts: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SRC:DST,…", help="Besides the working and run directories."),
+        typer.Option(metavar="SRC:DST,…", help="Mounts besides the working and run directories."),
     ] = None,
     style: Annotated[
         str, typer.Option(metavar="torchrun|srun", help="torchrun per node, or a task per rank.")
@@ -104,7 +104,7 @@ def submit(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …)."),
     ] = None,
-    gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or for their memory.")] = None,  # noqa: UP045
+    gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or for cards of this size.")] = None,  # noqa: UP045
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
 ) -> None:

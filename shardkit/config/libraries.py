@@ -1,7 +1,7 @@
 """Other libraries: the versions that shardkit is tested with, and their private names that it uses.
 
-Only the modules in `PLACES` use such names. A feature that misses one switches itself off with one line; the rest goes
-on.
+Only the modules in `PLACES` use such names. A feature that misses one logs a line and switches itself off; the rest
+goes on.
 """
 
 from __future__ import annotations

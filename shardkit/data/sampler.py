@@ -136,7 +136,7 @@ class BatchSchedule:
         return State(epoch, within * self.global_batch)
 
     def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
-        """Sample indices of this rank's `accum` micro-batches in the step after `state`, and the state that follows."""
+        """Sample indices of this rank's `accum` micro-batches for the step that starts at `state`; the next state."""
         state = self._normalised(state)
         size = min(self.global_batch, self.n_samples - state.next_sample)
         samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()

@@ -159,7 +159,8 @@ class MaskedWindows:
 def flatten_targets(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A micro-batch: "tokens" [B, T], "positions" [n] to predict in the flattened B × T, and their "targets" [n].
 
-    They are found here, on the host: on the GPU, this would make the host wait."""
+    They are found here, on the host: on the GPU, this would make the host wait.
+    """
     targets = torch.stack([sample["targets"] for sample in samples]).flatten()
     positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     tokens = torch.stack([sample["tokens"] for sample in samples])

@@ -158,7 +158,7 @@ class RankRow:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
-        """Inverse of `to_json`; unknown fields of a later version are skipped, fields that are newer have defaults.
+        """Inverse of `to_json`; a later version's fields are skipped, fields that an earlier one lacks get defaults.
 
         Raises:
             KeyError, TypeError, AttributeError: it is not such a row.

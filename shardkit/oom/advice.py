@@ -27,7 +27,7 @@ class Advice:
 
     Attributes:
         change: settings as on the command line, `activation.policy=full`, separated by spaces; or an instruction.
-        saving_bytes: on the rank and memory in question; `None` if it helps by an unknown amount.
+        saving_bytes: bytes saved on the rank and memory in question; `None` if it helps by an unknown amount.
         cost: its price, in time or otherwise.
         why: the source of the saving.
     """

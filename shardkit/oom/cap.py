@@ -40,7 +40,7 @@ class Made:
 class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
     """Raises `torch.OutOfMemoryError` as soon as live tensors on the CPU hold more than `limit` bytes.
 
-    An operator's result counts before anyone gets it, and is dropped. Growth outside of operators
+    An operator's result counts before anyone gets it; one beyond the limit is dropped. Growth outside of operators
     (`UntypedStorage.resize_`, by which FSDP2 gathers) is noticed at the next operator. Counts like `TensorTracker`.
     """
 

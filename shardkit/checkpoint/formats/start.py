@@ -75,7 +75,7 @@ Shift = tuple[str, str]
 
 
 def _shift(wanted: list[str], held: Mapping[str, object]) -> Shift:
-    """The source's names may differ from the model's by a prefix that a wrapper or a task's head adds; finds it."""
+    """Find the prefix by which the source's names differ, if any: from a wrapper, or from a task's heads."""
     for name in wanted:
         if name in held:
             return "", ""
