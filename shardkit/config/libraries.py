@@ -26,7 +26,7 @@ PLACES = (
     "shardkit.plan.simulate.compat",
     "shardkit.strategies.zero.state",
 )
-"""The modules with the tables of private names; the last stands for its package."""
+"""The modules with the tables of private names; the last represents its package."""
 NO_ISSUE = "no upstream issue known"
 ABSENT = "(not installed)"
 _LOG = logging.getLogger(__name__)

@@ -180,7 +180,7 @@ class OptimConfig(Section):
     decay_norm_bias_embed: bool = False
     """Apply weight decay to norms, biases and embeddings too (off: two parameter groups)."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
-    """Kernel of the optimizer; auto = fused where torch has it for the device."""
+    """Kernel of the optimizer; auto = fused if torch has it for the device."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up, over the remaining steps."""
     warmup_steps: int = Field(0, ge=0)

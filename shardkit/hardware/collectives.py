@@ -196,7 +196,7 @@ def _late(world: World) -> float:
     return max(0.0, statistics.median(rounds))
 
 
-# Named so since torch 2.13, which warns about the older names.
+# The names since torch 2.13, which warns about the older ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -124,7 +124,7 @@ def folded(title: str, text: str) -> Markup:
 
 @dataclass
 class Page:
-    """Collects sections and figures, then becomes one file; `lead` stands under the title. Only `Markup` is trusted."""
+    """Collects sections and figures, then becomes one file; `lead` goes below the title. Only `Markup` is trusted."""
 
     title: str
     lead: str = ""

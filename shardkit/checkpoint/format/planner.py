@@ -1,4 +1,4 @@
-"""Which rank writes and reads which ranges: plans of torch.distributed.checkpoint over flattened logical tensors."""
+"""Plan which rank writes and reads which ranges: torch.distributed.checkpoint over flattened logical tensors."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Source:
         kind: its name in messages and in the manifest of a converted checkpoint.
         read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
         scalars: optimizer states that are one number, by name.
-        step: optimizer steps done; 0 where the source does not say.
+        step: optimizer steps done; 0 if the source does not say.
         ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
         run: state of the run, if shardkit saved it; `None` for other sources.
         notes: the parts that are left out, one line each.
