@@ -1,4 +1,4 @@
-"""The table of supported features, strategy × feature, read by the config check, the docs and the tests.
+"""What works with what: one table, strategy × feature, read by the config check, the README and the tests.
 
 `python -m shardkit.config.capability` prints the README's table, `--write README.md` puts it between its markers.
 """
