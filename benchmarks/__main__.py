@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists what can be measured; `python -m benchmarks NAME [OPTION …]` measures it."""
+"""`python -m benchmarks` lists the benchmarks; `python -m benchmarks NAME [OPTION …]` runs one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .common import REPO
 
-# What `all` runs, in this order, and with which options. A name is a module or package of benchmarks/.
+# The benchmarks that `all` runs, in this order, with their options. A name is a module or package of benchmarks/.
 ON_CPU: dict[str, list[str]] = {
     "overhead": [],
     "peers": [],
@@ -53,7 +53,7 @@ def command(name: str, options: Sequence[str]) -> list[str]:
 
 
 def run_all() -> list[str]:
-    """Run everything that needs no GPU and render the page; the names that failed."""
+    """Run everything that needs no GPU and render the page; returns the names that failed."""
     failed = []
     for name, options in {**ON_CPU, PAGE: []}.items():
         print(f"== {name}", flush=True)

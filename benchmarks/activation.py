@@ -1,4 +1,4 @@
-"""What each activation policy keeps, computes again and costs in time, and what chunked cross-entropy saves.
+"""The memory, recomputation and time of each activation policy, and the saving of chunked cross-entropy.
 
 `python -m benchmarks.activation` runs the reference transformer at fixed sizes under every policy, on the CPU, once
 with math attention (scores [B, heads, T, T] exist) and once with torch's fused one. Bytes are counted storage by
@@ -76,7 +76,7 @@ def step(model: nn.Module) -> float:
 
 
 def count_bytes(model: nn.Module) -> dict[str, int]:
-    """What a forward leaves alive until backward, of which on the host, and the step's peak, above the state."""
+    """Bytes that a forward keeps for backward, on the device and on the host, and the step's peak above the state."""
     step(model)  # gradients exist, and count as state
     moved = moved_bytes(model)
     tokens, targets = batch()
@@ -114,7 +114,7 @@ def count_flops(model: nn.Module, backward: bool = True) -> int:
 
 
 def time_rounds(models: dict[str, nn.Module], rounds: int, base: str) -> dict[str, dict[str, Any]]:
-    """Seconds per step, interleaved, and the ratio to `base` round by round; who goes first rotates."""
+    """Seconds per step, interleaved, and the ratio to `base` round by round; the first one rotates."""
     names = list(models)
     times: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -161,7 +161,7 @@ def first_gradients(settings: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def measure_budgets(backend: str, steps: int) -> dict[str, Any]:
-    """Compiled blocks at each budget, one budget after the other: compiled code is shared within a process."""
+    """Compiled blocks at each budget, one after the other, because a process shares compiled code."""
     results: dict[str, Any] = {}
     with sdpa_kernel(BACKENDS[backend]):
         for budget in BUDGETS:

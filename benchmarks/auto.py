@@ -1,10 +1,10 @@
-"""Does `shardkit plan --auto` choose well? Every setting of a small grid is trained, its choice compared with the best.
+"""Does `shardkit plan --auto` choose well? Train every setting of a small grid and compare its choice with the best.
 
 `python -m benchmarks.auto` on an otherwise idle machine: speeds are calibrated, then each strategy × checkpointing
 policy × micro-batch is trained for a few steps on 2 CPU ranks, several settings at once that take turns, one step each,
-with the same reference among them. For several caps on memory the search then chooses without having seen any of it.
-The choices and the fastest settings whose measured peaks are under the caps take turns once more, for longer: the best
-of them is what a choice is compared with. Each choice is run on its own under the real cap.
+with the same reference among them. For several memory caps, the search then chooses without these measurements. The
+choices and the fastest settings whose measured peaks are under the caps take turns once more, for longer: a choice is
+compared with the best of them. Each choice also runs alone under the real cap.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def settings_of(strategy: str, policy: str, micro_batch: int) -> tuple[str, ...]
 
 
 def calibrate(cache: Path) -> None:
-    """This machine's speeds, measured by two ranks, where only this benchmark sees them."""
+    """Measure this machine's speeds with two ranks, and keep them where only this benchmark sees them."""
     os.environ["XDG_CACHE_HOME"] = str(cache)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     subprocess.run([*command, "-m", "shardkit.cli", "doctor", "--calibrate"], stdout=subprocess.DEVNULL, check=False)
@@ -69,7 +69,7 @@ def calibrate(cache: Path) -> None:
 
 
 class Kept:
-    """What was measured so far, in a file: an interrupted benchmark goes on where it was."""
+    """The measurements so far, in a file: an interrupted benchmark continues where it stopped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class Kept:
 
 
 def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
-    """All of them alive at once, a step each in turns: bytes at the peak, and seconds of every step after the warm-up.
+    """Run all cells at once, a step each in turns: bytes at the peak, and seconds of every step after the warm-up.
 
     Returns:
         {"peaks": …, "seconds": …}, both in the order of `cells`.
@@ -107,7 +107,7 @@ def take_turns(cells: Sequence[Cell], work: Path, steps: int) -> dict[str, Any]:
 
 
 def peak(run_dir: Path) -> int:
-    """Bytes of tensors in the traced step, on the rank that had most."""
+    """Peak bytes of tensors in the traced step, on the rank with the largest peak."""
     traces = [json.loads(path.read_text()) for path in (run_dir / "trace").glob("rank*.json")]
     return max(int(trace["peak"]["bytes"]) for trace in traces)
 
@@ -130,13 +130,13 @@ def worker(*arguments: str) -> None:
 
 
 def caps(peaks: Sequence[int]) -> list[int]:
-    """Limits in MiB, evenly spaced between what the least and the most of the grid needed."""
+    """Limits in MiB, evenly spaced between the smallest and the largest peak of the grid."""
     low, high = min(peaks) / 2**20, max(peaks) / 2**20
     return [round(low + (high - low) * step / (CAPS + 1)) for step in range(1, CAPS + 1)]
 
 
 class Remembering(Planner):
-    """Searches under several caps ask for the same traces, of which only the limit differs."""
+    """Searches under several caps need the same traces; only the limit differs."""
 
     answers: dict[str, MemoryEstimate] = {}
 
@@ -148,7 +148,7 @@ class Remembering(Planner):
 
 
 def choose(mib: int) -> dict[str, Any]:
-    """What the search chooses under a cap, and all that it predicted: [[*cell, bytes, tokens/s], …]."""
+    """The search's choice under a cap, and all its predictions: [[*cell, bytes, tokens/s], …]."""
     target = Target(RANKS, None, RANKS, cap=mib * 2**20)
     with Search(
         lambda more: load_config(None, [*BASE, *more]).config, target, GIVEN, None, lambda said: None
@@ -173,11 +173,11 @@ def run_capped(cell: Cell, mib: int, work: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("build/auto"), help="for runs and what was measured so far")
+    parser.add_argument("--work", type=Path, default=Path("build/auto"), help="for runs and measurements so far")
     parser.add_argument("--steps", type=int, default=8, help="of each setting of the grid")
     parser.add_argument("--final-steps", type=int, default=24, help="of the choices and the fastest")
     parser.add_argument(
-        "--until", choices=("grid", "choices", "end"), default="end", help="stop there; run again to go on"
+        "--until", choices=("grid", "choices", "end"), default="end", help="stop there; run again to continue"
     )
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any]]:
-    """Every setting's peak, and its speed as a share of the reference's, which took turns with it."""
+    """Every setting's peak, and its speed relative to the reference that took turns with it."""
     grid: dict[Cell, dict[str, Any]] = {}
     for start in range(0, len(GRID), AT_ONCE):
         cells = GRID[start : start + AT_ONCE]
@@ -244,7 +244,7 @@ def measure_grid(kept: Kept, work: Path, steps: int) -> dict[Cell, dict[str, Any
 
 
 def ratio(best: Sequence[float], chosen: Sequence[float]) -> Sequence[float]:
-    """Of the speeds of choice and best, beside each other: (median, low, high)."""
+    """The choice's speed over the best one's, turn by turn: (median, low, high)."""
     return median_ci([theirs / mine for mine, theirs in zip(chosen, best, strict=True)])
 
 
@@ -253,7 +253,7 @@ def fits(run: dict[str, Any], mib: int) -> bool:
 
 
 def contenders(mib: int, chosen: Cell, grid: dict[Cell, dict[str, Any]]) -> list[Cell]:
-    """The choice and the fastest of the grid that fit: a few steps do not tell which is the best of them."""
+    """The choice and the fastest of the grid that fit: a few steps cannot tell which one is best."""
     able = [cell for cell, run in grid.items() if fits(run, mib)]
     fastest = sorted(able, key=lambda cell: -grid[cell]["speed"])[:RIVALS]
     return sorted({chosen, *fastest})

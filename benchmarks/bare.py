@@ -1,6 +1,6 @@
-"""The shortest loop one would write by hand for each engine: what shardkit is compared with.
+"""The shortest hand-written loop for each engine, to compare shardkit with.
 
-`torchrun … -m benchmarks.bare ENGINE TOKENS.bin` takes one step and prints when it was done.
+`torchrun … -m benchmarks.bare ENGINE TOKENS.bin` takes one step and prints the time when it was done.
 """
 
 from __future__ import annotations

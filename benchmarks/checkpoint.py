@@ -1,10 +1,9 @@
-"""How fast checkpoints are written and read, and what a background save costs training, on 2 CPU ranks.
+"""The speed of checkpoint writes and reads, and the cost of a background save for training, on 2 CPU ranks.
 
 `python -m benchmarks.checkpoint` trains a transformer under FSDP2 and under ZeRO-2 in one process group and measures in
-turns, on one disk, every file put on disk before the clock stops: a raw sequential write and read of the same bytes
+turns, on one disk, with every file synced before the clock stops: a raw sequential write and read of the same bytes
 (one file per rank, memory to disk and back, no checksums), our save and load, our save in the background while training
-goes on, `torch.save` of the full state dict, and DeepSpeed's `save_checkpoint`. Nothing that is read is in the page
-cache.
+continues, `torch.save` of the full state dict, and DeepSpeed's `save_checkpoint`. Reads never come from the page cache.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Bench:
         self.raw, self.peer = folder / "raw", folder / "peer"
 
     def clean(self) -> None:
-        """Delete what was written, and let the disk come to rest: right after a write, the next one is slower."""
+        """Delete written files and let the disk come to rest: right after a write, the next one is slower."""
         self.clock.most(0)
         if self.fsdp.job.world.is_main:
             for path in (self.raw, self.peer, self.fsdp.folder, self.zero.folder):
@@ -50,7 +49,7 @@ class Bench:
         self.clock.most(0)
 
     def disk(self, number: int) -> dict[str, dict[str, float]]:
-        """A raw write and read, and a save and load, each from a disk at rest; who comes first alternates."""
+        """A raw write and read, and a save and load, each from a disk at rest; the first one alternates."""
         views, mine = self.fsdp.state(), self.raw / f"{self.fsdp.job.world.rank}.bin"
         found: dict[str, dict[str, float]] = {}
 
@@ -114,7 +113,7 @@ def worker(folder: Path, layers: int, rounds: int, minutes: float, rest_s: float
 
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
-    """Ratios of what was measured in the same round, and throughputs in GiB/s."""
+    """Ratios of measurements of the same round, and throughputs in GiB/s."""
     rounds, gib = measured["rounds"], measured["bytes"] / 2**30
 
     def ratio(over: tuple[str, str], under: tuple[str, str]) -> tuple[float, float, float]:
@@ -146,7 +145,7 @@ def summary(measured: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="at most; the first is for warming up")
-    parser.add_argument("--minutes", type=float, default=8, help=f"no new round after that, but for the {FEWEST} least")
+    parser.add_argument("--minutes", type=float, default=8, help=f"no new round after that, but at least {FEWEST}")
     parser.add_argument("--layers", type=int, default=15, help="each adds 144 MiB to the checkpoint")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
     parser.add_argument("--rest", type=float, default=2, help="seconds before each use of the disk")

@@ -1,4 +1,4 @@
-"""What `benchmarks.checkpoint` times: raw files, our saves and loads, `torch.save` of everything, DeepSpeed's own."""
+"""The arms of `benchmarks.checkpoint`: raw files, our saves and loads, `torch.save` of everything, DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRITE = 64 * 2**20
 
 
 class Clock:
-    """Times what all ranks do together; the result is the slowest rank's."""
+    """Times an action of all ranks together; the result is the slowest rank's."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -27,7 +27,7 @@ class Clock:
     def __call__(self, action: Callable[[], object]) -> dict[str, float]:
         """Seconds from the start of all to the end of all, and the most host memory that a rank took meanwhile."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide new allocations
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _status("VmRSS")
         self._dist.barrier()
@@ -124,7 +124,7 @@ def raw_read(views: list[memoryview], path: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Take a folder's files out of the page cache."""
+    """Drop a folder's files from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -140,7 +140,7 @@ def put_on_disk(folder: Path) -> None:
 
 
 def torch_save(run: Run, path: Path) -> None:
-    """What one would write by hand: gather everything on rank 0, then `torch.save`."""
+    """The hand-written way: gather everything on rank 0, then `torch.save`."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -161,7 +161,7 @@ def deepspeed_save(run: Run, folder: Path) -> None:
 
 
 def in_background(run: Run, number: int, steps: int) -> dict[str, float]:
-    """A background save: how long it blocked, and how much longer training took while it was written."""
+    """A background save: the time that it blocked, and the time that training lost while it was written."""
     from shardkit.checkpoint.format.manifest import RunState
 
     clock = Clock()

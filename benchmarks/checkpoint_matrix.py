@@ -1,7 +1,7 @@
-"""Every strategy and world size saved, and loaded under every other: what `tests/checkpoint/test_matrix.py` checks.
+"""Every strategy and world size saved, and loaded under every other, as `tests/checkpoint/test_matrix.py` checks.
 
-`python -m benchmarks.checkpoint_matrix` runs all pairs in fp32 and in bf16 and writes how many came out bit-equal and
-how far the losses after the load are from those of the run that was never saved.
+`python -m benchmarks.checkpoint_matrix` runs all pairs in fp32 and in bf16 and writes how many were bit-equal, and how
+far the losses after the load differ from those of the run that was never saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modes", nargs="*", default=["fp32", "bf16"])
     path = RESULTS / "checkpoint_matrix.json"
-    modes = json.loads(path.read_text())["modes"] if path.exists() else {}  # they can be run one at a time
+    modes = json.loads(path.read_text())["modes"] if path.exists() else {}  # modes can be run one at a time
     modes |= {mode: measure(mode) for mode in parser.parse_args().modes}
     worlds = {case: cases.worlds(case) for case in cases.CASES}
     write_result("checkpoint_matrix", {"world_sizes": worlds, "modes": modes})

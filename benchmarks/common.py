@@ -1,4 +1,4 @@
-"""What every benchmark needs: where it ran, an honest interval, a place for the result."""
+"""Shared by every benchmark: its environment, an honest interval, a place for the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def median_ci(samples: Sequence[float], confidence: float = 0.95) -> tuple[float
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, commit and date, to stand beside a figure."""
+    """Hardware, versions, commit and date, to record with a figure."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

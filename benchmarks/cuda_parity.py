@@ -1,7 +1,7 @@
 """Losses and weights of trainings on CUDA (emulated, two to four ranks) against the CPU's single process.
 
 `make test-cuda` makes the environment; then `EMUCUDA=1 EMUCUDA_DEVICES=4 .venv-cuda/bin/python -m
-benchmarks.cuda_parity`. Hours on a small machine: what has been run is kept in --folder, and another call goes on.
+benchmarks.cuda_parity`. Hours on a small machine: finished cases are kept in --folder, and another call continues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITTEN = RESULTS / "cuda_parity.json"
 
 
 def summary(found: Mapping[Case, dict[str, Any]], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`engine mode` → number of cases, the largest differences, and what did not agree."""
+    """`engine mode` → number of cases, the largest differences, and the disagreements."""
     out: dict[str, dict[str, Any]] = {}
     for case, result in found.items():
         row = out.setdefault(f"{case.engine} {case.mode}", {"cases": 0, "loss": 0.0, "weights": 0.0, "wrong": {}})
@@ -46,7 +46,7 @@ SETS: dict[str, tuple[Callable[[], list[Case]], dict[str, str]]] = {
 
 
 def collected(folder: Path) -> dict[str, Any]:
-    """The sets of cases that the folder has something of; the others as they were written last, with their commit."""
+    """The sets that have cases in the folder; the others as they were last written, with their commit."""
     wanted = json.loads((folder / "wanted.json").read_text())
     sets = json.loads(WRITTEN.read_text())["sets"] if WRITTEN.exists() else {}
     for name, (cases, _) in SETS.items():
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=REPO / "build" / "cuda_parity", help="where cases are recorded")
     parser.add_argument("--set", dest="sets", action="append", choices=SETS, help="a set of cases (default: all)")
     parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
-    parser.add_argument("--collect", action="store_true", help="run nothing; write the result of what was recorded")
+    parser.add_argument("--collect", action="store_true", help="run nothing; write the result of recorded cases")
     options = parser.parse_args()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What bringing every rank's memory to rank 0 costs as the world grows: python -m benchmarks.gather [--worlds 2 8 64].
+"""Cost of gathering every rank's memory on rank 0 as the world grows: python -m benchmarks.gather [--worlds 2 8 64].
 
 Real gloo ranks on this machine, forked from a process that has loaded torch. With far more ranks than cores, waiting
-for ranks that have no core yet drowns the rest: so rank 0 is timed with everybody else already there, waiting, and the
-collective that all begin at once is timed beside it. Rank 0's own processor time is counted too: what remains on a
-cluster, where the others run on machines of their own.
+for ranks without a core dominates: so rank 0 is timed while all others already wait in the gather, and a gather that
+all begin at once is timed too. Rank 0's own processor time is also counted: the cost that remains on a cluster, where
+the other ranks run on their own machines.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .common import median_ci, write_result
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 INTERVAL, STEP_S = 10, 0.05
-"""The share of time is of gathers at the default interval and steps of 50 ms."""
+"""The share of time assumes gathers at the default interval and steps of 50 ms."""
 GOAL = 0.01
 SETTLE_S = 0.002
-"""For each rank: how long rank 0 waits until the others stand in the gather."""
+"""Seconds per rank that rank 0 waits until the others are in the gather."""
 
 
 class Ranks:
@@ -50,7 +50,7 @@ class Ranks:
         self._step = 0
 
     def gather(self, settled: bool) -> tuple[float, float]:
-        """Seconds of a gather and its line, wall and this thread's; `settled`: rank 0 comes when all others wait."""
+        """Seconds of a gather and its line, wall and this thread's; `settled`: rank 0 joins when all others wait."""
         self._step += 1
         self.ledger.end_step(self._step, STEP_S)
         dist.barrier(group=self._barrier)
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def rank_main(rank: int, world: int, store: str, rounds: int, out: Connection) -> None:
-    """A rank; rank 0 sends what it measured."""
+    """A rank; rank 0 sends its measurements."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=300)

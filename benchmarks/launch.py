@@ -1,4 +1,4 @@
-"""What `shardkit launch` adds to a start, how fast a job recovers and what watching over it takes, on 2 CPU ranks.
+"""The cost of `shardkit launch` at start, the time to recover, and the cost of the watchdog, on 2 CPU ranks.
 
 `python -m benchmarks.launch` measures in turns the time from the command to the end of the first optimizer step of the
 same training module under torchrun, `shardkit launch`, `accelerate launch` and the `deepspeed` launcher; then the time
@@ -57,13 +57,13 @@ def execute(argv: list[str]) -> None:
 
 
 def step_times(run_dir: Path) -> list[tuple[int, float]]:
-    """(step, when it ended) of every gather."""
+    """(step, time of its end) of every gather."""
     records = [json.loads(line) for line in (run_dir / "memory.jsonl").read_text().splitlines()]
     return [(int(record["step"]), float(record["time"])) for record in records]
 
 
 def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]]:
-    """Seconds from each command to the end of its first step; who goes first alternates."""
+    """Seconds from each command to the end of its first step; the first launcher rotates."""
     times: dict[str, list[float]] = {}
     for index in range(rounds):
         with socket.create_server(("", 0)) as free:  # the deepspeed launcher wants a number
@@ -79,7 +79,7 @@ def first_steps(rounds: int, tokens: str, folder: Path) -> dict[str, list[float]
 
 
 class Dying:
-    """A task whose rank 1 kills itself in step 4 of the first attempt, and notes when."""
+    """A task whose rank 1 kills itself in step 4 of the first attempt, and records the time."""
 
     def __init__(self, config: Any, note: str) -> None:
         self.note, self.step = Path(note), 0
@@ -107,7 +107,7 @@ class Dying:
 
 
 def recoveries(rounds: int, folder: Path) -> list[float]:
-    """Seconds from a rank's SIGKILL to the end of the first step after it; a checkpoint is there after each step."""
+    """Seconds from a rank's SIGKILL to the end of the first step after it; every step saves a checkpoint."""
     times = []
     for index in range(rounds):
         run_dir, note = folder / f"killed-{index}", folder / f"killed-{index}.time"
@@ -144,8 +144,8 @@ class Timed:
 def watching(tokens: str, folder: str, steps: int) -> dict[str, float]:
     """Time inside the calls, as shares of the step time; on one rank of the job.
 
-    The ranks wait for each other before the reduction is timed: what the slower one keeps the other waiting is no cost
-    of the reduction. That wait is left out of the step time as well.
+    The ranks wait for each other before the reduction is timed: waiting for the slower one is not a cost of the
+    reduction. That wait is left out of the step time as well.
     """
     import torch.distributed as dist
 
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def earlier() -> dict[str, Any]:
-    """What was measured before: parts can be measured one at a time."""
+    """Earlier measurements: parts can be measured one at a time."""
     path = RESULTS / "launch.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     found.pop("environment", None)

@@ -30,8 +30,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-# `from shardkit.config_io import load_config`, as it was written before `config` was a package, keeps working. A lazy
-# attribute for this one name only: inspect and others ask every loaded module for names of theirs.
+# Keeps `from shardkit.config_io import load_config` working, the import from before `config` was a package. Only this
+# one name is lazy: inspect and other tools ask every loaded module for arbitrary names.
 _config_io = ModuleType("shardkit.config_io", "Now `shardkit.load_config`.")
 _config_io.__dict__["__getattr__"] = lambda name: __getattr__(name if name == "load_config" else f"config_io.{name}")
 sys.modules[_config_io.__name__] = _config_io

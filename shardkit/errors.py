@@ -1,4 +1,4 @@
-"""Errors a user can act on: one line of cause, one line of fix, sizes written and read the same way everywhere."""
+"""Errors that a user can act on, each with a line of cause and a line of fix; sizes in one notation everywhere."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class BuildError(ShardkitError):
 
 
 class CheckpointError(ShardkitError):
-    """A checkpoint that cannot be written, found or trusted. Its names may be a stranger's: each part is one line."""
+    """A checkpoint that cannot be written, found or trusted. Names in it are not trusted: they cannot break a line."""
 
     def __init__(self, cause: str, fix: str = "") -> None:
         super().__init__(printable(cause), printable(fix))
 
 
 class SaveError(CheckpointError):
-    """The last save of a run failed: what it trained since the checkpoint before is lost."""
+    """The last save of a run failed: the training since the previous checkpoint is lost."""
 
     exit_code = 5
 
 
 class SupersededError(ShardkitError):
-    """Another start owns the run directory: this one may not write there any more."""
+    """Another start owns the run directory: this one may no longer write there."""
 
     exit_code = 6
 
@@ -70,7 +70,7 @@ class TrainingError(ShardkitError):
 
 
 class OutOfMemoryError(ShardkitError):
-    """A rank asked for memory that is not there. Not started again: with the same settings it would ask again."""
+    """A rank ran out of memory. The job is not restarted: with the same settings it would run out again."""
 
     exit_code = 3
 
@@ -92,8 +92,8 @@ LONGEST = 1000
 
 
 def printable(text: object) -> str:
-    """One line that any terminal shows as it is: control characters, line ends and what cannot be encoded are escaped,
-    the middle of a very long text is left out."""
+    """One line that is safe on any terminal: control characters, line ends and characters that cannot be encoded are
+    escaped, and the middle of a very long text is left out."""
     line = str(text)
     if len(line) > LONGEST:
         line = f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
@@ -110,7 +110,7 @@ def gib(n_bytes: float, decimals: int = 2) -> str:
 
 
 BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-# As makers of memory and Slurm write it: 80GB is 80·10⁹ bytes, 24G is 24·2³⁰.
+# As memory vendors and Slurm write sizes: 80GB is 80·10⁹ bytes, 24G is 24·2³⁰.
 ANY_UNIT = {
     **BINARY,
     "KB": 10**3,

@@ -1,4 +1,4 @@
-"""Writing so that a full or failing disk ends no run, and so that what is written stays readable; locks."""
+"""Write files so that a full or failing disk ends no run and readers never find half a file; lock files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO
 from .errors import ConfigError
 
 STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
-"""What a full or failing disk says."""
+"""The error numbers of a full or failing disk."""
 TAIL = 1 << 16
 """Bytes at the end of a file of JSON lines that hold its last ones."""
 _LOG = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _warned: set[str] = set()
 
 
 class _Lossy(io.FileIO):
-    """A file that takes everything, and keeps what there is room for."""
+    """A file that accepts every write and drops the bytes that do not fit on the disk."""
 
     def write(self, data: Any) -> int:
         try:
@@ -40,10 +40,10 @@ class _Lossy(io.FileIO):
 
 
 def outlive_full_disks() -> None:
-    """Let `print` and logging survive a disk that fills up and a terminal that is closed; for a process's entry.
+    """Let `print` and logging survive a full disk and a closed terminal; call it once when a process starts.
 
-    Launchers redirect stdout and stderr to files in the run directory. Without this a line that does not fit raises in
-    the training loop, and once more when the interpreter ends. Streams that are no files are left alone.
+    Launchers redirect stdout and stderr to files in the run directory. Without this, a line that does not fit raises in
+    the training loop, and again when the interpreter ends. Streams that are not files are left alone.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -54,16 +54,16 @@ def outlive_full_disks() -> None:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Make or replace a file: whoever reads it meanwhile, or after a crash, finds the old one or the new one, whole.
+    """Create or replace a file: a reader, now or after a crash, finds either the old or the new one, complete.
 
-    Its mode is that of a new file. Of several writers at once the last one wins. One that is killed leaves its draft,
+    Its mode is that of a new file. With several writers at once, the last one wins. A killed writer leaves its draft,
     `NAME.part…`, behind.
 
     Args:
-        durable: it is on the disk before it has its name; for the name itself, sync its folder.
+        durable: sync the content to disk before the rename; for the rename itself, sync the folder.
 
     Raises:
-        OSError: it cannot be written, and the old one is as it was.
+        OSError: the file cannot be written; the old one is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     # A shared folder has writers on several nodes: a process id would not tell them apart.
@@ -77,25 +77,25 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
                 os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is what the caller must hear
+        with suppress(OSError):  # the caller must see the first error
             draft.unlink()
         raise
 
 
 @contextmanager
 def locked(path: Path, wait_s: float | None = None, optional: bool = False) -> Iterator[IO[str] | None]:
-    """Hold an exclusive lock on a file, which is made and stays; the system releases it with the process.
+    """Hold an exclusive lock on a file, which is created and kept; it is released when the process ends.
 
     Args:
-        wait_s: how long to wait for others; None: as long as they hold it.
-        optional: go on without it on a file system that has no locks.
+        wait_s: seconds to wait for other holders; None: without limit.
+        optional: continue without a lock on a file system that has no locks.
 
     Yields:
         The file, open for reading and appending; None without a lock.
 
     Raises:
         BlockingIOError: others held it for longer than `wait_s`.
-        OSError: the file cannot be opened, or not be locked.
+        OSError: the file cannot be opened or locked.
     """
     with path.open("a+") as file:
         held: IO[str] | None = file
@@ -125,7 +125,7 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading without ever waiting for it, as opening a pipe would.
+    """Open a file for reading without ever waiting; opening a pipe would wait for its writer.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a folder.
@@ -150,14 +150,14 @@ def read_regular(path: str | Path, most: int = 2**30) -> bytes:
 
 
 def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
-    """Append one line per object, each in one write; whether all were written.
+    """Append one line per object, each in one write; returns whether all were written.
 
-    A full or failing disk (ENOSPC, EDQUOT, EFBIG, EIO, ESTALE) does not end a run that only wanted to note something:
-    it is warned about once per file, and a line that was cut short is taken back.
+    A full or failing disk (ENOSPC, EDQUOT, EFBIG, EIO, ESTALE) does not end a run that only wanted to log something:
+    there is one warning per file, and a partly written line is removed.
 
     Raises:
         ConfigError: the file cannot be opened for writing for another reason.
-        ValueError: a number that is not finite: JSON has none.
+        ValueError: a number is not finite, which JSON cannot hold.
     """
     lines = [json.dumps(obj, allow_nan=False).encode() + b"\n" for obj in objects]
     try:
@@ -175,7 +175,7 @@ def append_jsonl(path: str | Path, *objects: Mapping[str, Any]) -> bool:
 
 
 def append_lines(path: str | Path, lines: Iterable[bytes]) -> None:
-    """Append lines, each in one write: those of several processes do not mix, and one that is cut short is taken back.
+    """Append lines, each in one write: lines of several processes do not mix, and a partly written one is removed.
 
     Raises:
         OSError: the file cannot be opened or written.
@@ -193,7 +193,7 @@ def _append(descriptor: int, line: bytes) -> None:
     written = os.write(descriptor, line)
     if written == len(line):
         return
-    try:  # the disk filled up in the middle: the rest fails, and says why
+    try:  # the disk filled up midway: writing the rest raises the reason
         while written < len(line):
             written += os.write(descriptor, line[written:])
     except OSError:
@@ -202,10 +202,10 @@ def _append(descriptor: int, line: bytes) -> None:
 
 
 def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The objects on a file's lines; damaged lines are passed over, and a file that cannot be read has none.
+    """The objects on a file's lines; damaged lines are skipped, and a file that cannot be read has none.
 
     Args:
-        last_bytes: read only the whole lines among so many bytes at the end.
+        last_bytes: read only the complete lines among this many bytes at the end.
     """
     try:
         with open_regular(path) as file:
@@ -227,7 +227,7 @@ def parsed(line: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What another program may have written; numbers that nothing here can have, as 1e999 and NaN, are None.
+    """Parse JSON that another program may have written; impossible numbers, such as 1e999 and NaN, become None.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply.

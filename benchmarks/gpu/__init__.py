@@ -1,4 +1,4 @@
-"""What only a GPU shows: `python -m benchmarks gpu`, in parts that can be interrupted and go on (docs/gpu.md)."""
+"""Measurements that need a GPU: `python -m benchmarks gpu`, in parts that can be interrupted (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PARTS = ("mfu", "ladder", "largest", "accuracy", "categories")
 
 
 def part_cases(part: str, dry: bool) -> Cases:
-    """The cases of a part in the order in which they are run: what tells most comes first.
+    """The cases of a part in the order of their runs, the most informative first.
 
     Args:
         dry: on the CPU, tiny, fewer of each kind.

@@ -1,7 +1,7 @@
 """Predicted against measured peaks at world size 1: model × precision × checkpointing × strategy.
 
-Allocated and reserved are the allocator's. *Required* cannot be read off it: the same run again, with 2 % more than the
-predicted required bytes as all the memory there is, has to work.
+Allocated and reserved are the allocator's. *Required* cannot be read from it: instead, the same run must work again
+with only 2 % more memory than the predicted required bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STRATEGIES = {
     "zero2 + offload": _OFFLOAD,
     "zero3 + offload": _OFFLOAD_ALL,
 }
-# What differs most first: a run that is interrupted has seen something of everything.
+# The most different settings first: an interrupted run has seen something of everything.
 SETTINGS = [
     ("355m", "single", "fp32", "none"), ("355m", "single", "bf16", "full"), ("llama-0.5b", "fsdp", "bf16", "none"),
     ("355m", "zero2", "bf16", "selective"), ("355m", "zero3 + offload", "bf16", "full"),
@@ -66,7 +66,7 @@ DRY_SETTINGS = [("355m", "single", "fp32", "none"), ("llama-0.5b", "zero2", "bf1
 
 
 def cases(dry: bool) -> Cases:
-    """Each setting, and after all of them each once more in as little memory as it is said to need."""
+    """Each setting; then each once more, in only as much memory as its prediction requires."""
     models = DRY_MODELS if dry else MODELS
     found: Cases = {}
     chosen: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a part of the benchmark consists of."""
+"""The cases that a part of the benchmark consists of."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
-"""What a case found out, as it is written to JSON; `outcome` says how it went."""
+"""A case's result as it is written to JSON; `outcome` says how the case ended."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """What a case is run with.
+    """The surroundings of a case.
 
     Attributes:
         dry: on the CPU with tiny sizes.
         card: short name of the GPU (`shardkit.hardware.cards`).
         host_memory: bytes of host memory that a case may count on.
-        folder: for files that are of no use afterwards.
-        predicted: what `Case.predict` found, here or elsewhere.
-        earlier: what this case kept when it was interrupted; `ended` is "host memory" if that ran out.
-        keep: writes down what was found so far.
+        folder: for temporary files.
+        predicted: the result of `Case.predict`, here or elsewhere.
+        earlier: the result that this case kept when it was interrupted; `ended` is "host memory" if that ran out.
+        keep: stores the result so far.
     """
 
     dry: bool
@@ -39,8 +39,8 @@ class Case:
     """One row or cell; both functions run in fresh processes.
 
     Attributes:
-        predict: what the planner says; needs no GPU.
-        predicted_as: the case whose prediction counts, if it is another one's.
+        predict: asks the planner; needs no GPU.
+        predicted_as: the case whose prediction counts, if it is another case.
     """
 
     measure: Callable[[Where], Found]

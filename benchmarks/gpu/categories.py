@@ -1,7 +1,7 @@
-"""What the ledger says of SwinIR's peak beside what the allocator says, under AMP and AMP with checkpointing.
+"""SwinIR's peak according to the ledger and to the allocator, under AMP and AMP with checkpointing.
 
-Swin2SR of transformers, as large as SwinIR; a step is traced tensor by tensor and its categories summed. Both settings
-train in turns, in fresh processes.
+The model is transformers' Swin2SR, as large as SwinIR; a step is traced tensor by tensor and its categories are summed.
+Both settings train in turns, in fresh processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(where: Where) -> Found:
 
 
 def traced_peak(run: Path) -> Found:
-    """Bytes, phase and categories of the traced step's peak; `unattributed` is what the allocator held beyond them."""
+    """Bytes, phase and categories of the traced step's peak; `unattributed` is the allocator's rest."""
     peak: Found = json.loads((run / "trace" / "rank0.json").read_text())["peak"]
     return peak
 

@@ -1,4 +1,4 @@
-"""A case in a process of its own: started, watched and ended by the command, which holds no GPU itself."""
+"""A case in its own process: started, watched and ended by the command, which holds no GPU itself."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .cases import Found, Where
 
 Ended = Literal["done", "time is up", "host memory"]
 HOST_RESERVE = 3 << 30
-"""A case is ended when less host memory than this is left: before the kernel chooses what to kill."""
+"""A case is ended when fewer bytes of host memory are left: before the kernel chooses a process to kill."""
 _POLL_S = 0.25
 
 
 def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, Ended]:
-    """Run `predict` or `measure` of a case in fresh processes; what it found, also if it was ended.
+    """Run `predict` or `measure` of a case in fresh processes; returns its result, also if it was ended early.
 
-    A crash is an outcome. Whatever ends this function ends the processes.
+    A crash is an outcome. The processes end with this function, even if it raises.
     """
     request, exchange, log = (where.folder / name for name in ("asked.json", "case.json", "case.log"))
     exchange.unlink(missing_ok=True)
@@ -64,14 +64,14 @@ def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> t
 
 
 def _environment(dry: bool) -> dict[str, str]:
-    """ninja and other tools beside this interpreter are found; a dry run leaves GPUs alone."""
+    """An environment that finds ninja and other tools beside this interpreter; a dry run leaves GPUs alone."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     alone: dict[str, str] = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if dry else {}
     return {**os.environ, "PATH": path, "DEEPSPEED_LOG_LEVEL": "error", **alone}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the case's processes."""
+    """Kill the case's remaining processes."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

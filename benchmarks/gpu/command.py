@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu`: runs the cases of each part that are not known yet, within a budget of time."""
+"""`python -m benchmarks gpu`: run the missing cases of each part, within a time budget."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .store import Store
 DRY = REPO / "build" / "gpu_dry_run"
 DEFAULT_CARD = "h200"
 _LEAST_S = 15.0
-"""With less time left no case is begun."""
+"""With less time left, no case starts."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """The request of the command line.
 
     Attributes:
         predict: only ask the planner.
-        only: of each part the cases whose names hold this.
+        only: run only cases whose names contain this.
     """
 
     dry: bool
@@ -57,7 +57,7 @@ class Part:
         self._deadline = time.monotonic() + asked.budget_s
 
     def run(self) -> bool:
-        """Run what is missing; whether nothing is left."""
+        """Run the missing cases; returns whether none is left."""
         cases = {name: case for name, case in part_cases(self.name, self.asked.dry).items() if self.asked.only in name}
         for name, case in cases.items():
             for what in ("predicted",) if self.asked.predict else ("predicted", "measured"):
@@ -87,7 +87,7 @@ class Part:
             )  # fmt: skip
             found, ended = run_case(self.name, name, what, where, limit)
         went_on = found != {key: value for key, value in earlier.items() if key != "ended"}
-        if ended == "host memory" and went_on:  # at something it had not tried before
+        if ended == "host memory" and went_on:  # while trying something new
             self.store.put(name, what, {**found, "ended": ended}, complete=False)
             return self._run(name, case, what)
         if ended == "host memory":
@@ -107,34 +107,34 @@ class Part:
 
 
 def _kept(found: Found | None) -> Found:
-    """What an interrupted case kept, without where that came from."""
+    """The result that an interrupted case kept, without its origin."""
     stamps = ("complete", "card", "code", "environment", "seconds")
     return {key: value for key, value in (found or {}).items() if key not in stamps}
 
 
 def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
-    """The parts and what to do.
+    """The parts to run and the request.
 
     Raises:
-        SystemExit: options that do not go together; argparse has said why.
-        ConfigError: an unknown card, or no amount of memory.
+        SystemExit: options that do not go together; argparse has printed the reason.
+        ConfigError: an unknown card, or an invalid amount of memory.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
     parser.add_argument(
         "--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)"
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names hold this")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes, by the same code")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes, but the same code")
     parser.add_argument("--predict", action="store_true", help="only plan: needs no GPU")
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})"
     )
-    parser.add_argument("--host-memory", metavar="120GiB", help="that cases may count on; default: what is free here")
+    parser.add_argument("--host-memory", metavar="120GiB", help="available to cases; default: the free memory here")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help=f"default: {RESULTS.relative_to(REPO)}; dry: {DRY.relative_to(REPO)}"
     )
-    parser.add_argument("--commit", metavar="HASH", help="of this checkout, where there is no git")
+    parser.add_argument("--commit", metavar="HASH", help="of this checkout, if there is no git")
     args = parser.parse_args(argv)
     here = environment()["gpus"]
     if not here and not (args.dry_run or args.predict):
@@ -150,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
 
 
 def _card(described: str | None) -> str:
-    """The short name of a card by what nvidia-smi says of it."""
+    """The short name of a card, from nvidia-smi's description."""
     if described is None:
         return DEFAULT_CARD
     name = described.partition(",")[0].strip()
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parts, asked = parse(argv)
         left = [part for part in parts if not Part(part, asked, _say).run()]
     except KeyboardInterrupt:
-        _say("interrupted: what was measured is kept; run it again to go on")
+        _say("interrupted: measurements so far are kept; run it again to go on")
         sys.exit(130)
     except ShardkitError as error:
         sys.exit(report(error))

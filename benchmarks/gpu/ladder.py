@@ -1,6 +1,6 @@
 """The ladder on an emulated 24 GiB card and on the whole card: memory, speed, largest batch and model of each rung.
 
-What does not fit is a result. The largest sizes are predicted first; then the largest and the next one are trained.
+Running out of memory is a result. Sizes are predicted first; then the largest that fits and the next one are trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_TRIED = 4
 
 
 def rungs(dry: bool) -> dict[str, tuple[str, ...]]:
-    """Name → overrides with those of the rungs below; a dry run has the first two and the last."""
+    """Name → overrides, including those of earlier rungs; a dry run has the first two and the last."""
     from shardkit.plan.search.ladder import default_rungs
 
     settings: dict[str, str] = {}
@@ -91,7 +91,7 @@ def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -
 def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
     """Train the predicted size and its neighbours until one works and the next one runs out of memory.
 
-    Beyond what host memory limits nothing is tried: the machine would run out of it.
+    If host memory is the limit, no larger size is tried: the machine would run out of it.
     """
     plan = where.predicted
     if plan["outcome"] != "ok":
@@ -112,7 +112,7 @@ def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -
 
 
 def summary(trials: Found) -> Found:
-    """The largest amount that was trained, and the smallest that ran out of memory."""
+    """The largest amount that trained, and the smallest that ran out of memory."""
     worked = [trial["amount"] for trial in trials.values() if trial["outcome"] == "ok"]
     ran_out = [trial["amount"] for trial in trials.values() if trial["outcome"] == "out of memory"]
     failed = [trial["message"] for trial in trials.values() if trial["outcome"] == "failed"]

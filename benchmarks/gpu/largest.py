@@ -1,7 +1,7 @@
-"""The largest model that trains on the one card with host memory: fp32 masters and moments, real steps, falling loss.
+"""The largest model that trains on one card with host memory: fp32 masters and moments, real steps, falling loss.
 
-The reference transformer of one width grows layer by layer. Plain DeepSpeed with its own defaults stands beside
-shardkit's settings; `planned split` keeps as many optimizer states on the card as the plan says there is room for.
+The reference transformer, at a fixed width, grows layer by layer. Plain DeepSpeed with its defaults is compared with
+shardkit's settings; `planned split` keeps as many optimizer states on the card as fit there according to the plan.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Arm:
     """A way to use the host's memory.
 
     Attributes:
-        settings: shardkit's; of a plain arm those that come nearest, which tell where to begin.
-        stage: ZeRO stage that plain DeepSpeed runs with; `None`: shardkit runs.
-        split: the share of optimizer states in host memory is planned.
+        settings: shardkit's; for a plain arm the nearest ones, which give the size to start from.
+        stage: ZeRO stage of plain DeepSpeed; `None`: shardkit runs.
+        split: the plan chooses the share of optimizer states in host memory.
     """
 
     settings: tuple[str, ...]
@@ -70,7 +70,7 @@ def cases(dry: bool) -> Cases:
 
 
 def model(where: Where) -> dict[str, int]:
-    """The model's sizes but for its depth, which is its length of sequence too."""
+    """The model's sizes except its depth."""
     return DRY_SIZES if where.dry else SIZES
 
 
@@ -83,7 +83,7 @@ def base(where: Where) -> list[str]:
 
 
 def n_params(where: Where, layers: int) -> int:
-    """Of the reference transformer: blocks, two embeddings, the final norm, the head."""
+    """Parameters of the reference transformer: blocks, two embeddings, the final norm, the head."""
     sizes = model(where)
     width = sizes["d_model"]
     fixed = (2 * sizes["vocab_size"] + sizes["max_seq_len"] + 2) * width
@@ -93,15 +93,15 @@ def n_params(where: Where, layers: int) -> int:
 def _predict(arm: Arm, where: Where) -> Found:
     """The deepest model that fits on both sides, with the share of optimizer states that goes to the host.
 
-    Both sides' needs are straight lines in the depth, and in depth times share: shallow models tell where to look, and
-    the planner has the last word there.
+    The memory of both sides is linear in the depth, and in depth times share: shallow models show where to look, and
+    the planner decides there.
     """
     from dataclasses import replace
 
     from shardkit.plan.client import Planner
 
     to = target(where)
-    if where.dry:  # on the CPU all memory is one: a limit on tensors stands for both sides
+    if where.dry:  # the CPU has one memory: a limit on tensors represents both sides
         to = replace(to, cap=DRY_LIMIT, host_memory=None)
     with Planner(to) as planner:
 
@@ -133,7 +133,7 @@ class Line:
 
 
 def line_through(depths: tuple[int, int], n_bytes: list[int]) -> Line:
-    """Through two depths with all states on the host, and the deeper of them with half of them there."""
+    """The line through two depths with all states on the host, and the deeper one with half of the states there."""
     shallow, deeper = depths
     slope = (n_bytes[1] - n_bytes[0]) / (deeper - shallow)
     shared = 2 * (n_bytes[1] - n_bytes[2]) / deeper
@@ -141,7 +141,7 @@ def line_through(depths: tuple[int, int], n_bytes: list[int]) -> Line:
 
 
 def best_share(lines: list[tuple[Line, int]], shares: list[float]) -> tuple[float, int]:
-    """The share that allows most layers, and how many."""
+    """The share that allows the most layers, and their number."""
     deepest = {share: min(line.deepest(share, limit) for line, limit in lines) for share in shares}
     share = max(shares, key=deepest.__getitem__)
     return share, max(1, math.floor(deepest[share]))
@@ -154,7 +154,7 @@ def _settled(
     share, start = best_share(lines, shares)
     fitting: dict[int, MemoryEstimate] = {}
     tried: Found = {}
-    layers, too_deep = start, 0  # not a straight line to the end: pinned memory grows in powers of two
+    layers, too_deep = start, 0  # not quite linear: pinned memory grows in powers of two
     while len(tried) < _MOST_PLANNED:
         estimate = plan(layers, share)
         fits = estimate.verdict != "does not fit"
@@ -232,7 +232,7 @@ def falls(losses: list[float]) -> bool:
 
 
 def _plainly(stage: int, where: Where, layers: int) -> Found:
-    """DeepSpeed by hand, in a process of its own."""
+    """Plain DeepSpeed, in its own process."""
     asked: dict[str, Any] = {
         "stage": stage, "sizes": {**model(where), "n_layers": layers}, "steps": STEPS, "cpu": where.dry,
     }  # fmt: skip

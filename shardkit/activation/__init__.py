@@ -1,4 +1,4 @@
-"""Activation memory: recompute what a policy drops (`checkpoint`), keep the rest in host memory (`offload`)."""
+"""Activation memory: recompute it in backward (`checkpoint`), or keep it in host memory (`offload`)."""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ def checkpoint_activations(
 ) -> None:
     """Make the policy's regions recompute their activations in backward, in place.
 
-    A region's `forward` is replaced rather than its module wrapped, so parameter names stay what they are and an
-    engine's hooks stay outside of what is recomputed. Random states are restored: dropout drops the same elements.
+    A region's `forward` is replaced and its module is not wrapped, so parameter names do not change and an engine's
+    hooks stay outside the recomputed region. Random states are restored: dropout drops the same elements.
 
     Raises:
-        ConfigError: the model has no block or no attention, or fewer blocks than `every_k`; or it drops activations at
-            random under a budget.
+        ConfigError: the model has no block or no attention, or fewer blocks than `every_k`; or it has dropout under a
+            budget.
     """
     if config.policy == "budget" and config.budget < 1:
         _refuse_dropout(model)
@@ -50,20 +50,20 @@ def checkpoint_activations(
             recompute_together(segment, compiled)
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if config.policy == "selective_op" and compat.PRODUCTS.works(instead="all is computed again"):
+    if config.policy == "selective_op" and compat.PRODUCTS.works(instead="everything is recomputed"):
         torchs = partial(create_selective_checkpoint_contexts, keep_products)
         options["context_fn"] = torchs if compiled else contexts
     recompute = _recompute(options)
     for module in _regions(blocks, config, attention_classes):
-        if "forward" in vars(module):  # replaced before: not its class's
+        if "forward" in vars(module):  # replaced before: not the class's method
             module.forward = partial(checkpoint, module.forward, **options)
         else:
             module.forward = MethodType(recompute, module)
 
 
 def _recompute(options: dict[str, Any]) -> Callable[..., Any]:
-    """A `forward` for modules that recompute theirs. One function for all of them: torch.compile compiles equal modules
-    once, where an object of its own for each would be compiled each time, and after eight times no more."""
+    """One recomputing `forward` that all modules share, so torch.compile compiles equal modules once. It would compile
+    a separate object for each module, and give up after eight."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(type(self).forward, self, *args, **options, **kwargs)
@@ -83,13 +83,13 @@ def _regions(
                 f"({type(blocks[0]).__name__})",
                 f"set activation.every_k to 1..{len(blocks)}, or activation.policy=none",
             )
-        # From the first on: a checkpointed last block would be recomputed at once, at the peak it should lower.
+        # Start at the first block: a checkpointed last block would be recomputed at once, at the peak it should lower.
         return blocks[:: config.every_k]
     return blocks
 
 
 def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """⌈√n⌉ runs of consecutive blocks whose lengths differ by one at most, the longer first."""
+    """Split the blocks into ⌈√n⌉ runs whose lengths differ by at most one, the longer runs first."""
     count = math.isqrt(len(blocks) - 1) + 1
     short, longer = divmod(len(blocks), count)
     out, start = [], 0
@@ -101,7 +101,7 @@ def segments(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _refuse_dropout(model: nn.Module) -> None:
-    """Compiled code that computes dropout again under a budget drops other elements (torch 2.13, on CPU: a directional
+    """Compiled code that recomputes dropout under a budget drops different elements (torch 2.13 on CPU: a directional
     derivative is 2 to 8 % off): https://github.com/pytorch/pytorch/issues/190758, open."""
     for name, module in model.named_modules():
         rates = {"p": module.p} if isinstance(module, _DROPOUTS) else dict(vars(module))
@@ -109,15 +109,15 @@ def _refuse_dropout(model: nn.Module) -> None:
             if isinstance(rate, float) and 0 < rate < 1 and (key == "p" or "drop" in key):
                 raise ConfigError(
                     f"activation.policy=budget, but {name or 'the model'} has {key}={rate:g}: torch.compile would draw "
-                    "other random numbers when it computes that again, and gradients would be wrong",
+                    "other random numbers when it recomputes, and gradients would be wrong",
                     "set model.dropout=0 (or the model's own key), activation.budget=1, or activation.policy=selective",
                 )
 
 
 def _set_budget(config: ActivationConfig) -> None:
-    """The share of activations that torch.compile may keep: a setting of the process, read when it compiles."""
+    """Set the share of activations that torch.compile may keep; it is process-wide and read at compile time."""
     if compat.set_memory_budget(config.budget if config.policy == "budget" else 1.0):
-        torch.compiler.reset()  # code compiled for another model of this process knows nothing of the new budget
+        torch.compiler.reset()  # code compiled earlier in this process uses the old budget
 
 
 def _no_cache(model: nn.Module) -> None:

@@ -1,12 +1,12 @@
-"""Keep what blocks save for backward in host memory; copies run beside the computation on streams of their own.
+"""Keep the tensors that blocks save for backward in host memory; copies overlap computation on their own streams.
 
-A storage that several saved tensors share is copied once. Parameters, views of them and buffers stay where they are:
+A storage that several saved tensors share is copied once. Parameters, their views and buffers stay where they are:
 they are state, and an engine that shards them frees and gathers them itself.
 
-On a GPU at most two blocks' activations wait for their copy at a time: the block after them makes the computation wait,
-so that memory stays bounded where the bus is slower than the model. In backward a block's first use of a saved tensor
-starts the copies of the block before it. The last two blocks' activations are still there when backward starts, and are
-not copied back. On the CPU there is nothing to overlap with and nothing to gain: tensors are copied, for tests.
+On a GPU, at most two blocks' activations wait for their copies at a time: the next block makes the computation wait, so
+memory stays bounded when the bus is slower than the model. In backward, a block's first use of a saved tensor starts
+the copies of the block before it. The last two blocks' activations are still on the device when backward starts, and
+are not copied back. On the CPU nothing overlaps and nothing is gained: tensors are copied only for tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def offload_activations(
     device: torch.device,
     compiled: bool = False,
 ) -> None:
-    """Make every block keep what it saves for backward in host memory, in place; after `checkpoint_activations`.
+    """Make every block keep its saved tensors in host memory, in place; call it after `checkpoint_activations`.
 
     Raises:
         ConfigError: the model has no block.
@@ -52,7 +52,7 @@ def offload_activations(
 
 
 class Offloader:
-    """All blocks of a model: which storages are on the host, and which copies run."""
+    """Offloads all blocks of a model: tracks the storages on the host and the copies in flight."""
 
     def __init__(self, device: torch.device, min_bytes: int, n_blocks: int) -> None:
         self.device = device
@@ -84,7 +84,7 @@ class Offloader:
         return out
 
     def copy_of(self, tensor: torch.Tensor, group: _Group) -> _Copy:
-        """The copy of a tensor's storage, begun if there is none of this state of it."""
+        """The copy of a tensor's storage; starts one if its current version has none."""
         storage = tensor.untyped_storage()
         copy = self._copies.get(id(storage))
         if copy is None or copy.source() is not storage or copy.version != version_of(tensor):
@@ -106,7 +106,7 @@ class Offloader:
                 stacklevel=2,
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Offloader:  # a copy of the model has copies of its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offloader:  # a copied model gets its own copies
         memo[id(self)] = fresh = Offloader(self.device, self.min_bytes, self._n_blocks)
         return fresh
 
@@ -127,13 +127,13 @@ class _Bus:
         return host
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The copy in the making, and the event after which it may be read."""
+        """Start a copy; returns it and the event after which it may be read."""
         copy = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        self.inward.wait_stream(torch.cuda.current_stream(self.device))  # whose memory this may have been
+        self.inward.wait_stream(torch.cuda.current_stream(self.device))  # which may have used this memory
         self.inward.wait_stream(self.outward)
         with torch.cuda.stream(self.inward):
             copy.copy_(host, non_blocking=True)
-        copy.record_stream(self.inward)  # it may be dropped without having been waited for
+        copy.record_stream(self.inward)  # the copy may be freed before anything waits for it
         return copy, self.inward.record_event()
 
 
@@ -142,7 +142,7 @@ class _Copy:
 
     def __init__(self, tensor: torch.Tensor, bus: _Bus | None) -> None:
         storage = tensor.untyped_storage()
-        # A storage's Python object lives as long as the storage itself: the reference tells a new one at its address.
+        # The storage's Python object lives as long as the storage: a dead reference reveals a new one at its address.
         self.source = weakref.ref(storage)
         self.version = version_of(tensor)
         self._bus = bus
@@ -159,7 +159,7 @@ class _Copy:
                 self.on_device, self._arrived = self._bus.to_device(self.host)
 
     def storage(self) -> torch.UntypedStorage:
-        """Ready to be read on the current stream."""
+        """The device's storage, ready to be read on the current stream."""
         self.fetch()
         assert self.on_device is not None
         if self._arrived is not None:
@@ -168,7 +168,7 @@ class _Copy:
 
 
 class _Saved:
-    """A saved tensor: where it lies in a copied storage."""
+    """A saved tensor's place in a copied storage."""
 
     __slots__ = ("copy", "device", "dtype", "offset", "size", "stride")
 
@@ -182,7 +182,7 @@ class _Saved:
 
 
 class _Group:
-    """What one call of a block saves."""
+    """The tensors that one call of a block saves."""
 
     def __init__(self, offloader: Offloader, before: _Group | None, state: set[int]) -> None:
         self.copies: list[weakref.ref[_Copy]] = []
@@ -205,13 +205,13 @@ class _Group:
         return saved.tensor()
 
     def _fetch(self) -> None:
-        """Start on bringing back everything, once."""
+        """Start copying everything back, once."""
         for copy in self._live():
             copy.fetch()
         self.copies.clear()
 
     def leave(self) -> None:
-        """Give up the device's storages; what the computation allocates next waits for their copies."""
+        """Release the device's storages; the computation's next allocations wait for their copies."""
         if self.copied is not None:
             torch.cuda.current_stream(self._offloader.device).wait_event(self.copied)
         for copy in self._live():
@@ -231,5 +231,5 @@ class _Group:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """The storages of its parameters (gathered, where an engine gathers the whole module) and buffers."""
+    """The storages of a module's parameters (gathered, if an engine gathers the whole module) and buffers."""
     return {id(tensor.untyped_storage()) for tensor in (*module.parameters(), *module.buffers())}

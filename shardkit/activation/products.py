@@ -1,9 +1,9 @@
-"""`selective_op`: keep what matrix products and fused attention return, compute all else again.
+"""`selective_op`: keep the outputs of matrix products and fused attention, recompute everything else.
 
-torch has the same as `create_selective_checkpoint_contexts`, which compiled code uses. In eager mode it hands back a
-kept product as it is by then: a bias that was added to it in place is added a second time, without an error where a
-view lies between (torch 2.13: `y = linear(x)` on 3-dimensional input and `y += bias`, which is also how DeepSpeed's
-linear works under ZeRO-3). Here a kept product is copied before anything writes to it.
+torch has this as `create_selective_checkpoint_contexts`, which compiled code uses. In eager mode torch returns a kept
+product in its current state: a bias that was added to it in place is added a second time, without an error if a view
+lies between (torch 2.13: `y = linear(x)` on 3-dimensional input and `y += bias`, which is also how DeepSpeed's linear
+works under ZeRO-3). Here a kept product is copied before anything writes to it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ATTENTIONS = attentions()
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """The policy in torch's terms.
 
-    Attention with dropout is computed again: left out of the second pass, it would not draw its random numbers, and
-    every later dropout in the block would drop other elements than in forward.
+    Attention with dropout is recomputed: if the second pass skipped it, it would not draw its random numbers, and every
+    later dropout in the block would drop different elements than in forward.
     """
     if op in PRODUCTS or (op in ATTENTIONS and not _dropout_p(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
@@ -49,13 +49,13 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 def contexts() -> tuple[DispatchMode, DispatchMode]:
-    """What forward and what recomputation run under (`context_fn` of `torch.utils.checkpoint`)."""
+    """The modes for forward and for recomputation (`context_fn` of `torch.utils.checkpoint`)."""
     keeping = _Keeping()
     return keeping, _Recalling(keeping)
 
 
 class _Keeping(DispatchMode):
-    """Keeps products in the order in which they are made."""
+    """Keeps products in the order of their computation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class _Recalling(DispatchMode):
             return func(*args, **kwargs)
         if self._next >= len(self._kept) or self._kept[self._next][0] is not func:
             raise TrainingError(
-                f"activation.policy=selective_op: backward came to {func} a second time, or forward did something else",
+                f"activation.policy=selective_op: backward reached {func} a second time, or forward ran differently",
                 "run backward once, let forward depend on its input alone, or set activation.policy=selective",
             )
         _, out = self._kept[self._next]

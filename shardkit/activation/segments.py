@@ -1,11 +1,10 @@
-"""Recompute several consecutive blocks together, so that only the first one's input is kept.
+"""Recompute several consecutive blocks together and keep only the first one's input.
 
-The blocks stay where they are and whoever calls them one by one goes on doing so. During a block's forward every tensor
-that autograd would save is replaced by a handle; when backward asks for the first of a segment's handles, all of its
-blocks run again in the order in which they ran, and hand over what they save. A block's argument that is the previous
-block's output, unchanged, is taken from that run; any other argument (a mask, a skip connection, an output that was
-changed on its way) is kept. So the gradients are right whatever happens between two blocks, and the memory is least
-where nothing does.
+The blocks stay where they are, and the model still calls them one by one. During a block's forward, a handle replaces
+every tensor that autograd would save; when backward asks for the first handle of a segment, all its blocks run again in
+their original order and hand over the tensors they save. An argument that is the previous block's unchanged output is
+taken from that run; any other argument (a mask, a skip connection, an output that was changed on its way) is kept. So
+the gradients are right whatever happens between two blocks, and memory is lowest if nothing does.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Segment:
         self.blocks = list(blocks)
         self.forwards: list[Callable[..., Any]] = [block.forward for block in blocks]
         self.replay: _Replay | None = None
-        self._open: weakref.ref[_Pass] | None = None  # weak: the graph keeps a pass alive, and must not be kept by it
+        self._open: weakref.ref[_Pass] | None = None  # weak: only the graph may keep a pass alive
 
     def forward(self, position: int, *args: Any, **kwargs: Any) -> Any:
         if self.replay is not None:
@@ -53,12 +52,12 @@ class _Segment:
             self._open = weakref.ref(current)
         return current.forward(position, args, kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:  # copies of a model get a segment of their own
+    def __getstate__(self) -> dict[str, Any]:  # a copied model gets its own segment
         return {**self.__dict__, "replay": None, "_open": None}
 
 
 class _Handle:
-    """Stands in the graph for a saved tensor; `value` once that was recomputed."""
+    """Stands in for a saved tensor in the graph; `value` is set once the tensor was recomputed."""
 
     __slots__ = ("__weakref__", "index", "like", "owner", "value")
 
@@ -80,7 +79,7 @@ class _Pass:
         leaves, spec = tree_flatten((args, kwargs))
         previous = [self._output_index(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         self.calls.append(_Call.record(position, leaves, spec, previous))
-        self._outputs = []  # free what was held for the comparison above
+        self._outputs = []  # only the comparison above needed them
         with saved_tensors_hooks(self._pack, self._unpack):
             out = self.segment.forwards[position](*args, **kwargs)
         if position + 1 < len(self.segment.blocks):
@@ -131,11 +130,11 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Call:
-    """How a block was called, with what it takes to call it again."""
+    """One call of a block, with everything needed to repeat it."""
 
     position: int
     leaves: list[Any]
-    """Arguments; None where a tensor stands: those are in `kept`, or come from the previous block."""
+    """Arguments; None in place of a tensor: tensors are in `kept`, or come from the previous block."""
     spec: TreeSpec
     previous: list[int | None]
     kept: dict[int, int]
@@ -178,7 +177,7 @@ class _Call:
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Random states and autocast as they were."""
+        """Restore the random states and autocast of the call."""
         devices, states = self.device_states
         torch.set_rng_state(self.cpu_state)
         set_device_states(devices, states, device_type=self.device_type)
@@ -223,7 +222,7 @@ class _Replay:
                 for call in self._pass.calls:
                     args, kwargs = self._arguments = call.arguments(self._outputs)
                     with call.surroundings():
-                        # The module, not its forward: a sharded block is gathered by its engine's hooks.
+                        # Call the module, not its forward: the engine's hooks gather a sharded block.
                         segment.blocks[call.position](*args, **kwargs)
         except _Done:
             pass
@@ -231,10 +230,9 @@ class _Replay:
             segment.replay = None
 
     def forward(self, position: int) -> Any:
-        """What a block does while the segment runs again: its arguments are those of the first time, whatever a hook of
-        the user's makes of them meanwhile."""
+        """Run a block during the replay with the arguments of its first call, even if a user's hook changes them."""
         args, kwargs = self._arguments
-        # torch (2.13) never releases a hook that raised, and what it refers to: so it refers to nothing of size.
+        # torch (2.13) never releases a hook that raised, or anything the hook holds: so this one holds nothing large.
         hand_over = partial(_Replay._hand_over, weakref.proxy(self))
         with saved_tensors_hooks(hand_over, _same):
             out = self._pass.segment.forwards[position](*args, **kwargs)
@@ -244,7 +242,7 @@ class _Replay:
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         handle = self._wanted.pop(self._count, None)
         self._count += 1
-        # A parameter itself: ZeRO-3 frees what it holds after forward and gathers it again for the block's backward.
+        # Keep the parameter itself: ZeRO-3 frees its data after forward and gathers it again for the block's backward.
         value = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
         if handle is not None:
             if handle.like != _likeness(tensor):

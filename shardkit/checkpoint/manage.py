@@ -1,4 +1,4 @@
-"""What `shardkit checkpoint` does: list, verify and remove the checkpoints of a run. Imports torch only to verify."""
+"""`shardkit checkpoint`: list, verify and remove the checkpoints of a run. Imports torch only to verify."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(run: Path) -> Path:
 
 
 def entries(run: Path) -> list[Entry]:
-    """Every checkpoint of a run, oldest first, with what a look at manifests and file sizes shows."""
+    """Every checkpoint of a run, oldest first, judged by its manifest and file sizes."""
     root = folder(run)
     complete = layout.checkpoints(root)
     best = layout.best_of(complete)
@@ -90,7 +90,7 @@ def table(found: Sequence[Entry]) -> str:
 
 
 def select(run: Path, names: Sequence[str]) -> list[Path]:
-    """The checkpoint folders meant by step numbers or names.
+    """The checkpoint folders for step numbers or folder names.
 
     Raises:
         CheckpointError: one does not exist.
@@ -107,7 +107,7 @@ def select(run: Path, names: Sequence[str]) -> list[Path]:
 
 
 def verify(path: Path) -> list[str]:
-    """Read a checkpoint whole and compare every checksum; the problems found, none if it is intact."""
+    """Read a whole checkpoint and compare every checksum; returns the problems, none if it is intact."""
     from .format.reader import CheckpointReader
 
     try:
@@ -121,8 +121,7 @@ def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
     """Delete checkpoints.
 
     Raises:
-        CheckpointError: the run would be left with none that it can resume from, and `force` is off; or the files
-            cannot be deleted.
+        CheckpointError: no checkpoint to resume from would be left, and `force` is off; or the files cannot be deleted.
     """
     left = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
     if not left and not force:

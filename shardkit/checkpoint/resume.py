@@ -1,4 +1,4 @@
-"""Loading: which checkpoint, into which ranges, and what to do with a damaged one."""
+"""Load a checkpoint: choose it, read this rank's ranges, and fall back to an older one if it is damaged."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
 
 
 def agreed(group: dist.ProcessGroup, problem: CheckpointError | None) -> None:
-    """Raise the lowest rank's problem on every rank; a damaged checkpoint counts before anything else.
+    """Raise the lowest rank's problem on every rank; a damaged checkpoint comes before any other problem.
 
     Raises:
-        CheckpointError: what some rank found.
+        CheckpointError: some rank found a problem.
     """
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -62,7 +62,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def candidates(source: Path) -> list[Path]:
-    """The checkpoints that `source` stands for, newest first: itself, those of a run, or those of a folder of them."""
+    """The checkpoints at `source`, newest first: `source` itself, or those of a run or of a checkpoints folder."""
     if (source / FILE_NAME).exists() or layout.step_of(source) is not None:
         return [source]
     return layout.checkpoints(source / "checkpoints") or layout.checkpoints(source)
@@ -80,12 +80,12 @@ def resume(
     """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
 
     Args:
-        own_root: the folder this run saves to. Damaged checkpoints in it, and those newer than the one that was loaded,
-            are renamed: the run will write those steps again.
+        own_root: the folder this run saves to. Its checkpoints that are damaged or newer than the loaded one are
+            renamed: the run will write those steps again.
         accept: raises if the run's state does not suit the caller; called before anything is loaded.
 
     Raises:
-        CheckpointError: it does not fit this run; or it is damaged, and there is no other or none is wanted.
+        CheckpointError: it does not fit this run; or it is damaged, and no other is left or `on_corrupt` is `error`.
     """
     box: list[list[Path]] = [[]]
 
@@ -127,7 +127,7 @@ def _fix(path: Path) -> str:
 
 
 def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
-    """Out of the way: what the run is about to write again."""
+    """Rename the checkpoints of the steps that the run is about to write again."""
     if loaded.parent.resolve() != root.resolve():
         return
     step = layout.step_of(loaded) or 0
@@ -172,14 +172,14 @@ def _load(
 
 
 def _check_names(group: dist.ProcessGroup, manifest: Manifest, ranges: Ranges) -> None:
-    """No saved tensor is without a place: each rank knows its own names only, where partitions are flat."""
+    """Check that every saved tensor has a place; with flat partitions a rank knows only its own names."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, list(ranges), group=group)
     refuse_leftovers(manifest.tensors, [name for names in everyone for name in names])
 
 
 def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
-    """This rank's generators, by kind; none where the number of ranks changed: a rank's sequence means nothing then."""
+    """This rank's generators by kind; none if the world size changed, since a rank's sequence then means nothing."""
     if manifest.world_size != world.size:
         return {}
     prefix = f"rng.{world.rank}."

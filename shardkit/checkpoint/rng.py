@@ -1,4 +1,4 @@
-"""Random generators of this rank as plain integer tensors, and back."""
+"""Store this rank's random generators as plain integer tensors, and restore them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Continue the generators that were captured; one that this process does not have is left out."""
+    """Restore the captured generators, except those that this process does not have."""
     if "python" in states:
         _set_python_state(states["python"])
     if "numpy" in states:
@@ -31,7 +31,7 @@ def restore(states: dict[str, torch.Tensor], device: torch.device) -> None:
 
 
 def reseed(seed: int, rank: int, step: int) -> None:
-    """Generators for a run that goes on with another number of ranks: a new sequence, not the first one again."""
+    """Seed the generators of a run that resumes at another world size: a new sequence, not the first one again."""
     mixed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
     torch.manual_seed(mixed >> 1)
     random.seed(mixed)

@@ -1,4 +1,4 @@
-"""Saving and resuming a run: when, by whom, and what happens when a disk fails or a file is damaged."""
+"""Save and resume a run, on all ranks; a failing disk ends a save, not the run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How a save went; the same on every rank but for the times.
+    """The outcome of a save; times and `staging_bytes` are this rank's, the rest is the same on every rank.
 
     Attributes:
-        blocking_s: how long training stood still for it.
-        total_s: from its beginning until it was on disk under its name.
+        blocking_s: seconds that training stood still for it.
+        total_s: seconds from its start until it was on disk under its final name.
         staging_bytes: host memory of this rank's copy (async saves), 0 for others.
         error: why it failed, `None` if it did not.
     """
@@ -56,9 +56,9 @@ class Checkpointer:
     Args:
         root: the folder of the checkpoints; on a file system that all ranks share.
         timeout_s: longest wait for the slowest rank's write.
-        meeting_s: longest wait for all ranks to begin a save; those that did not come are named then.
+        meeting_s: longest wait for all ranks to begin a save; the error names the missing ranks.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
-        fence: raises on rank 0 if this run may not write there any more; called before a save writes and publishes.
+        fence: raises on rank 0 if this run may no longer write there; called before a save writes and publishes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Checkpointer:
         if world.is_main:
             try:
                 layout.sweep(self.root)
-            except OSError as error:  # saves will say the same, in time for all ranks to hear it
+            except OSError as error:  # the first save fails likewise, and tells all ranks
                 _LOG.warning("%s cannot be tidied up: %s", self.root, error)
 
     @property
@@ -105,11 +105,11 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def written_bytes(self) -> int:
-        """Of saves that are not finished, by all ranks."""
+        """Bytes of unfinished saves so far, by all ranks."""
         drafts = self.root.glob(f"*{layout.TMP}/*")
         try:
             return sum(file.stat().st_size for file in drafts)
-        except OSError:  # it has just got its name
+        except OSError:  # the draft was just renamed
             return 0
 
     @property
@@ -123,7 +123,7 @@ class Checkpointer:
         return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
 
     def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
-        """Whether to save after `step`; `asked` is what the ranks agreed on (time, preemption)."""
+        """Whether to save after `step`; `asked`: the ranks agreed to save (time, preemption)."""
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
         return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step
@@ -131,13 +131,13 @@ class Checkpointer:
     def save(self, run: RunState) -> SaveReport | None:
         """Write a checkpoint of the state after `run.step`; collective.
 
-        With `async_save` training may go on when this returns: the report is `None` then, and comes with the next
-        `save` or `wait`. A save that is still being written is waited for first: there are never two.
+        With `async_save`, training may continue when this returns: it returns `None`, and the next `save` or `wait`
+        passes the report to `on_done`. There are never two saves at once: a save waits for the one before it.
 
         A disk that is full or fails ends the save, not the run: the report says why and `failures` counts it.
 
         Raises:
-            CheckpointError: the state cannot be saved at all, or ranks are missing (named).
+            CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
         """
         from .format.writer import RangeWriter
 
@@ -178,10 +178,10 @@ class Checkpointer:
         return None
 
     def meet(self, within_s: float) -> None:
-        """Wait for all ranks, one of which may be late; no step's timeout holds here.
+        """Wait for all ranks, even late ones; the timeout of steps does not apply here.
 
         Raises:
-            RuntimeError: names the ranks that did not come.
+            RuntimeError: ranks are missing; the message names them.
         """
         self.wait()  # a save in the background uses the same group
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
@@ -233,7 +233,7 @@ class Checkpointer:
         return SaveReport(step, writer.final, total if blocking_s is None else blocking_s, total, staged, problem)
 
     def _after_save(self) -> None:
-        """What can wait, and may fail without harm to the checkpoint that was just made."""
+        """Do the work that may fail without harm to the checkpoint that was just made."""
         try:
             layout.point_latest(self.root)
             for path in layout.prune(self.root, self._config.keep_last, self._config.keep_best):
@@ -242,7 +242,7 @@ class Checkpointer:
             _LOG.warning("%s: %s", self.root, error)
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background, if there is one; its report."""
+        """Wait for the background save and return its report; `None` if there is no such save."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -266,14 +266,14 @@ class Checkpointer:
     def resume(
         self, source: str | Path, accept: Callable[[RunState], None] | None = None
     ) -> tuple[Path, RunState] | None:
-        """Load the newest intact checkpoint of a run or folder, or the one named; collective. `None`: there is none.
+        """Load the newest intact checkpoint of a run or folder, or the one named; collective. `None` if none exists.
 
         Args:
             accept: raises if the run's state does not suit the caller; called before anything is changed.
 
         Raises:
-            CheckpointError: it does not fit this run, or is damaged and `on_corrupt` or the lack of others forbids to
-                go on.
+            CheckpointError: it does not fit this run; or it is damaged, and no other is left or `on_corrupt` is
+                `error`.
         """
         from .resume import resume
 
@@ -284,27 +284,27 @@ class Checkpointer:
         return found
 
     def check_last(self) -> None:
-        """Wait for the save in the background, and see that the last one succeeded; the same on every rank.
+        """Wait for the background save and check that the last save succeeded; the same on every rank.
 
         Raises:
-            SaveError: it failed; says which checkpoint is left.
+            SaveError: it failed; the fix names the checkpoint that is left.
         """
         self.wait()
         last = self.last_report
         if last is None or last.error is None:
             return
         left = layout.checkpoints(self.root)
-        goes_on = f"from {left[0].name}" if left else "from the start, there is no checkpoint"
+        goes_on = f"from {left[0].name}" if left else "from the start, as there is no checkpoint"
         raise SaveError(
             f"the last save, of step {last.step}, failed: {last.error}",
-            f"make room or mend the disk, and start it again with run.resume=true: it goes on {goes_on}",
+            f"free space or repair the disk, and start again with run.resume=true: it goes on {goes_on}",
         )
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the save in the background and leave the group.
+        """Wait for the background save and destroy its process group.
 
         Args:
-            failed: an error ends the run: what goes wrong here is logged, not raised in its place.
+            failed: an error already ends the run; an error of this call is logged, not raised in its place.
         """
         try:
             self.wait()

@@ -1,4 +1,4 @@
-"""A host copy of what a rank has to write, so that training can go on while it is written."""
+"""A host copy of the ranges that a rank writes, so that training can continue while they are written."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def give_way() -> None:
-    """Let this thread, and those it starts, run where training leaves a core idle: Linux has a niceness per thread."""
+    """Let this thread, and those it starts, use only idle cores: Linux has a niceness per thread."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-    except OSError:  # already less urgent than that
+    except OSError:  # its niceness is already higher
         pass
 
 
 class Staging:
-    """Host buffers that are made at the first save and used again by the next ones (page-locked beside a GPU)."""
+    """Host buffers that the first save allocates and later saves reuse (page-locked beside a GPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"

@@ -1,1 +1,1 @@
-"""Every command of `shardkit`, one module a group; each imports what it needs when it runs."""
+"""The commands of `shardkit`, one module per group; a command imports its modules when it runs."""

@@ -1,4 +1,4 @@
-"""The `shardkit` command. Each command imports what it needs when it runs, so that `--help` stays instant."""
+"""The `shardkit` command. A command imports its modules when it runs, so `--help` stays instant."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _options(
 @app.command()
 def init(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where configs/ and slurm/ are put; made if missing.")
+        Path, typer.Argument(metavar="DIR", help="Where to put configs/ and slurm/; made if missing.")
     ],
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that are already there.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""An automatic plan: searched, proven by real steps if asked, and written as a config."""
+"""`shardkit plan --auto`: search for a plan, verify it by real steps if asked, and write it as a config."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ VERIFY_STEPS = 6
 
 
 def verify(found: Found, most: int, try_it: Try) -> list[Verified]:
-    """Run the settings that are predicted to be fastest; the fastest first, those that failed last."""
+    """Run the `most` settings that are predicted to be fastest; returns the fastest first, failed ones last."""
     ran = [Verified(setting, try_it(setting.settings, place)) for place, setting in enumerate(found.fitting[:most])]
     return sorted(ran, key=lambda one: -(one.trial.tokens_per_s or 0.0))
 
 
 def to_json(found: Found, verified: Sequence[Verified] = ()) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The whole result, for programs."""
 
     def one(setting: Setting) -> dict[str, Any]:
         what = setting.combination
@@ -67,16 +67,16 @@ def plan_automatically(
     as_json: bool,
     budget: float,
 ) -> None:
-    """What `shardkit plan --auto` does: search, run the best `most`, print, write the chosen config.
+    """Search, run the best `most` settings, print the result, write the chosen config.
 
     Args:
         path: a YAML file; `None` = defaults.
-        given: overrides of the command line; their keys stay as they are.
-        margin: share of the memory to leave free; `None` = as much as the estimate may be off.
-        budget: seconds that the search may take; then, and after Ctrl-C, the best so far is the result.
+        given: overrides from the command line; the search does not change their keys.
+        margin: share of the memory to leave free; `None` = the uncertainty of the estimate.
+        budget: seconds that the search may take; after them, or after Ctrl-C, the best so far is the result.
 
     Raises:
-        ConfigError: nothing fits; or none of those that were run, ran; or there are no GPUs to run them on.
+        ConfigError: nothing fits; or no setting ran; or this machine has too few GPUs to run them.
         SystemExit: 130, with the result written, after Ctrl-C.
     """
 
@@ -89,8 +89,8 @@ def plan_automatically(
             f"--verify {most} trains on {target.world_size} GPUs, this machine has {here}",
             "leave --verify out here and pass it on a machine that has them",
         )
-    keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # one inside a key keeps the key
-    with writing(folder):  # the search takes minutes: see now whether its result can be kept
+    keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
+    with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
     with Search(lambda more: load(more).config, target, keys, margin, _Progress(), budget) as search:
         found = search.run()
@@ -101,7 +101,7 @@ def plan_automatically(
         verified = verify(found, most, try_it)
         if verified[0].trial.outcome != "ok":
             raise ConfigError(
-                f"no setting ran: {verified[0].trial.message}", f"see what they left in {folder / 'runs'}"
+                f"no setting ran: {verified[0].trial.message}", f"see the runs' logs in {folder / 'runs'}"
             )
     chosen = verified[0].setting if verified else found.best
     with writing(folder):
@@ -129,7 +129,7 @@ def _save_plot(found: Found, folder: Path) -> None:
 
 
 class _Progress:
-    """Shows what is being done on stderr: on one line of a terminal, else a line each."""
+    """Shows progress on stderr: on a single line of a terminal, else line by line."""
 
     def __init__(self) -> None:
         self._shown = 0

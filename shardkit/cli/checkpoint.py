@@ -25,7 +25,7 @@ def ls(run: Run) -> None:
 
 @app.command("verify")
 def verify(run: Run, which: Which = None) -> None:
-    """Read checkpoints whole and compare every checksum; exit code 1 if one is damaged."""
+    """Read whole checkpoints and compare every checksum; exit code 1 if one is damaged."""
     from ..checkpoint import manage
 
     paths = manage.select(run, which) if which else [e.path for e in manage.entries(run) if not e.path.suffix]
@@ -44,7 +44,7 @@ def verify(run: Run, which: Which = None) -> None:
 def rm(
     run: Run,
     which: Annotated[list[str], typer.Argument(metavar="STEP...", help="Step numbers or folder names.")],
-    force: Annotated[bool, typer.Option("--force", help="Also the last one the run could resume from.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete even the last one to resume from.")] = False,
 ) -> None:
     """Delete checkpoints."""
     from ..checkpoint import manage
@@ -57,20 +57,20 @@ def rm(
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A run, a checkpoint, or weights of another tool.")],
-    to: Annotated[str, typer.Option("--to", metavar="safetensors|torch|shardkit", help="What to write.")],
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|torch|shardkit", help="Format to write.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty directory.")],
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one safetensors file.")
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest safetensors file.")
     ] = "5GB",
     dtype: Annotated[
         Optional[str],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Option(metavar="fp32|bf16|fp16", help="Of the weights; default: as they are."),
+        typer.Option(metavar="fp32|bf16|fp16", help="Type of the weights; default: unchanged."),
     ] = None,
     step: Annotated[str, typer.Option(metavar="N|latest|best", help="Which checkpoint of a run.")] = "latest",
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Leave optimizer state behind (--to shardkit).")
     ] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema_decay).")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the weights' moving average (train.ema_decay).")] = False,
 ) -> None:
     """Write a checkpoint as safetensors or a torch state dict, or make one from another tool's."""
     from ..checkpoint.formats.convert import convert as run

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run; - for defaults.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
-    typer.Argument(metavar="[section.key=value]...", help="Wins over the file."),
+    typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
 ]
 
 
@@ -37,7 +37,7 @@ def launch(
     rdzv_conf: Annotated[
         str, typer.Option(metavar="KEY=VALUE,...", help="For torchrun's rendezvous, e.g. last_call_timeout=10.")
     ] = "",
-    bind_cpus: Annotated[bool, typer.Option(help="Share the CPUs out among the ranks.")] = True,
+    bind_cpus: Annotated[bool, typer.Option(help="Divide the CPUs among the ranks.")] = True,
 ) -> None:
     """Train CONFIG with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
     from ..launch.local import torchrun
@@ -67,7 +67,7 @@ def submit(
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs, and ranks, on each node; 0 = CPU.")] = 8,
-    ranks_per_node: Annotated[Optional[int], typer.Option(metavar="N", help="If not one per GPU.")] = None,  # noqa: UP045
+    ranks_per_node: Annotated[Optional[int], typer.Option(metavar="N", help="Default: one per GPU.")] = None,  # noqa: UP045
     time: Annotated[Optional[str], typer.Option(metavar="H:MM:SS", help="Time limit.")] = None,  # noqa: UP045
     partition: Annotated[Optional[str], typer.Option(metavar="NAME")] = None,  # noqa: UP045
     account: Annotated[Optional[str], typer.Option(metavar="NAME")] = None,  # noqa: UP045
@@ -81,20 +81,20 @@ def submit(
     exclude: Annotated[Optional[str], typer.Option(metavar="NODES", help="Nodes to avoid.")] = None,  # noqa: UP045
     mem: Annotated[Optional[str], typer.Option(metavar="SIZE", help="Host memory per node.")] = None,  # noqa: UP045
     cpus_per_task: Annotated[Optional[int], typer.Option(metavar="N")] = None,  # noqa: UP045
-    container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Through pyxis.")] = None,  # noqa: UP045
+    container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Run by pyxis.")] = None,  # noqa: UP045
     container_mounts: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SRC:DST,…", help="Beside the working and the run directory."),
+        typer.Option(metavar="SRC:DST,…", help="Mounts besides the working and run directories."),
     ] = None,
     style: Annotated[
         str, typer.Option(metavar="torchrun|srun", help="torchrun per node, or a task per rank.")
     ] = "torchrun",
     name: Annotated[Optional[str], typer.Option(metavar="NAME", help="Default: from the run directory.")] = None,  # noqa: UP045
     max_restarts: Annotated[int, typer.Option(metavar="K", help="torchrun's restarts after a rank failed.")] = 0,
-    max_requeues: Annotated[int, typer.Option(metavar="K", help="Preemptions and time limits to live through.")] = 100,
+    max_requeues: Annotated[int, typer.Option(metavar="K", help="Preemptions and time limits to survive.")] = 100,
     signal_s: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(metavar="S", help="Seconds before the limit at which to save; default: by its saves so far."),
+        typer.Option(metavar="S", help="Save S seconds before the limit; default: based on its saves so far."),
     ] = None,
     sbatch: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -102,15 +102,15 @@ def submit(
     ] = None,
     gpu: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="NAME", help="The cards that will be there (h100, …): the job is planned for them."),
+        typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …)."),
     ] = None,
-    gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or how large they are.")] = None,  # noqa: UP045
-    force: Annotated[bool, typer.Option("--force", help="Submit it although the plan says it cannot fit.")] = False,
+    gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or for cards of this size.")] = None,  # noqa: UP045
+    force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
 ) -> None:
-    """Queue CONFIG on a Slurm cluster; it is checked first, and goes on after preemptions and time limits.
+    """Queue CONFIG on a Slurm cluster; it is checked first, and continues after preemptions and time limits.
 
-    With --gpu or --gpu-memory its memory is predicted too, and what cannot fit is not queued.
+    With --gpu or --gpu-memory, its memory is predicted too, and a job that cannot fit is not queued.
     """
     from ..errors import LaunchError
     from ..launch.slurm import queue
@@ -151,7 +151,7 @@ def submit(
 def _planned(
     config: str, overrides: list[str], spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
-    """Plan what is submitted, and what that was; of an array, its first job."""
+    """Plan the job, without overrides that hold an array's index; returns the estimate and the planned config."""
     from ..errors import ConfigError, gib
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
@@ -181,7 +181,7 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="A job's id.")]
 
 def logs(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or a run directory.")],
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow it until the job ends.")] = False,
 ) -> None:
     """Print a job's output."""
     from ..launch.slurm import queue
@@ -200,12 +200,12 @@ def cancel(job: Job) -> None:
 
 
 def doctor(
-    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Its disk is looked at.")] = "runs",
-    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="Check this directory's disk.")] = "runs",
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Keep the measured constants for planning.")] = False,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="What the ranks measure.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Device to measure.")] = "auto",
 ) -> None:
-    """Look for what makes training fail or crawl; under torchrun or srun also measure the ranks together."""
+    """Look for problems that make training fail or crawl; under torchrun or srun also measure the ranks together."""
     from ..errors import LaunchError
     from ..hardware import calibration
     from ..launch.doctor import finding
@@ -214,7 +214,7 @@ def doctor(
 
     try:
         env = detect()
-    except LaunchError:  # a finding of its own
+    except LaunchError:  # `examine` reports it as a finding
         env = None
     measured = None
     if calibrate or (env is not None and env.world_size > 1):

@@ -1,4 +1,4 @@
-"""`shardkit plan CONFIG`: what each rank will need, and whether that fits."""
+"""`shardkit plan`, `ladder` and `max-model`: predict each rank's memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
-    typer.Argument(metavar="[section.key=value]...", help="Win over the file."),
+    typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
 ]
-Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job; as many ranks.")]
+Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
 GpusPerNode = Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")]
 GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
-GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Of each GPU, if not the card's.")]  # noqa: UP045
-HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Of each machine.")]  # noqa: UP045
+GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]  # noqa: UP045
+HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Per machine.")]  # noqa: UP045
 MemoryCap = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(metavar="24GiB", help="Stand for a smaller card, also on the CPU."),
+    typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU."),
 ]
 BUDGET_S = 120.0
 
@@ -37,28 +37,28 @@ def plan(
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
     memory_cap: MemoryCap = None,
-    json_output: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    advice: Annotated[bool, typer.Option(help="When it does not fit, plan what would.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    advice: Annotated[bool, typer.Option(help="If it does not fit, plan changes that would.")] = True,
     auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False,
     margin: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
-            min=0, max=0.9, help="--auto: share of the memory to leave free; default: what the estimate may be off."
+            min=0, max=0.9, help="--auto: share of the memory to leave free; default: the estimate's uncertainty."
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="--auto: end the search with the best so far.")
+        float, typer.Option(metavar="SECONDS", min=1, help="--auto: search this long, keep the best.")
     ] = BUDGET_S,
     verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="--auto: for the chosen config.yaml, auto.json and the plot.")
+        Path, typer.Option(metavar="DIR", help="--auto: where to write config.yaml, auto.json and the plot.")
     ] = Path("auto"),
 ) -> None:
     """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
 
     With --auto, search engine and offload, activation checkpointing, precision and micro-batch for the setting that is
-    predicted to be fastest among those that fit; the samples of a step stay as they are, and so does every key that is
-    set on the command line. After --budget seconds, and at Ctrl-C, the best so far is the result.
+    predicted to be fastest among those that fit. The samples per step, and every key set on the command line, stay
+    unchanged. After --budget seconds, or at Ctrl-C, the best so far is the result.
 
     Exit code 0 if it fits, 4 if it does not.
     """
@@ -73,7 +73,7 @@ def plan(
     from .auto import plan_automatically
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
-        raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is not there", "add --auto")
+        raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
     path, given = (None if config == "-" else config), list(overrides or [])
     loaded = load_config(path, given).config
     target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
@@ -110,10 +110,10 @@ def ladder(
         typer.Option(metavar="'NAME: key=value …'", help="Instead of the usual rungs; may be repeated."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=3, help="Steps of each rung.")] = 6,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs, the table, the plot.")] = Path("ladder"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write runs, table, plot.")] = Path("ladder"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Predict only; needs no GPU.")] = False,
 ) -> None:
-    """Put one technique after the other on CONFIG's model: what each needs, predicted and tried, and how fast it is.
+    """Try one technique after another on CONFIG's model: the memory of each, predicted and measured, and its speed.
 
     Every rung runs in fresh processes; running out of memory is a result.
     """
@@ -168,9 +168,9 @@ def max_model(
     host_memory: HostMemory = None,
     memory_cap: MemoryCap = None,
     confirm: Annotated[bool, typer.Option("--confirm", help="Train sizes around the boundary here.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For the runs of --confirm.")] = Path("max-model"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the runs of --confirm.")] = Path("max-model"),
 ) -> None:
-    """Find the largest model, or micro-batch, that CONFIG's settings can train: by prediction, and by real steps."""
+    """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
     from ..config.load import load_config, resolve_batch
     from ..errors import ConfigError, gib
     from ..plan.search.ladder import tried

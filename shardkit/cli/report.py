@@ -14,14 +14,14 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run, finished or not.")],
     other: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to be compared with the first."),
+        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to compare with the first."),
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--out", metavar="FILE", help="Default: report.html, or compare.html, in RUN_DIR."),
     ] = None,
 ) -> None:
-    """Write one HTML file that shows a run, or compares two: loss, every rank's memory, what was planned."""
+    """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan."""
     from ..report.compare import compare_page
     from ..report.page import run_page, save
     from ..report.read import read_run
@@ -38,11 +38,11 @@ def profile(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run made with profile.start.")],
     other: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
-        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second one, to be shown beside it."),
+        typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to show beside it."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="For programs: every profiled rank's summary.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print every profiled rank's summary as JSON.")] = False,
 ) -> None:
-    """Show what a run's profile found: the peak by category, who allocates most, where time goes."""
+    """Show a run's profile: the peak by category, the largest allocations, where time goes."""
     import json
 
     from ..report.profile.show import compare, read_summaries, show

@@ -1,1 +1,1 @@
-"""The configuration: its schema, how it is read, checked and shown, and what works with what."""
+"""The configuration: its schema, loading, checks and rendering, and which features work together."""

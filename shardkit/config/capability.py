@@ -27,27 +27,27 @@ _WHOLE = "parameters are whole on every rank: there is nothing to gather or free
 _PARAMS_STAY = "whole parameters stay on the device: use fsdp or zero3"
 _PARTITIONED = "gradients are partitioned as they are produced, so each micro-batch has to reduce"
 _ONE_RANK = "a single rank has nobody to exchange gradients with"
-_NO_ENGINE = "only ZeRO hands it to an engine: use zero1, zero2 or zero3"
+_NO_ENGINE = "only ZeRO has an engine that reads it: use zero1, zero2 or zero3"
 _OPTIMIZER_WITH_PARAMS = "FSDP2 keeps the optimizer where the shards are: set parallel.offload_param=cpu too"
 _NO_CPU_STEP = "only ZeRO updates on the CPU: use zero2, which works on one GPU too"
 _NVME = "only ZeRO-3 swaps state to a disk: use zero3"
 _ENGINE_CASTS = "DeepSpeed's engine casts the model itself, and fp8 layers would be cast with it: use fsdp"
 _FLAT = "ZeRO updates flat pieces of parameters, and this optimizer needs whole matrices: use ddp or single"
 _ROWS = "FSDP2 shards rows, and this optimizer keeps one number per row and column: use ddp or single"
-_BLOCKS = "its states share a scale per 256 elements, which row shards cut and checkpoints could not hold: use ddp"
+_BLOCKS = "256 elements of its states share a scale; row shards would split such a group: use ddp"
 _EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offload"
 _ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only single updates in backward"
 _ZERO3_ONLY = "only ZeRO-3 has it"
 _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
 _AS_COMPUTED = "gradients travel in the type of the weights"
-_AUTOCAST = "its forward runs under autocast in any case: remove the key"
-_LEFT_ALONE = "it leaves parameters without a gradient alone by itself: remove the key"
-_IN_BUCKETS = "ZeRO reduces gradients in the order in which they come, which has to be that of every rank: use ddp"
-_HSDP_ONLY = "only hsdp has a mesh of two dimensions"
+_AUTOCAST = "its forward always runs under autocast: remove the key"
+_LEFT_ALONE = "it already skips parameters without a gradient: remove the key"
+_IN_BUCKETS = "ZeRO reduces gradients in the order of backward, which must be the same on every rank: use ddp"
+_HSDP_ONLY = "only hsdp has a two-dimensional mesh"
 
 
 def _row(**refused: str) -> dict[StrategyName, Support]:
-    """Everything works but what is named; `zero` and `fsdp_hsdp` stand for their strategies."""
+    """Everything works except on the named strategies; `zero`, `zero12`, `zero23` and `fsdps` name several."""
     groups = {"zero": ZERO, "zero12": ("zero1", "zero2"), "zero23": ("zero2", "zero3"), "fsdps": ("fsdp", "hsdp")}
     reasons = {name: reason for key, reason in refused.items() for name in groups.get(key, (key,))}
     return {name: reasons.get(name, True) for name in STRATEGIES}
@@ -141,15 +141,15 @@ CUDA_ONLY: dict[str, str] = {
 
 
 def check(config: RunConfig, *, device: str, world_size: int, local_world_size: int) -> None:
-    """Refuse what the strategy, the device or the number of ranks cannot do, and settings that would do nothing.
+    """Refuse settings that the strategy, the device or the world size does not support, or that would do nothing.
 
-    A key counts as set when it differs from its default, so that a resolved config, which spells out every key, passes.
+    A key counts as set if it differs from its default, so a resolved config, which spells out every key, passes.
 
     Args:
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: names the setting, the reason, and what to change.
+        ConfigError: a setting is refused; the message names it, the reason and the fix.
     """
     strategy = config.parallel.strategy
     for feature, setting, fix in _asked(config, world_size):
@@ -193,7 +193,7 @@ def check(config: RunConfig, *, device: str, world_size: int, local_world_size: 
             preset = config.model.preset
             if preset is not None and rule.key.startswith("model.") and task_of(preset) != config.task.name:
                 raise ConfigError(
-                    f"model.preset={preset} is no model of task.name={config.task.name}",
+                    f"model.preset={preset} is not a model of task.name={config.task.name}",
                     f"set task.name={task_of(preset)}, or a preset of {config.task.name}",
                 )
             raise ConfigError(
@@ -258,7 +258,7 @@ def _mesh_fix(world_size: int) -> str:
 
 
 def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]:
-    """(feature, setting as the user wrote it, fix) of everything the config asks for."""
+    """(feature, setting as the user wrote it, fix) of every feature that the config uses."""
     parallel = config.parallel
     if world_size > 1:
         yield "data_parallel", f"{world_size} ranks", "set parallel.strategy=ddp, or start one process"
@@ -320,7 +320,7 @@ def _offloads(parallel: ParallelConfig) -> Iterator[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A key that has no effect beside others."""
+    """A key that has no effect beside certain other settings."""
 
     key: str
     beside: Callable[[RunConfig], bool]
@@ -338,7 +338,7 @@ def _cpu_adam(config: RunConfig) -> bool:
 
 
 def _not_for(*tasks: TaskName) -> Callable[[RunConfig], bool]:
-    """Whether a built-in task runs that is none of these; a task of one's own may read any key."""
+    """Whether the task is built in and none of these; a user's own task may read any key."""
     return lambda config: config.task.factory is None and config.task.name not in tasks
 
 
@@ -357,7 +357,7 @@ _FOR_ONE: dict[str, tuple[TaskName, ...]] = {
 
 IGNORED: tuple[Ignored, ...] = (
     *(
-        Ignored(key, _not_for(*tasks), f"of the built-in tasks it is a key of {', '.join(tasks)} only")
+        Ignored(key, _not_for(*tasks), f"among the built-in tasks it is a key of {', '.join(tasks)} only")
         for key, tasks in _FOR_ONE.items()
     ),
     Ignored("compile.scope", lambda c: not c.compile.enabled, "compile.enabled=false"),
@@ -384,7 +384,7 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(
         "data.val_fraction",
         lambda c: c.task.factory is None and c.task.name == "image_classification" and c.data.path is None,
-        "of scikit-image's pictures the lower part validates",
+        "the lower part of scikit-image's pictures is the validation data",
     ),
     Ignored("data.val_path", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
     Ignored("train.eval_every", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
@@ -417,7 +417,7 @@ def markdown_table() -> str:
 
 
 def write_table(path: Path) -> None:
-    """Replace what stands between the markers of a markdown file.
+    """Replace the text between the markers of a markdown file.
 
     Raises:
         ConfigError: the file cannot be read or written, or has no markers.

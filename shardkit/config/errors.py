@@ -1,4 +1,4 @@
-"""What to say about a configuration that is not valid: the nearest known key, and what a key expects."""
+"""Messages for an invalid configuration: the nearest known key, and the values that a key accepts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 Locate = Callable[[Path], str]
 """Where the value at a path was set: `configs/fsdp.yaml:12`, `command line`, or empty for a default."""
 
-# What other trainers call things that have a key here; closeness of spelling finds the rest.
+# Other trainers' names for keys that exist here; similar spelling finds the rest.
 _SYNONYMS = {
     "learning_rate": "optim.lr",
     "batch_size": "train.micro_batch_size",
@@ -115,7 +115,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def expected(section: str, key: str) -> str:
-    """What a key takes, in words: `an integer >= 1, or null`."""
+    """The values that a key accepts, in words: `an integer >= 1, or null`."""
     schema = json_schema()
     ref = schema["properties"][section]["$ref"].rpartition("/")[2]
     return _in_words(schema["$defs"][ref]["properties"][key])
@@ -185,7 +185,7 @@ def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate
 
 
 def _origins(cause: str, tree: dict[str, Any], locate: Locate) -> str:
-    """Where the keys that a message names were set."""
+    """The places where the keys in a message were set."""
     paths = [(section, key) for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", cause)]
     places = [locate(path) for path in paths if path[1] in tree.get(path[0], {})]
     return ", ".join(dict.fromkeys(places))
@@ -211,7 +211,7 @@ def one_line(text: str, limit: int = 200) -> str:
 
 
 def shown(value: Any, limit: int = 60) -> str:
-    """A value as it is shown in messages: its repr, on one line, shortened."""
+    """A value as messages show it: its repr, on one line, shortened."""
     try:
         if value is None or isinstance(value, bool):
             text = "null" if value is None else str(value).lower()

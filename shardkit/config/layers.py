@@ -1,4 +1,4 @@
-"""What has been set so far, layer over layer, and by whom; becomes a validated configuration."""
+"""The settings so far, layer by layer, and where each was set; they become a validated configuration."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Layers:
         """The validated configuration and the source of every leaf.
 
         Raises:
-            ConfigError: names everything that is wrong with the file, and with the overrides' values.
+            ConfigError: the message names every problem in the file and in the overrides' values.
         """
         given = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
@@ -98,7 +98,7 @@ class Layers:
         return config, self._sources(config, given, sizes)
 
     def _preset_sizes(self) -> dict[str, str]:
-        """Source of the sizes that come from the preset; drops the file's where the command line sets the preset."""
+        """The sources of the preset's sizes; drops the file's sizes if the command line sets the preset."""
         model = self._tree.get("model", {})
         preset = model.get("preset")
         if not isinstance(preset, str) or preset not in {**MODEL_PRESETS, **HF_PRESETS}:
@@ -113,7 +113,7 @@ class Layers:
         return {".".join(path): f"preset {preset}" for path in sizes if path[-1] not in _inner(self._tree, path)}
 
     def _bools_as_numbers(self) -> list[ConfigError]:
-        """Take them out, an error for each: pydantic takes true as 1; nobody means that by `max_steps: yes`."""
+        """Remove bools from numeric keys, with an error for each: pydantic reads `max_steps: yes` as 1."""
         fields, problems = section_fields(), []
         for section, keys in self._tree.items():
             for key, value in list(keys.items()):
@@ -151,7 +151,7 @@ class Layers:
 
 
 def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The mapping that holds the path's last key; an empty one where there is none."""
+    """The mapping that holds the path's last key; an empty one if there is none."""
     for part in path[:-1]:
         tree = tree.get(part) or {}
         if not isinstance(tree, dict):
@@ -160,7 +160,7 @@ def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def split_override(item: Any) -> tuple[Any, str]:
-    """`section.key=value` in two."""
+    """Split `section.key=value` into key and value."""
     dotted, sign, value = item.partition("=") if isinstance(item, str) else ("", "", "")
     if not sign:
         raise _malformed(shown(item))
@@ -173,7 +173,7 @@ def _malformed(name: str, hint: str = "") -> ConfigError:
 
 
 def _parse_value(path: Path, dotted: str, text: str) -> Any:
-    """Command-line text as YAML; taken as it is where the key holds text (`run.dir=2024`, `data.path=*.txt`)."""
+    """Parse command-line text as YAML, unless the key holds text (`run.dir=2024`, `data.path=*.txt`)."""
     wants_text = len(path) == 2 and section_fields()[path[0]][path[1]].annotation in (str, str | None)
     if wants_text and text.strip()[:1] not in ('"', "'"):
         return None if text.strip() in ("", "null") else check_plain(text.strip(), dotted)

@@ -1,7 +1,7 @@
-"""Other libraries: the versions that shardkit is tested with, and the names that it uses though they keep them private.
+"""Other libraries: the versions that shardkit is tested with, and their private names that it uses.
 
-The names stand in the modules that `PLACES` lists, and nowhere else. A part of shardkit that needs one which is gone
-switches itself off with one line; what it is a part of goes on.
+Only the modules in `PLACES` use such names. A feature that misses one logs a line and switches itself off; the rest
+goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLACES = (
     "shardkit.plan.simulate.compat",
     "shardkit.strategies.zero.state",
 )
-"""The modules with the tables of private names; the last stands for its package."""
+"""The modules with the tables of private names; the last represents its package."""
 NO_ISSUE = "no upstream issue known"
 ABSENT = "(not installed)"
 _LOG = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ _CHATTY = ("torchao", "torch.utils._pytree")
 
 
 def quiet() -> None:
-    """Hold back warnings that a user can do nothing about: of kernels for other machines, of libraries to each other.
+    """Silence warnings that a user can do nothing about: about other machines' kernels, or meant for library authors.
 
-    TORCH_LOGS, or a level that is set already, keeps them.
+    TORCH_LOGS, or a log level that is already set, keeps them.
     """
     for name in () if os.environ.get("TORCH_LOGS") else _CHATTY:
         logger = logging.getLogger(name)
@@ -52,15 +52,15 @@ class NameGone(ShardkitError):
 
 @dataclass(frozen=True)
 class Private:
-    """A name that a library keeps to itself, or a public one that shardkit replaces while it works.
+    """A library's private name, or a public one that shardkit replaces for a while.
 
     Attributes:
-        path: dotted, from the library's top; an attribute of a class may be one that only its instances have.
-            `torch.lib.<library>.<symbol>` is one of its shared libraries'.
-        feature: what is lost without it.
+        path: dotted, from the library's top; a class's attribute may exist on its instances only.
+            `torch.lib.<library>.<symbol>` is a symbol of one of torch's shared libraries.
+        feature: the feature that is lost without it.
         upstream: the issue or pull request that would make it unnecessary.
         until: the version that makes it unnecessary; empty while there is none.
-        since: the oldest version that it was seen in; empty where all that are supported have it.
+        since: the oldest version that has it; empty if every supported version does.
         cuda: only builds for CUDA have it.
     """
 
@@ -90,7 +90,7 @@ class Private:
         return owner
 
     def needed(self) -> bool:
-        """Whether the installed version is one that it is used with, where it is installed at all."""
+        """Whether shardkit uses the name with the installed version; False if the library is not installed."""
         version = installed(self.library)
         if version == ABSENT or (self.cuda and not _has_cuda()):
             return False
@@ -98,7 +98,7 @@ class Private:
         return here >= _number(self.since) and (not self.until or here < _number(self.until))
 
     def exists(self) -> bool:
-        """Whether it is there, be it an attribute that a class gives to its instances when they are made."""
+        """Whether the name exists, also as an attribute that a class gives to its instances."""
         owner, rest = _holder(self.path)
         for part in rest:
             if hasattr(owner, part):
@@ -118,8 +118,8 @@ class Feature:
     """A part of shardkit, and the private names that it needs.
 
     Attributes:
-        name: what is lost without them, as tables and messages say it.
-        names: all of them, in the order in which they were asked for.
+        name: its name in tables and messages.
+        names: all private names that it needs, in the order they were declared.
     """
 
     def __init__(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Feature:
         self._said: set[str] = set()
 
     def take(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Any:
-        """The object of that name; where it is gone, a class whose instances cannot be made."""
+        """The object of that name; if it is gone, a class that cannot be instantiated."""
         private = self.use(path, upstream, until, cuda, since)
         try:
             return private.find()
@@ -138,24 +138,24 @@ class Feature:
             return _stand_in(error)
 
     def use(self, path: str, upstream: str = NO_ISSUE, until: str = "", cuda: bool = False, since: str = "") -> Private:
-        """Note a name that is looked for when it is needed: an instance's, or one of a library that may be absent."""
+        """Declare a name that is looked up later: an instance's attribute, or one of a library that may be absent."""
         private = Private(path, self.name, upstream, until, cuda, since)
         self.names.append(private)
         return private
 
     def works(self, what: str = "", instead: str = "") -> bool:
-        """Whether all names that were taken are there; if not, rank 0 says so, once for each `what`.
+        """Whether all names that `take` looked up exist; if not, rank 0 says so, once for each `what`.
 
         Args:
-            what: what is switched off, if that is not the feature's name.
-            instead: what is done in its place.
+            what: the part that is switched off; empty for the whole feature.
+            instead: the behaviour without it.
         """
         if self._missing:
             self.lost(self._missing[0], what, instead)
         return not self._missing
 
     def lost(self, private: Private, what: str = "", instead: str = "") -> None:
-        """Say once, on rank 0, that a part is off for want of a name."""
+        """Say once, on rank 0, that a part is off because a name is missing."""
         what = what or self.name
         if what not in self._said and is_first_rank():
             _LOG.warning("%s is off%s: %s", what, f" ({instead})" if instead else "", private.said())
@@ -165,14 +165,14 @@ class Feature:
         """Raise if a name is gone.
 
         Raises:
-            NameGone: names the first.
+            NameGone: a name is gone; the message names the first one.
         """
         if self._missing:
             raise self._missing[0].gone()
 
 
 def installed(library: str) -> str:
-    """The version that is installed, without what a build adds to it."""
+    """The installed version, without its build's suffix."""
     try:
         return metadata.version(library).partition("+")[0]
     except metadata.PackageNotFoundError:
@@ -185,7 +185,7 @@ def tested(library: str) -> str:
 
 
 def say_untested(library: str = "torch") -> None:
-    """One line on rank 0 if the library is newer than any version that the tests have passed on."""
+    """Log one line on rank 0 if the library is newer than any version that passed the tests."""
     if is_first_rank() and _number(installed(library)) > _number(TESTED[library][1]):
         _LOG.warning(
             "%s %s is newer than what shardkit is tested with: %s", library, installed(library), tested(library)
@@ -193,7 +193,7 @@ def say_untested(library: str = "torch") -> None:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """`2.15.0a1` → (2, 15, 0): a candidate counts as what it becomes."""
+    """`2.15.0a1` → (2, 15, 0): a pre-release counts as its release."""
     return tuple(int(found[0]) for part in version.split(".")[:3] if (found := re.match(r"\d+", part)))
 
 
@@ -204,12 +204,12 @@ def _has_cuda() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, by what its launcher says; for a line said before ranks are joined."""
+    """Whether this process is rank 0, according to its launcher; for messages before the ranks are joined."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
 def _holder(path: str) -> tuple[Any, list[str]]:
-    """The innermost module of a dotted name that can be imported (or a shared library), and the parts behind it."""
+    """The innermost module of a dotted name that can be imported (or a shared library), and the remaining parts."""
     parts = path.split(".")
     if parts[:2] == ["torch", "lib"]:
         folder = Path(import_module("torch").__file__ or "").parent / "lib"
@@ -224,7 +224,7 @@ def _holder(path: str) -> tuple[Any, list[str]]:
 
 
 def _given_to_instances(cls: type, name: str) -> bool:
-    """Annotated in a class, or assigned to `self` (or to the parameters that it changes) in its code."""
+    """Whether a class annotates the name, or its code assigns it to `self` or to a `param`."""
     for base in cls.__mro__[:-1]:
         if name in vars(base).get("__annotations__", {}):
             return True
@@ -240,5 +240,5 @@ def _stand_in(error: NameGone) -> type:
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise error
 
-    # An exception, for `except` clauses; it is a base class and a function to others.
+    # An exception, so that `except` clauses accept it; other code may use it as a base class or a function.
     return type("Gone", (Exception,), {"__new__": refuse})

@@ -1,7 +1,7 @@
 """Reads a run's configuration: defaults, then a YAML file, then `section.key=value` overrides.
 
 A later layer wins. `model.preset` expands in the layer that sets it: a preset on the command line also replaces sizes
-that the file sets, and a size set beside a preset wins over it. An override given twice: the last one holds.
+that the file sets, and a size set beside a preset wins over it. If an override is given twice, the last one wins.
 `python -m shardkit.config.load configs/schema.json` writes the JSON schema for editors.
 """
 
@@ -25,14 +25,14 @@ from .yaml import Document, read_yaml
 
 COMMENT_COLUMN = 44
 
-# Text that every YAML reader takes for text without quotes.
+# Text that every YAML reader reads as text without quotes.
 _PLAIN = re.compile(r"[A-Za-z./~][A-Za-z0-9_./-]*\Z")
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "~", ".inf", ".nan"}
 
 
 def render(config: RunConfig, sources: Mapping[str, str]) -> str:
     """Every key of every section, in the order of the reference, as `key: value  # source`."""
-    lines = ["# The resolved configuration; behind each value, where it came from."]
+    lines = ["# The resolved configuration; the comment after a value names its source."]
     for section, keys in config.model_dump().items():
         lines += ["", f"{section}:"]
         lines += _mapping(keys, (section,), sources)
@@ -89,7 +89,7 @@ class LoadedConfig:
     sources: Mapping[str, str]
 
     def render(self) -> str:
-        """The whole configuration as YAML, a comment with its source behind each value; loads to the same config."""
+        """The whole configuration as YAML, each value with its source in a comment; it loads to the same config."""
         return render(self.config, self.sources)
 
 
@@ -102,7 +102,7 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
             YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or it or an override sets what cannot be.
+        ConfigError: the file cannot be read or is not YAML, or the file or an override sets an invalid value.
     """
     layers = Layers()
     if path is not None:

@@ -68,7 +68,7 @@ def task_of(preset: str) -> str:
 
 
 def targets_called(task: object, factory: object) -> str:
-    """The word for what a task's loss is averaged over: only of the built-in ones it is known."""
+    """The word for the targets that a task's loss averages over; more specific only for built-in tasks."""
     if factory is not None:
         return "targets"
     return "samples" if task in ("image_classification", "super_resolution") else "tokens"

@@ -1,7 +1,7 @@
 """The run's configuration: frozen pydantic models, one per section of the YAML file.
 
-Every field is described where it is defined; `config_io` reads files and overrides into these models and
-`capability` refuses the combinations that cannot work.
+Every field is described where it is defined; `load` reads files and overrides into these models and `capability`
+refuses the combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PresetName = Literal[
 
 
 def conflict(cause: str, fix: str) -> PydanticCustomError:
-    """Values that are each valid but not together; `config_io` shows both lines, plain pydantic only the cause."""
+    """The error for values that are valid alone but not together; plain pydantic shows only its cause."""
     return PydanticCustomError("conflict", "{cause}", {"cause": cause, "fix": fix})
 
 
@@ -54,11 +54,11 @@ class TaskConfig(Section):
 
 class ModelConfig(Section):
     preset: PresetName | None = None
-    """Sizes by name; keys set beside it win over the preset's."""
+    """Model sizes by name; keys set beside it override the preset's."""
     hf_config: str | None = None
-    """A transformers `config.json`, or a directory that holds one: the model of every task but causal_lm."""
+    """A transformers `config.json`, or a directory that holds one: the model of every task except causal_lm."""
     hf: dict[str, Any] = {}
-    """Keys of the transformers config; they win over `hf_config`'s. Without a file, `model_type` is one of them."""
+    """Keys of the transformers config; they override `hf_config`'s. Without a file, set `model_type` here."""
     init_from: str | None = Field(None, min_length=1)
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
     sync_batchnorm: bool = False
@@ -112,11 +112,11 @@ class DataConfig(Section):
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Token type of a `.bin` file (little endian)."""
     cache_dir: str | None = None
-    """Where tokenised data is kept; unset = $XDG_CACHE_HOME/shardkit or ~/.cache/shardkit."""
+    """Directory for tokenised data; unset = $XDG_CACHE_HOME/shardkit or ~/.cache/shardkit."""
     mask_fraction: float = Field(0.15, gt=0, lt=1)
     """hf_masked_lm: share of positions to predict."""
     mask_token: int | None = Field(None, ge=0)
-    """hf_masked_lm: the token that stands for a hidden one; unset = the vocabulary's last."""
+    """hf_masked_lm: the token that replaces a masked one; unset = the vocabulary's last."""
     crop_size: int = Field(192, ge=8)
     """super_resolution: side of the crops in pixels, at full resolution."""
     crops_per_image: int | None = Field(None, ge=1)
@@ -141,7 +141,7 @@ class TrainConfig(Section):
     seq_len: int = Field(256, ge=1)
     """Tokens per sample of the built-in tasks."""
     grad_accum_steps: int | None = Field(None, ge=1)
-    """Micro-batches per optimizer step; default 1, or what `global_batch_size` asks for."""
+    """Micro-batches per optimizer step; default 1, or derived from `global_batch_size`."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step over all ranks; accumulation is derived from it."""
     max_norm: float | None = Field(1.0, gt=0)
@@ -153,10 +153,10 @@ class TrainConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Steps between evaluations; unset = at the end only."""
     eval_batches: int = Field(50, ge=0)
-    """Most micro-batches per rank in one evaluation; 0 = no evaluation."""
+    """Limit of micro-batches per rank in one evaluation; 0 = no evaluation."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Keep an exponential moving average of the weights with this decay per step, sharded as they are; evaluation uses
-    it, checkpoints hold it."""
+    """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
+    it, and checkpoints hold it."""
 
 
 class OptimConfig(Section):
@@ -167,7 +167,7 @@ class OptimConfig(Section):
     lr: float = Field(3e-4, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay (adamw), L2 penalty (sgd); see `decay_norm_bias_embed` for what it spares."""
+    """Decoupled weight decay (adamw), L2 penalty (sgd); see `decay_norm_bias_embed` for exceptions."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     eps: float = Field(1e-8, gt=0)
@@ -175,16 +175,16 @@ class OptimConfig(Section):
     momentum: float = Field(0.0, ge=0, lt=1)
     """SGD only."""
     in_backward: bool = False
-    """Update each parameter as soon as its gradient is there, and free it: one gradient at a time exists. Needs one
-    micro-batch per step and no clipping."""
+    """Update each parameter as soon as its gradient is ready, and free the gradient: only one exists at a time. Needs
+    one micro-batch per step and no clipping."""
     decay_norm_bias_embed: bool = False
     """Apply weight decay to norms, biases and embeddings too (off: two parameter groups)."""
     implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
-    """Kernel of the optimizer; auto = fused where torch has it for the device."""
+    """Kernel of the optimizer; auto = fused if torch has it for the device."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after warm-up, over the remaining steps."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear rise from lr/warmup_steps to lr, which the last of them has."""
+    """Steps of linear rise from lr/warmup_steps to lr; the last of them uses lr."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """The last step, train.max_steps, has this share of lr."""
 
@@ -227,16 +227,16 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = True
     """fsdp/hsdp: free a block's gathered parameters after forward (ZeRO-3) or keep them until backward (ZeRO-2)."""
     bucket_mb: float | None = Field(None, gt=0)
-    """ddp and zero: size in MiB of the gradient buckets that are reduced while backward goes on; default 25 for ddp,
+    """ddp and zero: size in MiB of the gradient buckets that are reduced during backward; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
     find_unused: bool = False
-    """ddp: average the gradient of a parameter that some ranks leave out in a step (an expert without tokens), leave it
-    alone where all do; costs a walk over the graph and a small reduction a step."""
+    """ddp: average the gradient of a parameter that some ranks do not use in a step (an expert without tokens), and
+    skip it if no rank does; costs a graph traversal and a small reduction per step."""
     prefetch: int = Field(1, ge=1)
-    """fsdp/hsdp: blocks whose parameters are gathered ahead of the one that computes; 1 = torch's own overlap."""
+    """fsdp/hsdp: number of blocks to gather ahead of the computing one; 1 = torch's own overlap."""
     hpz: int | None = Field(None, ge=2)
-    """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so that
-    backward gathers inside it (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
+    """zero3: ranks of a group that keeps a second, whole copy of the weights between forward and backward, so backward
+    gathers inside the group (ZeRO++, Wang et al. 2023); usually the ranks of a node."""
     offload_optimizer: Offload = "none"
     """Where optimizer states live between steps."""
     offload_ratio: float = Field(1.0, gt=0, le=1)
@@ -246,7 +246,7 @@ class ParallelConfig(Section):
     nvme_path: str | None = None
     """Directory on a local disk for nvme offload."""
     ds_config: dict[str, Any] = {}
-    """Raw DeepSpeed keys, passed through; one that shardkit sets itself is an error."""
+    """Raw DeepSpeed keys, passed through; a key that shardkit sets itself is an error."""
 
     @model_validator(mode="after")
     def _nvme(self) -> ParallelConfig:
@@ -266,33 +266,33 @@ class ParallelConfig(Section):
 
 class PrecisionConfig(Section):
     mode: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "pure_bf16"] = "fp32"
-    """Compute type of forward and backward; master weights stay fp32, but for pure_bf16: weights, gradients and
-    optimizer states all bf16. fp8: the matrix products of linear layers, the rest as bf16 (needs torchao, sm89)."""
+    """Compute type of forward and backward; master weights stay fp32, except with pure_bf16: weights, gradients and
+    optimizer states are all bf16. fp8: the matrix products of linear layers, the rest in bf16 (needs torchao, sm89)."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which gradients travel between ranks; auto = fp32 (pure_bf16: bf16; ZeRO: its compute type)."""
     output_dtype: Literal["auto", "fp32"] = "auto"
-    """Type of what the model returns; auto = as computed, fp32 = cast."""
+    """Type of the model's output; auto = as computed, fp32 = cast."""
     autocast: bool = False
-    """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes fp32 tensors of
-    its own into products; the engine casts weights and inputs alone."""
+    """fsdp, hsdp and ZeRO: run forward under autocast too, as single and ddp do, for a model that mixes its own fp32
+    tensors into products; the engine itself casts only weights and inputs."""
     loss_scale_init_power: int = Field(16, ge=0, le=31)
-    """fp16: the loss is multiplied by 2 to this power at first; halved when a gradient overflows, that step skipped."""
+    """fp16: the loss scale starts at 2 to this power; a gradient overflow halves it and skips the step."""
     loss_scale_window: int = Field(1000, ge=1)
     """fp16: steps without overflow after which the scale doubles."""
 
 
 class ActivationConfig(Section):
     policy: Literal["none", "full", "every_k", "sqrt", "selective", "selective_op", "budget"] = "none"
-    """What backward computes again instead of keeping it: nothing, every block, every `every_k`-th block, ⌈√n⌉ segments
-    of blocks, attention only, all but matrix products and fused attention, or what exceeds `budget`."""
+    """Parts that backward recomputes instead of keeping their activations: none, every block, every `every_k`-th block,
+    ⌈√n⌉ segments of blocks, attention only, all but matrix products and fused attention, or enough for `budget`."""
     every_k: int = Field(2, ge=1)
     """every_k: one block in this many is recomputed; 1 = all, at most the number of blocks."""
     budget: float = Field(0.5, ge=0, le=1)
     """budget: share of the activations that torch.compile may keep; 0 = inputs only, 1 = all."""
     block_classes: list[str] = []
-    """Class names of the modules taken as blocks; unset = the task's, or the longest list of equal modules."""
+    """Class names of the modules that are blocks; unset = the task's, or the longest list of equal modules."""
     offload: Literal["none", "cpu"] = "none"
-    """Where what blocks keep for backward waits: on the device, or in pinned host memory."""
+    """Where blocks keep tensors for backward: on the device, or in pinned host memory."""
     offload_min_bytes: int = Field(1_048_576, ge=0)
     """cpu: smaller storages stay on the device."""
 
@@ -308,7 +308,7 @@ class CompileConfig(Section):
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """torch.compile's mode; reduce-overhead keeps CUDA graphs, whose buffers raise the peak."""
     scope: Literal["block", "model"] = "block"
-    """What is compiled as one: each block (equal blocks share one compilation), or the whole model."""
+    """Unit of compilation: each block (equal blocks share one compilation), or the whole model."""
 
 
 class CheckpointConfig(Section):
@@ -319,17 +319,17 @@ class CheckpointConfig(Section):
     at_end: bool = True
     """Save after the last step."""
     keep_last: int | None = Field(3, ge=1)
-    """Newest checkpoints that are kept, older ones are deleted; null = all."""
+    """Number of newest checkpoints to keep; older ones are deleted; null = keep all."""
     keep_best: bool = True
-    """Also keep the one of lowest validation loss, among those saved right after an evaluation."""
+    """Also keep the one with the lowest validation loss, among those saved right after an evaluation."""
     async_save: bool = False
-    """Write while training goes on, from a copy in host memory: a rank's share of the checkpoint."""
+    """Write while training continues, from a copy of the rank's share in host memory."""
     on_corrupt: Literal["previous", "error"] = "previous"
     """A damaged checkpoint on resume: use the newest intact one, or stop."""
 
     @property
     def is_periodic(self) -> bool:
-        """Whether checkpoints are made on the way."""
+        """Whether the run saves checkpoints before its end."""
         return self.every_steps is not None or self.every_minutes is not None
 
 
@@ -337,16 +337,16 @@ class MemoryConfig(Section):
     interval: int = Field(10, ge=1)
     """Steps between gathers of every rank's memory on rank 0 (the first and last step are always gathered)."""
     trace_step: int | None = Field(None, ge=1)
-    """An optimizer step to trace tensor by tensor on every rank: what its peak is made of, and module by module how
-    memory rises and falls (trace/rank{r}.json); that step takes several times as long. Unset = none."""
+    """An optimizer step to trace tensor by tensor on every rank: the tensors of its peak, and how memory rises and
+    falls module by module (trace/rank{r}.json); that step takes several times as long. Unset = none."""
     cap: str | None = None
-    """Most memory a rank may use for tensors, such as 2GiB; beyond it a rank runs out of memory as on a smaller GPU.
-    On a GPU the allocator sees to it, for nothing; on the CPU each operator is counted, some 20 µs more for each."""
+    """Limit of a rank's memory for tensors, such as 2GiB; beyond it a rank runs out of memory as on a smaller GPU.
+    On a GPU the allocator enforces it at no cost; on the CPU, counting costs some 20 µs per operator."""
     plan: Literal["auto"] | bool = "auto"
-    """Predict the run's memory beside its first steps (a process of the lowest priority on rank 0's machine), to be
-    shown beside what is measured: true; false = no; auto = on GPUs, where rank 0 has a second CPU and memory for it."""
+    """Predict the run's memory during its first steps (a process of the lowest priority on rank 0's host) and show it
+    beside the measured memory: true or false; auto = on GPUs, if rank 0 has a second CPU and memory for it."""
     host_warn: float = Field(0.95, gt=0, le=1)
-    """Share of the host's memory in use from which a rank warns, and leaves a post-mortem in case it is killed."""
+    """Share of the host's memory in use at which a rank warns, and writes a post-mortem in case it is killed."""
 
     @model_validator(mode="after")
     def _cap(self) -> MemoryConfig:
@@ -367,15 +367,15 @@ class MemoryConfig(Section):
 
 class ProfileConfig(Section):
     start: int | None = Field(None, ge=1)
-    """First optimizer step to profile; unset = none. Step 1 also shows what happens only once."""
+    """First optimizer step to profile; unset = none. Step 1 also shows one-time work."""
     steps: int = Field(2, ge=1)
-    """How many steps, one after the other; the trace grows with them."""
+    """Number of consecutive steps to profile; the trace grows with it."""
     ranks: Literal["all"] | list[int] = Field([0], min_length=1)
-    """The ranks that are profiled; the others run as ever."""
+    """The ranks to profile; the others run as usual."""
     record_shapes: bool = False
-    """Note each operator's input shapes; holds on to inputs a little longer."""
+    """Record each operator's input shapes; keeps inputs alive a little longer."""
     stack: bool = False
-    """Note the line of Python that each operator and allocation comes from; slows the profiled steps."""
+    """Record the line of Python that each operator and allocation comes from; slows the profiled steps."""
 
     @model_validator(mode="after")
     def _start_and_ranks(self) -> ProfileConfig:
@@ -393,30 +393,30 @@ class ProfileConfig(Section):
 
 class LoggingConfig(Section):
     every: int = Field(10, ge=1)
-    """Steps between progress lines where there is no terminal."""
+    """Steps between progress lines when there is no terminal."""
     tensorboard: bool = True
     """Write TensorBoard event files beside `metrics.jsonl`."""
     wandb_project: str | None = Field(None, min_length=1)
     """Also log to this Weights & Biases project (needs the `wandb` extra; WANDB_MODE=offline works)."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
-    """Rank 0 answers Prometheus here; 0 = any free port, written to `logs/prometheus.txt`; unset = not at all."""
+    """Port on which rank 0 answers Prometheus; 0 = any free port, written to `logs/prometheus.txt`; unset = none."""
     prometheus_host: str = Field("127.0.0.1", min_length=1)
-    """Address that the endpoint is bound to; it asks nobody for a password, so other machines are an open choice."""
+    """Address that the endpoint binds to; it has no password, so open it only to machines that you trust."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is shown."""
 
 
 class RunSection(Section):
     dir: str = Field("runs/default", min_length=1)
-    """Where everything a run writes goes."""
+    """Directory for everything that a run writes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda when torch sees a GPU."""
     resume: bool | str = False
-    """true = go on with the run in `dir` if there is one; or a path: of a checkpoint, or of a run, to start from."""
+    """true = continue the run in `dir` if there is one; or the path of a checkpoint or a run to start from."""
     overwrite: bool = False
     """Delete what an earlier run left in `dir`."""
     init_timeout_s: float = Field(1800, gt=0)
-    """Longest wait for ranks to join and for the first step (compilation, op builds); a save has to grow within it."""
+    """Longest wait for ranks to join and for the first step (compilation, op builds); a save must grow within it."""
     step_timeout_s: float = Field(600, gt=0)
     """Longest time without progress after the first step, not counting time in which the job is suspended."""
 
@@ -433,11 +433,11 @@ class RunConfig(Section):
     """The whole configuration; see docs/reference.md for the keys that are kept stable."""
 
     task: TaskConfig = TaskConfig()
-    """What is trained."""
+    """The task to train."""
     model: ModelConfig = ModelConfig()
-    """The reference transformer."""
+    """The model: the reference transformer, or one of transformers."""
     data: DataConfig = DataConfig()
-    """What it reads."""
+    """The data to read."""
     train: TrainConfig = TrainConfig()
     """Steps, batches, clipping, evaluation."""
     optim: OptimConfig = OptimConfig()
@@ -451,15 +451,15 @@ class RunConfig(Section):
     compile: CompileConfig = CompileConfig()
     """torch.compile."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved, when, and what is kept."""
+    """When checkpoints are saved, and which are kept."""
     memory: MemoryConfig = MemoryConfig()
     """The memory ledger."""
     profile: ProfileConfig = ProfileConfig()
     """torch's profiler over a few steps."""
     logging: LoggingConfig = LoggingConfig()
-    """What is shown and recorded."""
+    """Progress, metrics and messages."""
     run: RunSection = RunSection()
-    """Where and on what it runs."""
+    """The run's directory, device, start and timeouts."""
 
     @model_validator(mode="after")
     def _across_sections(self) -> RunConfig:
@@ -506,7 +506,7 @@ class RunConfig(Section):
             )
         if self.activation.policy == "sqrt" and self.compile.enabled and self.compile.scope == "model":
             raise conflict(
-                "activation.policy=sqrt with compile.scope=model: its segments are computed again block by block, "
+                "activation.policy=sqrt with compile.scope=model: its segments are recomputed block by block, "
                 "outside of the compiled model",
                 "set compile.scope=block, or activation.policy=full",
             )

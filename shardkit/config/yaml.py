@@ -1,7 +1,7 @@
-"""What PyYAML does not give: the line of every key, no duplicate keys, bounds, and plain values only.
+"""Read YAML with checks that PyYAML lacks: the line of every key, no duplicate keys, bounds, and plain values only.
 
-Where YAML 1.1 surprises people, text is read as it looks: `1e-4` is a number, `12:30:00` and `2024-01-01` are text, and
-`010` is not octal.
+Text that YAML 1.1 reads in surprising ways is read as it looks: `1e-4` is a number, `12:30:00` and `2024-01-01` are
+text, and `010` is not octal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATTERNS = {_TAG + kind: re.compile(rf"(?:{pattern})\Z", re.DOTALL) for kind, p
 
 @dataclass
 class Document:
-    """A parsed document: the value and, for each key path, the line it stands on (1-based)."""
+    """A parsed document: its value, and the line of each key path (1-based)."""
 
     value: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
@@ -43,8 +43,8 @@ def read_yaml(text: str, where: str) -> Document:
     """Parse one document into None, bool, int, float, str, lists and dicts with text keys.
 
     Raises:
-        ConfigError: not YAML, duplicate or non-text keys, unsupported tags, nested or expanded beyond reason; names
-            `where` with line and column.
+        ConfigError: not YAML, duplicate or non-text keys, unsupported tags, nested or expanded beyond reason; the
+            message names `where` with the line, and the column if the text is not YAML.
     """
     try:
         loader = _Loader(text, where)
@@ -66,7 +66,7 @@ def read_yaml(text: str, where: str) -> Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes nodes and the values of scalars from PyYAML; the walk over the nodes counts values and notes lines."""
+    """Takes nodes and scalar values from PyYAML; its own walk over the nodes counts values and records lines."""
 
     yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -136,7 +136,7 @@ _Loader.add_implicit_resolver(f"{_TAG}merge", re.compile(r"<<\Z"), ["<"])
 
 
 def check_plain(value: Any, name: str, depth: int = 0) -> Any:
-    """The value with tuples as lists, or ConfigError when it holds what YAML in a config cannot (also recursion)."""
+    """The value with tuples as lists; a ConfigError if it is recursive or holds something that a config cannot."""
     if depth > MAX_DEPTH:
         raise _too_deep(name)
     if isinstance(value, dict):

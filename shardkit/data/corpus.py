@@ -1,7 +1,7 @@
 """A corpus: training and validation tokens as memory-mapped arrays, with the counts that give a baseline.
 
-Text is tokenised once, a byte a token, documents separated by a zero byte, into uint16 files in the cache directory; a
-`.bin` file of tokens is mapped where it lies and only its counts are cached.
+Text is tokenised once, one token per byte and a zero byte after each document, into uint16 files in the cache
+directory; a `.bin` file of tokens is mapped in place and only its counts are cached.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Corpus:
         return token < len(counts) and bool(counts[token])
 
     def unigram_cross_entropy(self) -> float:
-        """Validation cross-entropy, nats per token, of the training unigrams: what knowing no context gives.
+        """Validation cross-entropy, nats per token, of the training unigrams: the loss without any context.
 
         p(t) = (count(t) + 1) / (n + V), add-one smoothed over the V tokens that occur in either split. NaN without
         validation tokens.
@@ -95,7 +95,7 @@ class Corpus:
         return float(-(val[seen] * log_p).sum() / n_val) if n_val else float("nan")
 
     def describe(self) -> str:
-        """One line: where from, how much."""
+        """One line: the source and its sizes."""
         files = f"{self.n_train_files} + {self.n_val_files} files" if self.n_train_files + self.n_val_files > 2 else ""
         skipped = f"{self.n_skipped_files} binary files skipped" if self.n_skipped_files else ""
         sizes = f"{len(self.train_span):,} training and {len(self.val_span):,} validation tokens"
@@ -187,7 +187,7 @@ def _named(data: DataConfig) -> str:
 
 
 def _fingerprint(settings: dict[str, Any], files: list[TextFile], n_first: int) -> str:
-    """Changes when a file, a size, a time of change or a setting does."""
+    """A hash of the settings and of every file's path, size and modification time."""
     listing = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in files]
     text = json.dumps([FORMAT_VERSION, settings, n_first, listing], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

@@ -28,8 +28,8 @@ class StepBatch:
     """One optimizer step of one rank.
 
     Attributes:
-        micro_batches: (batch, is_filler) pairs, as many on every rank; a filler keeps ranks in step where there are no
-            samples left: it goes through forward and backward with weight 0 and its targets are not counted.
+        micro_batches: (batch, is_filler) pairs, the same number on every rank; a filler keeps a rank in step when it
+            has no samples left: it goes through forward and backward with weight 0 and its targets do not count.
         state_after: where to continue once the step is done.
     """
 
@@ -40,8 +40,8 @@ class StepBatch:
 class StepLoader:
     """Iterates over optimizer steps from `state` on, epoch after epoch, `n_steps` of them or without end.
 
-    With `workers` > 0 that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across
-    epochs. With 0 samples are loaded when asked for. What is drawn does not depend on it.
+    With `workers` > 0, that many processes load ahead, `prefetch` micro-batches each; they live until `close`, across
+    epochs. With 0, samples are loaded on demand. The samples are the same either way.
 
     Args:
         collate: makes a micro-batch of a list of samples; `default_collate` when None.
@@ -91,7 +91,7 @@ class StepLoader:
 
 
 class _MicroBatches:
-    """The schedule's micro-batches in order, the first sample standing in where one is empty."""
+    """The schedule's micro-batches in order, with the first sample in place of an empty one."""
 
     def __init__(self, schedule: BatchSchedule, state: State, n_steps: int | None) -> None:
         self.schedule = schedule
@@ -115,7 +115,7 @@ def _data_loader(
     prefetch: int,
     pin_memory: bool,
 ) -> DataLoader[Any]:
-    # Without one of its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
+    # Without its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
     generator = torch.Generator().manual_seed(schedule.order.seed * schedule.world + schedule.rank)
     return DataLoader(
         dataset,  # type: ignore[arg-type]
@@ -136,9 +136,9 @@ def eval_batches(
     limit: int | None = None,
     collate: Collate | None = None,
 ) -> Iterator[tuple[Batch, bool]]:
-    """This rank's evaluation micro-batches as (batch, is_filler): as many on every rank, at most `limit` each.
+    """This rank's evaluation micro-batches as (batch, is_filler): the same number on every rank, at most `limit`.
 
-    Where `limit` does not allow the whole dataset, samples at even distances stand for it.
+    If `limit` does not cover the whole dataset, evenly spaced samples represent it.
     """
     together = collate or default_collate
     n = len(dataset)

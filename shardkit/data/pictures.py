@@ -31,7 +31,7 @@ SHIPPED = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture: `name` is its path below the directory, or which of scikit-image's it is; `label` its class."""
+    """A picture: `name` is its path below the directory, or its name in scikit-image; `label` is its class."""
 
     name: str
     source: str
@@ -40,7 +40,7 @@ class Picture:
 
 
 def shipped_pictures() -> list[Picture]:
-    """scikit-image's pictures, each a class of its own."""
+    """scikit-image's pictures, each its own class."""
     _need("skimage", "scikit-image")
     return [Picture(name, name, label, False) for label, name in enumerate(SHIPPED)]
 
@@ -81,7 +81,7 @@ def find_classes(path: str) -> tuple[list[Picture], list[str]]:
 
 
 def split_pictures(pictures: list[Picture], val_fraction: float) -> tuple[list[Picture], list[Picture]]:
-    """Training and validation pictures, by the hash of their names: a picture stays where it is when others come."""
+    """Training and validation pictures, by the hash of their names: a picture keeps its split when others are added."""
     held = held_out([picture.name for picture in pictures], val_fraction)
     return [p for p in pictures if p.name not in held], [p for p in pictures if p.name in held]
 
@@ -138,18 +138,18 @@ def _is_picture(relative: Path) -> bool:
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Share of the picture's area and aspect ratio of a random crop (Szegedy et al. 2015, section 6)."""
 MEAN = STD = 0.5
-"""Pixels in [0, 1] are brought to [-1, 1]."""
+"""They map pixels from [0, 1] to [-1, 1]."""
 
 
 class LabelledCrops:
     """For classification: {"pixels": fp32 [3, size, size] in [-1, 1], "label": int64}.
 
     Sample i is crop i // n of picture i % n. Augmented: a random part, resized, mirrored half of the time; otherwise
-    the largest square in the middle, resized.
+    the largest square in the centre, resized.
 
     Args:
         per_picture: crops of each picture.
-        rows: the share of each picture's height, from and to, that crops come from.
+        rows: crops come from this part of each picture's height, (start, end) in [0, 1].
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ScaledCrops:
     """For super-resolution: {"low": fp32 [3, size / scale, …], "high": fp32 [3, size, size]}, in [0, 1].
 
     `low` is `high` reduced by bicubic interpolation. Sample i is crop i // n of picture i % n: augmented, a random one,
-    mirrored and turned; otherwise one at even distances along the picture's diagonal.
+    mirrored and turned; otherwise crops are evenly spaced along the picture's diagonal.
 
     Raises:
         DataError: (from `__getitem__`) a picture is smaller than a crop.
@@ -217,7 +217,7 @@ class ScaledCrops:
 
 
 def resize(pixels: Pixels, size: int) -> Pixels:
-    """To size × size by bicubic interpolation with antialiasing."""
+    """Resize to size × size by bicubic interpolation with antialiasing."""
     from PIL import Image
 
     picture = Image.fromarray(np.ascontiguousarray(pixels))
@@ -231,7 +231,7 @@ def _checked(index: int, length: int) -> int:
 
 
 def _random_part(pixels: Pixels, draws: Any) -> Pixels:
-    """A part of random area and aspect ratio; the middle after ten that do not fit."""
+    """A part of random area and aspect ratio; the centre if ten attempts do not fit."""
     height, width = pixels.shape[:2]
     for _ in range(10):
         area = height * width * draws.uniform(*AREA)

@@ -1,4 +1,4 @@
-"""The order in which samples are drawn: a function of (seed, epoch, position), never of how many ranks share it."""
+"""The order in which samples are drawn: a function of (seed, epoch, position), whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 def generator_of(seed: int, *what: str | int) -> np.random.Generator:
-    """A generator of its own for (seed, what), e.g. `generator_of(0, "crop", "train", index)`."""
+    """A separate generator for each (seed, what), e.g. `generator_of(0, "crop", "train", index)`."""
     key = "\0".join(map(str, (seed, *what))).encode()
     return np.random.Generator(
         np.random.Philox(int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "little"))
@@ -26,8 +26,8 @@ class EpochOrder:
 
     Shuffled, position i holds E(i) for a keyed Feistel network E over the smallest even number of bits that covers n,
     applied again until the value falls below n (cycle walking: Black and Rogaway 2002, section 3; at most 4 times on
-    average). The keys come from (seed, epoch), so that the order can be read from any position without drawing what
-    stands before it.
+    average). The keys come from (seed, epoch), so the order can be read from any position without drawing the earlier
+    samples.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
@@ -78,18 +78,18 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands in its data; it means the same at any world size, micro-batch size and accumulation."""
+    """A run's position in its data; it means the same at any world size, micro-batch size and accumulation."""
 
     epoch: int = 0
     next_sample: int = 0
 
 
 class BatchSchedule:
-    """Which samples this rank takes in each micro-batch of each optimizer step.
+    """The samples that this rank takes in each micro-batch of each optimizer step.
 
     A global batch is the next `global_batch` positions of the epoch's order; it never spans two epochs. Its samples are
-    laid evenly over the accum × world micro-batches, so that every rank runs `accum` of them; in an epoch's smaller
-    last batch some are smaller and some may be empty.
+    spread evenly over the accum × world micro-batches, and every rank runs `accum` of them; in an epoch's smaller last
+    batch some are smaller and some may be empty.
 
     Raises:
         ValueError: `global_batch` is not micro_batch × accum × world.
@@ -131,12 +131,12 @@ class BatchSchedule:
         return -(-self.n_samples // self.global_batch)
 
     def state_at(self, step: int) -> State:
-        """Where a run that has only ever had this schedule stands after `step` optimizer steps."""
+        """The position after `step` optimizer steps of a run that always had this schedule."""
         epoch, within = divmod(step, self.steps_per_epoch)
         return State(epoch, within * self.global_batch)
 
     def micro_batches(self, state: State) -> tuple[list[list[int]], State]:
-        """Sample indices of this rank's `accum` micro-batches of the step that begins at `state`; the state after."""
+        """Sample indices of this rank's `accum` micro-batches for the step that starts at `state`; the next state."""
         state = self._normalised(state)
         size = min(self.global_batch, self.n_samples - state.next_sample)
         samples = self.order.indices(state.epoch, state.next_sample, state.next_sample + size).tolist()

@@ -1,4 +1,4 @@
-"""Which text files a corpus is made of, and which of them validate."""
+"""Find the text files of a corpus, and split them into training and validation files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TextFile:
 def find_text_files(path: str | None) -> list[TextFile]:
     """Candidate files of a text corpus, sorted by relative path: a file, a directory's files, or a glob's.
 
-    None stands for the source of Python's standard library. Hidden files and `.bin` files are left out; whether a file
-    really is text is decided by `is_text` when it is read.
+    None means the source of Python's standard library. Hidden files and `.bin` files are left out; `is_text` decides
+    whether a file really is text when it is read.
 
     Raises:
         DataError: the path does not exist, cannot be read, or holds no file.
@@ -69,9 +69,9 @@ def find_text_files(path: str | None) -> list[TextFile]:
 
 
 def _refuse_records(path: str, files: list[TextFile], is_directory: bool) -> None:
-    """Records of a data set: their bytes would be trained on, quotes and field names included, or left out as binary.
+    """Refuse records: training would use their bytes, quotes and field names included, or skip them as binary.
 
-    A directory of text may hold some in JSON lines beside it.
+    A directory of text may also hold some JSON lines.
     """
     found = [file.name for file in files if file.name.lower().endswith(_RECORDS)]
     tables = any(name.lower().endswith(_TABLES) for name in found)
@@ -94,7 +94,7 @@ def is_text(file: TextFile) -> bool:
 def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFile], list[TextFile]]:
     """Training and validation files: a file validates when the hash of its name falls in the first `val_fraction`.
 
-    A file stays in its part when others come or go. Of two files or more neither part is left empty: the file with the
+    A file stays in its part when others come or go. With two files or more, neither part is empty: the file with the
     smallest hash validates and the one with the largest trains.
     """
     val_names = held_out([file.name for file in files], val_fraction)

@@ -1,4 +1,4 @@
-"""Text to tokens, a byte each, and the cache that several processes may fill with them at the same time."""
+"""Turn text into tokens, one per byte, and keep them in a cache that several processes may fill at the same time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def cached_entry(
 ) -> tuple[Path, dict[str, Any]]:
     """The entry `key`, built once: `build` fills an empty directory and returns the metadata kept beside its files.
 
-    An entry whose files have not the sizes written down in its metadata is built again. Others may read it as far as
-    the umask allows, and where they may read every one of `sources`.
+    An entry is rebuilt if the size of one of its files differs from its metadata. Other users may read an entry as far
+    as the umask allows, if they may read all of `sources`.
 
     Returns:
         The entry's directory and its metadata.
@@ -69,7 +69,7 @@ def cached_entry(
 
 
 def _visible(sources: Iterable[str]) -> int:
-    """The mode of a folder that shows what is made of these files to nobody who could not read them."""
+    """The mode of a folder with data from these files: closed to everyone who may not read all of them."""
     mode, folders = 0o777, set[Path]()
     for path in map(Path, sources):
         readable = path.stat().st_mode
@@ -94,7 +94,7 @@ def _build(root: Path, entry: Path, build: Callable[[Path], dict[str, Any]], mod
 
 
 def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Make `temporary` the entry; where another process was first, take its entry if it is whole, else replace it."""
+    """Make `temporary` the entry; if another process was first, use its entry if it is complete, else replace it."""
     for _ in range(10):
         try:
             temporary.rename(entry)
@@ -113,11 +113,11 @@ def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> di
             pass  # another process has moved it away just now
         finally:
             shutil.rmtree(damaged, ignore_errors=True)
-    raise OSError(errno.EBUSY, f"{entry} is rewritten by other processes all the time")
+    raise OSError(errno.EBUSY, f"other processes keep rewriting {entry}")
 
 
 def _read_meta(entry: Path) -> dict[str, Any] | None:
-    """Metadata of a whole entry; None when it is absent or damaged."""
+    """Metadata of a complete entry; None if the entry is absent or damaged."""
     try:
         meta: dict[str, Any] = json.loads((entry / META).read_text())
         whole = all((entry / name).stat().st_size == size for name, size in meta["files"].items())
@@ -127,7 +127,7 @@ def _read_meta(entry: Path) -> dict[str, Any] | None:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove what processes killed while building have left, a day later."""
+    """Remove directories that killed processes left while building, after a day."""
     for path in root.glob(f"{_TEMPORARY}*"):
         with suppress(FileNotFoundError):  # another process removes it too, or has just finished with it
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
@@ -172,7 +172,7 @@ def tokenise(
 
 
 def _write(path: Path, documents: list[tuple[TextFile, int, int]]) -> dict[str, Any]:
-    """Append the byte ranges as tokens, each followed by the separator; returns what was counted."""
+    """Append the byte ranges as tokens, each followed by the separator; returns the counts."""
     counts = np.zeros(256, dtype=np.int64)
     with open(path, "wb") as stream:
         for document in documents:

@@ -17,7 +17,7 @@ from .sampler import generator_of
 
 IGNORE_INDEX = -100
 _BYTE_VOCABULARY = 512
-"""A larger vocabulary is not that of bytes and some marks."""
+"""A vocabulary of bytes and some special tokens is not larger than this."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _LOG = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ _LOG = logging.getLogger(__name__)
 class Windows:
     """Non-overlapping windows: sample i is tokens[i·T : i·T + T + 1], as inputs and the next tokens.
 
-    A sample is {"tokens": int64 [T], "targets": int64 [T]}. The last window may be shorter: it is filled up with token
-    0 and targets `IGNORE_INDEX`, so that every token but the first is predicted exactly once an epoch.
+    A sample is {"tokens": int64 [T], "targets": int64 [T]}. The last window may be shorter: it is padded with token 0
+    and targets `IGNORE_INDEX`, so every token except the first is predicted exactly once per epoch.
 
     Raises:
         DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
@@ -68,10 +68,10 @@ class Windows:
 
 
 def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
-    """The corpus, all of whose tokens are below `vocab_size - reserved`; `key` is what sets it.
+    """Open the corpus and check that its tokens are below `vocab_size - reserved`; `key` sets the vocabulary size.
 
     Raises:
-        ConfigError: the data holds a larger token, or is bytes where the weights to start from know a tokenizer's ids.
+        ConfigError: the data holds a larger token, or is read as bytes although the initial weights use a tokenizer.
     """
     if config.data.path is None or not config.data.path.endswith(".bin"):
         _judge_bytes(config.model.init_from, vocab_size, key)
@@ -86,7 +86,7 @@ def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0
 
 
 def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
-    """Refuse text, a byte a token, for weights that learnt a tokenizer's ids; say what a large vocabulary wastes."""
+    """Refuse text, one token per byte, for weights that learnt a tokenizer's ids; warn of an oversized vocabulary."""
     folder = Path(init_from).expanduser() if init_from is not None else None
     tokenizer = next((name for name in _TOKENIZERS if folder is not None and (folder / name).exists()), None)
     is_foreign = folder is not None and (folder / "config.json").exists()
@@ -94,7 +94,7 @@ def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
         beside = f" made by the tokenizer beside them ({tokenizer})" if tokenizer else ""
         raise ConfigError(
             f"model.init_from={init_from}: these weights know token ids{beside}, but data.path is text, which is read "
-            "as bytes, one a token",
+            "as bytes, one per token",
             "tokenize the text, write the ids to a .bin file and set data.path to that (data.bin_dtype), or remove "
             "model.init_from",
         )
@@ -118,14 +118,14 @@ def windows(corpus: Corpus, split: Literal["train", "val"], seq_len: int) -> Win
 
 
 HIDDEN, SWAPPED = 0.8, 0.1
-"""Of the chosen positions: shares replaced by the mask token, and by a random one; the rest stay as they are."""
+"""Shares of the chosen positions that get the mask token, and a random token; the rest stay unchanged."""
 
 
 class MaskedWindows:
-    """Windows with a share of their tokens hidden, chosen by (seed, split, sample index) alone.
+    """Windows with a share of their tokens masked, chosen by (seed, split, sample index) alone.
 
     A sample is {"tokens": int64 [T], "targets": int64 [T]}: the targets are the original tokens where a prediction is
-    wanted and `IGNORE_INDEX` elsewhere. A last, shorter window is filled up with token 0, of which none is a target.
+    wanted and `IGNORE_INDEX` elsewhere. The last, shorter window is padded with token 0, which is never a target.
 
     Args:
         n_tokens: random replacements are drawn from [0, n_tokens).
@@ -144,7 +144,7 @@ class MaskedWindows:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         window = self.windows[index]
         tokens = window["tokens"].numpy()
-        real = int((window["targets"] != IGNORE_INDEX).sum())  # as many inputs as next tokens; the rest is filling
+        real = int((window["targets"] != IGNORE_INDEX).sum())  # as many inputs as next tokens; the rest is padding
         draws = generator_of(self.seed, "mask", self.split, index)
         chosen = draws.random(len(tokens)) < self.fraction
         chosen[real:] = False
@@ -157,8 +157,10 @@ class MaskedWindows:
 
 
 def flatten_targets(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A micro-batch: "tokens" [B, T], and of what is to be predicted "positions" [n] in the flattened batch × T and
-    "targets" [n]. They are counted here, on the host: on the GPU it would make the host wait for it."""
+    """A micro-batch: "tokens" [B, T], "positions" [n] to predict in the flattened B × T, and their "targets" [n].
+
+    They are found here, on the host: on the GPU, this would make the host wait.
+    """
     targets = torch.stack([sample["targets"] for sample in samples]).flatten()
     positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     tokens = torch.stack([sample["tokens"] for sample in samples])

@@ -1,1 +1,1 @@
-"""Cards and machines: what is known of them, and what is measured."""
+"""Cards and machines: known figures and measured ones."""

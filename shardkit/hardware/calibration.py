@@ -1,4 +1,4 @@
-"""What `shardkit doctor --calibrate` measured on this machine, kept for planning; loads no torch."""
+"""Constants that `shardkit doctor --calibrate` measured on this machine, kept for planning; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Constants = dict[str, Any]
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/shardkit: what this user's jobs on this machine learn from each other."""
+    """$XDG_CACHE_HOME/shardkit (default ~/.cache/shardkit), shared by this user's jobs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardkit"
 
 
@@ -25,15 +25,15 @@ def path() -> Path:
 
 
 def cpu_name() -> str:
-    """What stands for a device's name where ranks compute on CPUs."""
+    """The device name of ranks that compute on CPUs."""
     return f"cpu ({os.uname().machine})"
 
 
 def load() -> dict[str, Constants]:
-    """Everything kept, by "device x world size"; empty before the first calibration.
+    """All saved constants, by "device x world size"; empty before the first calibration.
 
     Raises:
-        ConfigError: the file cannot be read, or is no longer what was written.
+        ConfigError: the file cannot be read or is damaged.
     """
     try:
         kept = json.loads(path().read_text())
@@ -47,10 +47,10 @@ def load() -> dict[str, Constants]:
 
 
 def find(device: str, world_size: int) -> Constants | None:
-    """The constants of a device in the world that is nearest in size; of a job of ranks, measured with ranks if any.
+    """A device's constants at the nearest world size; a job of several ranks prefers those measured with several.
 
     Args:
-        device: as `torch.cuda.get_device_name` says it, or `cpu_name()`.
+        device: a name from `torch.cuda.get_device_name`, or `cpu_name()`.
     """
 
     def distance(constants: Constants) -> tuple[bool, float]:
@@ -62,7 +62,7 @@ def find(device: str, world_size: int) -> Constants | None:
 
 
 def save(constants: Constants) -> None:
-    """Keep constants, beside those of other devices and world sizes."""
+    """Save constants beside those of other devices and world sizes."""
     known = {**load(), f"{constants['device']} x {constants['world_size']}": constants}
     path().parent.mkdir(parents=True, exist_ok=True)
     write_whole(path(), json.dumps(known, indent=1) + "\n")

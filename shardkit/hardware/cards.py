@@ -1,7 +1,7 @@
-"""Known GPUs: what the planner must know of a card that is not here, and peak FLOP/s for MFU.
+"""Known GPUs: the figures that the planner needs for a card that is not here, and peak FLOP/s for MFU.
 
-Figures of the makers' data sheets; usable memory is what the driver reports as total. What lies outside torch's
-allocator (CUDA context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` or a run measures it.
+Figures are from the makers' data sheets; usable memory is the driver's total. Memory outside torch's allocator (CUDA
+context, NCCL's buffers) is a typical value until `shardkit doctor --calibrate` or a run measures it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Gpu:
     """One card.
 
     Attributes:
-        device_name: as `torch.cuda.get_device_name` says it.
+        device_name: the name from `torch.cuda.get_device_name`.
         memory: bytes that the driver reports.
         capability: compute capability.
         hbm_gb_s: memory bandwidth, GB/s.
-        link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe where there is none).
+        link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe without it).
         pcie_gb_s: GB/s to host memory in one direction.
-        network_gb_s: GB/s to other machines, as clusters of such cards usually have.
+        network_gb_s: GB/s to other machines in a typical cluster of such cards.
         context: bytes of a CUDA context with torch's and cuBLAS's kernels.
-        per_communicator: bytes that NCCL takes for each process group that is used.
-        overhead_from: where `context` and `per_communicator` are known from.
+        per_communicator: bytes that NCCL takes for each process group in use.
+        overhead_from: source of `context` and `per_communicator`.
     """
 
     name: str
@@ -85,14 +85,14 @@ DEFAULT = "h100"
 
 
 def find_gpu(name: str) -> Gpu:
-    """A card of the table, by its short name or words of what the driver calls it: rtx4090, RTX 4090, A100-SXM4-40GB.
+    """A card of the table, by its short name or words of the driver's name: rtx4090, RTX 4090, A100-SXM4-40GB.
 
     Raises:
         ConfigError: there is none of that name, or more than one.
     """
     words = _words(name)
     found = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
-    if len(found) > 1:  # every A100 is called so, a100 is one of them
+    if len(found) > 1:  # "A100" is in several names, and a100 is one of them
         found = [gpu for gpu in found if _words(gpu.name) <= words] or found
     if len(found) != 1:
         close = [gpu.name for gpu in found] or get_close_matches(name.lower(), GPUS, n=1)
@@ -112,7 +112,7 @@ def parse_bytes(text: str, what: str) -> int:
     """Bytes of "80GB" (10⁹), "24GiB" or "24G" (2³⁰), ….
 
     Raises:
-        ConfigError: not a number with a unit, or not more than 0; names `what`.
+        ConfigError: not a number with a unit, or not more than 0; the message names `what`.
     """
     try:
         return errors.parse_bytes(text, errors.ANY_UNIT)
@@ -125,7 +125,7 @@ def parse_bytes(text: str, what: str) -> int:
 _COLUMNS = {"fp32": 0, "tf32": 1, "bf16": 2, "pure_bf16": 2, "fp16": 3}  # fp8: the table has no peak for it
 # Dense peaks in TFLOP/s without sparsity, from NVIDIA's data sheets and architecture white papers: fp32 outside tensor
 # cores, TF32, and bf16/fp16 with fp32 accumulation. None = the chip has no such unit. The first pattern found in the
-# device name wins, so that variants stand before their family.
+# device name wins, so variants come before their family.
 _PEAKS: tuple[tuple[str, float, float | None, float | None, float | None], ...] = (
     # pattern                     fp32   tf32    bf16    fp16
     (r"\bGB200\b", 80.0, 1250.0, 2500.0, 2500.0),

@@ -1,4 +1,4 @@
-"""What the ranks reach together: collectives, latency, matrix products and copies, and which rank is slow.
+"""Measure the ranks together: collectives, latency, matrix products and copies, and which rank is slow.
 
 Collectives are reported as bus bandwidth, which does not depend on the number of ranks n: bytes/s × 2(n−1)/n for
 all-reduce, × (n−1)/n for all-gather and reduce-scatter (NVIDIA nccl-tests, doc/PERFORMANCE.md).
@@ -62,7 +62,7 @@ def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | No
 
 
 def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
-    """The constants judged: slow ranks by name, clocks that differ."""
+    """Findings from the constants: slow ranks by name, clock skew."""
     checks = []
     for key, what, unit, scale in (
         ("matmul_flops", "matmul", "TFLOP/s", 1e12),
@@ -95,7 +95,7 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
 
 
 def _speeds(world: World) -> dict[str, Any]:
-    """What each rank's device reaches while the others are as busy as it is."""
+    """The speeds of each rank's device, measured while the others are equally busy."""
     on_cpu = torch.device("cpu")
     kinds = [set(map(str, found)) for found in world.gather(matmul_types(world.device)) if isinstance(found, list)]
     products = {
@@ -118,7 +118,7 @@ def _speeds(world: World) -> dict[str, Any]:
 
 
 def _each(world: World, figure: Callable[[], float]) -> list[float]:
-    """Every rank's figure, taken by all of them at the same time."""
+    """Every rank's figure, measured on all of them at the same time."""
     dist.barrier(world.control_group)
     return _all(world, figure())
 
@@ -128,7 +128,7 @@ def _all(world: World, value: float) -> list[float]:
 
 
 def _context(device: torch.device) -> int | None:
-    """Bytes that the driver says are in use on the card, beyond torch's allocator, once torch has computed there.
+    """Bytes in use on the card outside torch's allocator, according to the driver, after torch's first computation.
 
     Other processes' memory on the card counts too: `shardkit doctor` names them.
     """
@@ -141,7 +141,7 @@ def _context(device: torch.device) -> int | None:
 
 
 def _outside(world: World, context: int | None) -> dict[str, float | None]:
-    """What a card needs beyond torch's allocator; called when the ranks' one communicator has been used."""
+    """Bytes that a card needs beyond torch's allocator; call it after the ranks' one communicator was used."""
     now = _beyond_allocator(world.device)
     if context is None or now is None:
         return {"context_bytes": None, "communicator_bytes": None}
@@ -165,7 +165,7 @@ def _bus_speed(world: World, name: str, n_bytes: int) -> float:
 
 
 def _collective(world: World, name: str, n_bytes: int) -> float:
-    """Seconds of one collective over `n_bytes` in all, which in a gather is what every rank has in the end."""
+    """Seconds of one collective over `n_bytes` in total; for a gather, that is each rank's result."""
     part = torch.zeros(max(1, n_bytes // 4 // world.size), device=world.device)
     whole = torch.zeros(
         max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * world.size, device=world.device
@@ -179,7 +179,7 @@ def _collective(world: World, name: str, n_bytes: int) -> float:
 
 
 def _late(world: World) -> float:
-    """Seconds that a collective takes longer after some work than back to back: CPUs do not finish at the same time."""
+    """Extra seconds of a collective after some work, compared with back to back: CPUs do not finish together."""
     square, whole = torch.ones(1024, 1024), torch.zeros(2**14)
 
     def both() -> None:
@@ -196,7 +196,7 @@ def _late(world: World) -> float:
     return max(0.0, statistics.median(rounds))
 
 
-# Named so since torch 2.13, which warns about the older names.
+# The names since torch 2.13, which warns about the older ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -1,4 +1,4 @@
-"""How fast the device of one rank is on its own: matrix products, memory, copies, single operators."""
+"""Measure one rank's device on its own: matrix products, memory, copies, single operators."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..parallel.compat import scaled_product
 
 _ROUNDS = 5
 _ROUND_S = 0.02
-"""A round repeats what is timed for about this long, so that starting and stopping the clock does not count."""
+"""A round repeats the timed work for about this long, so that starting and stopping the clock does not count."""
 _BUDGET_S = 1.0
 _PRODUCT = {"cuda": 8192, "cpu": 1024}
 _ELEMENTS = {"cuda": 2**27, "cpu": 2**25}
-"""Of a tensor that no cache holds: 512 and 128 MiB in fp32."""
+"""Elements of a tensor that no cache holds: 512 and 128 MiB in fp32."""
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def matmul_types(device: torch.device) -> list[str]:
-    """The compute types whose products can be timed: on the CPU those that it trains in."""
+    """The compute types whose products can be timed; on the CPU, those it trains in."""
     if device.type != "cuda":
         return ["fp32", "bf16"]
     fp8 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -39,7 +39,7 @@ def matmul_flops(device: torch.device, kind: str) -> float:
 
 
 def _product(device: torch.device, kind: str, n: int) -> Callable[[], object]:
-    # Of random numbers: a GPU multiplies ones a tenth faster, with less power.
+    # Random numbers: a GPU multiplies ones a tenth faster, with less power.
     if kind != "fp8":
         a, b = (torch.randn(n, n, device=device, dtype=_DTYPES[kind]) for _ in range(2))
         return lambda: a @ b
@@ -58,7 +58,7 @@ def memory_speed(device: torch.device) -> float:
 
 
 def new_page_speed() -> float:
-    """Bytes per second that the system gives a large tensor in host memory which was not there before."""
+    """Bytes per second at which the system supplies new host memory to a large tensor."""
     n = 2**26
 
     def fill_new() -> object:
@@ -70,7 +70,7 @@ def new_page_speed() -> float:
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes per second to the device from pinned host memory; on the CPU of a copy within host memory."""
+    """Bytes per second from pinned host memory to the device; on the CPU, of a copy within host memory."""
     cuda = device.type == "cuda"
     source = torch.zeros(2**28 if cuda else 2**26, dtype=torch.uint8, pin_memory=cuda)
     target = torch.empty_like(source, device=device)
@@ -78,13 +78,13 @@ def copy_speed(device: torch.device) -> float:
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Time of one operator that has next to nothing to compute, issued back to back: dispatch, or a kernel's launch."""
+    """Seconds per operator with next to nothing to compute, issued back to back: dispatch, or a kernel's launch."""
     x = torch.zeros(1, device=device)
     return seconds(device, lambda: x.add_(1.0))
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Median time of one call, over rounds, after one call to warm up."""
+    """Median seconds of one call, over rounds, after one call to warm up."""
     timed(device, work)
     once = timed(device, work)
     calls = max(1, min(1000, int(_ROUND_S / once)))
@@ -93,7 +93,7 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object], calls: int = 1) -> float:
-    """Time of one of several calls in a row, in seconds."""
+    """Mean seconds per call, over `calls` in a row."""
     _synchronize(device)
     began = time.perf_counter()
     for _ in range(calls):

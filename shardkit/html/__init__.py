@@ -1,1 +1,1 @@
-"""Pages: one writer and one style sheet for every HTML file that shardkit leaves."""
+"""Pages: one writer and one style sheet for every HTML file that shardkit writes."""

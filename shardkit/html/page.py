@@ -1,6 +1,6 @@
-"""A self-contained HTML file: escaped text around figures, one style, and no script but Plotly and its figures.
+"""A self-contained HTML file: escaped text around figures, one style, and no script except Plotly and its figures.
 
-The templates and the style sheet are files of their own beside this one: editors know their languages.
+The templates and the style sheet are separate files beside this one, so editors know their languages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d7
 
 @dataclass(frozen=True)
 class Figure:
-    """Plotly's traces and layout; `empty` says what is missing where there is nothing to draw."""
+    """Plotly's traces and layout; `empty` says what is missing if there is nothing to draw."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def unit_of(values: Iterable[float | None]) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell: what it shows, the exact number behind it (bytes, seconds) if any, its colour in a chart."""
+    """A table's cell: its text, the exact number behind it (bytes, seconds) if any, its colour in a chart."""
 
     text: str
     value: float | None = None
@@ -79,7 +79,7 @@ def n_bytes(value: float | None) -> Cell:
 
 
 def quantity(value: float | None, unit: Unit) -> Cell:
-    """A number in its unit; `value` in bytes, seconds or as it is."""
+    """A number in its unit; `value` in bytes, in seconds, or without a unit."""
     if value is None:
         return Cell("–")
     if unit == "bytes":
@@ -113,7 +113,7 @@ def paragraph(text: object, kind: str = "") -> Markup:
 
 
 def heading(text: object) -> Markup:
-    """Within a section."""
+    """A heading within a section."""
     return Markup("<h3>{}</h3>").format(text)
 
 
@@ -124,7 +124,7 @@ def folded(title: str, text: str) -> Markup:
 
 @dataclass
 class Page:
-    """Collects sections and figures, then becomes one file; `lead` stands under the title. Only `Markup` is trusted."""
+    """Collects sections and figures, then becomes one file; `lead` goes below the title. Only `Markup` is trusted."""
 
     title: str
     lead: str = ""
@@ -132,7 +132,7 @@ class Page:
     _figures: list[list[Any]] = field(default_factory=list)
 
     def figure(self, name: str, drawn: Figure) -> Markup:
-        """The place of a figure; `name` is unique on the page and becomes its id."""
+        """The placeholder of a figure; `name` is unique on the page and becomes its id."""
         if not drawn.data:
             return paragraph(f"Nothing to draw: {drawn.empty}.", "faint")
         layout = {**LAYOUT, **drawn.layout}
@@ -143,10 +143,10 @@ class Page:
         self._sections.append((name, heading, Markup("\n").join(content)))
 
     def render(self) -> str:
-        """The HTML file; Plotly is in it, in 5 MB, if there is a figure to draw.
+        """The HTML file; it includes Plotly (5 MB) if there is a figure to draw.
 
         Raises:
-            ConfigError: there is, and Plotly is not installed.
+            ConfigError: there is a figure, and Plotly is not installed.
         """
         scripts = _scripts(self._figures) if self._figures else []
         told = {"title": self.title, "lead": self.lead, "sections": self._sections, "scripts": scripts}
@@ -167,7 +167,7 @@ def _scripts(figures: list[list[Any]]) -> list[str]:
 
 @cache
 def _template(name: str) -> Template:
-    from jinja2 import Environment, FileSystemLoader  # a tenth of a second, which a run without a page need not wait
+    from jinja2 import Environment, FileSystemLoader  # takes a tenth of a second: only for runs with a page
 
     found = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     found.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

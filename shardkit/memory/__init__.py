@@ -36,7 +36,7 @@ __all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded on first use: `memory.units` is imported by code that must not wait for torch."""
+    """Load a public name on first use: code that must not wait for torch imports modules of this package."""
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

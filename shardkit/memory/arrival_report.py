@@ -1,4 +1,4 @@
-"""Names the ranks that stop reporting: a collective that fails does not say who was missing."""
+"""Name the ranks that stop reporting: a failed collective does not say which ranks were missing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from ..errors import TrainingError
 
 SETTLE_S = 5.0
-"""How long rank 0 waits for word of the others after a gather failed: some are merely later than the failure."""
+"""Seconds that rank 0 waits for the others' notes after a gather failed: some ranks are merely late."""
 _POLL_S = 0.05
-# gloo's message without the source file in front and the advice behind it.
+# gloo's message without the source file before it and the advice after it.
 _NOISE = re.compile(r"^(?:\[[^\]]*\] )?(.*?)(?:\. This is typically.*)?$", re.DOTALL)
 
 
 class ArrivalReport:
-    """Each rank notes in the group's key-value store that it comes to a gather; rank 0 looks only if one fails.
+    """Each rank notes in the group's key-value store that it has reached a gather; rank 0 looks only if one fails.
 
-    A note is one message to the store that nobody waits for (2 to 30 µs); what the store keeps is one key per rank.
+    A note is one message to the store that nobody waits for (2 to 30 µs); the store keeps one key per rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
@@ -28,11 +28,11 @@ class ArrivalReport:
         self._rank = rank
 
     def note(self, step: int) -> None:
-        """This rank comes to the gather after `step`."""
+        """Note that this rank has reached the gather after `step`."""
         self._store.set(_key(self._rank), str(step))
 
     def explain(self, step: int, names: Sequence[str], reason: Exception) -> TrainingError:
-        """The error that names who did not come to the gather after `step`; `names` of all ranks, in order."""
+        """The error that names the ranks missing from the gather after `step`; `names` are all ranks', in order."""
         found = [f"rank {names[rank]} ({_last(seen)})" for rank, seen in self._missing(step, len(names)).items()]
         match = _NOISE.match(" ".join(str(reason).split()))
         return TrainingError(

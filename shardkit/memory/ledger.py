@@ -45,15 +45,15 @@ class MemoryLedger:
         rank, world_size, local_rank: this rank's place.
         host: this machine's name; default: its host name.
         interval: steps between gathers, for `due`.
-        host_warn: share of the host's memory in use from which gathers warn.
+        host_warn: share of the host's memory in use at which gathers warn.
 
     Attributes:
         step: the optimizer step that runs, or ran last; 0 before the first.
-        risk: what watches the host's memory at each gather.
+        risk: the check of the host's memory at each gather.
         overhead_s: seconds spent inside the ledger so far, waiting for other ranks in `gather` included.
         gather_s: the part of `overhead_s` that `gather` took.
         last_rows: rank 0: the rows of the last gather; empty elsewhere.
-        staging_bytes: host memory that background saves keep, for the next row; set by who saves.
+        staging_bytes: host memory that background saves keep, for the next row; the caller sets it.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class MemoryLedger:
 
     @classmethod
     def from_env(cls, device: torch.device | str | None = None, *, interval: int = 10) -> MemoryLedger:
-        """A ledger for a training loop of your own; collective where a process group exists.
+        """A ledger for your own training loop; collective if a process group exists.
 
         Args:
-            device: default: the current GPU, or the CPU where there is none.
+            device: default: the current GPU, or the CPU if there is none.
             interval: steps between gathers.
         """
         if device is None:
@@ -113,7 +113,7 @@ class MemoryLedger:
         return cls(device, dist.new_group(backend="gloo"), rank, dist.get_world_size(), local_rank, interval=interval)
 
     def phase(self, name: PhaseName) -> AbstractContextManager[None]:
-        """Account what happens inside to a phase: init, wrap, forward, backward or step.
+        """Attribute the memory used inside to a phase: init, wrap, forward, backward or step.
 
         A phase that runs several times between two gathers keeps its largest peaks. Phases may nest: the outer one's
         peaks cover the inner one's.
@@ -121,10 +121,10 @@ class MemoryLedger:
         return _Phase(self, name)
 
     def begin(self, name: PhaseName) -> None:
-        """Enter a phase; where a `with` block does not fit (hooks)."""
+        """Enter a phase where a `with` block does not fit (hooks)."""
         began = time.perf_counter()
         if name not in PHASES:
-            raise ValueError(f"phase {name!r} is none of {', '.join(PHASES)}")
+            raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
         self._phases.begin(name)
         self.overhead_s += time.perf_counter() - began
 
@@ -140,18 +140,18 @@ class MemoryLedger:
         return self._phases.current
 
     def due(self, step: int) -> bool:
-        """Whether to gather at `step` (from 1): the first two, where state comes to life, and every `interval`-th."""
+        """Whether to gather at `step` (from 1): after the first two, which create state, and every `interval`-th."""
         return step <= 2 or step % self.interval == 0
 
     def begin_step(self, step: int, due: bool | None = None) -> None:
-        """Say which step comes and whether a gather follows it (default: as `due` says): only then is state counted."""
+        """Announce the step, and whether a gather follows it (default: `due`); state is counted only then."""
         self.step, self._due = step, self.due(step) if due is None else due
 
     def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Count state if this step is due; call it after the last backward and before the optimizer step.
 
-        Gradients count as they are now. Where there is no optimizer state yet, all but gradients is counted again when
-        the step ends: torch's optimizers make their state in their first step.
+        Gradients count as they are now. If there is no optimizer state yet, everything except gradients is counted
+        again when the step ends: torch's optimizers create their state in their first step.
 
         Args:
             source: a strategy, or a module with its `optimizers`.
@@ -180,7 +180,7 @@ class MemoryLedger:
     def end_step(
         self, step: int, step_time_s: float | None = None, data_wait_s: float = 0.0, busy_s: float | None = None
     ) -> None:
-        """The step is over; its times, if they are known already, are those of `time_step`."""
+        """End the step; pass its times, as in `time_step`, if they are already known."""
         began = time.perf_counter()
         if self._source is not None and self._state is not None and self._state["optimizer"].total == 0:
             grads = self._state["grads"]
@@ -191,21 +191,26 @@ class MemoryLedger:
         self.overhead_s += time.perf_counter() - began
 
     def time_step(self, step_time_s: float, data_wait_s: float = 0.0, busy_s: float | None = None) -> None:
-        """How long a step took; the next row has the means over the steps since the last gather.
+        """Record a step's times; the next row has their means over the steps since the last gather.
 
         Args:
-            busy_s: what this rank spent on its own, not waiting for others; slow ranks are found by it. Default: all.
+            step_time_s: seconds of the whole step.
+            data_wait_s: seconds of it spent waiting for data.
+            busy_s: seconds without waiting for other ranks, which reveal slow ranks. Default: `step_time_s`.
         """
         self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
 
     def gather(self, step: int) -> list[RankRow] | None:
-        """Bring every rank's row to rank 0 in one collective of constant size: rows in rank order, `None` elsewhere.
+        """Bring every rank's row to rank 0 in one collective of constant size; `None` on other ranks.
 
         Args:
             step: the step that has just ended; the same on every rank.
 
+        Returns:
+            The rows in rank order.
+
         Raises:
-            TrainingError: on rank 0: ranks that did not report, by name.
+            TrainingError: on rank 0: some ranks did not report; the message names them.
         """
         began = time.perf_counter()
         row = self.row()
@@ -255,16 +260,16 @@ class MemoryLedger:
     def watch(
         self, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | Path | None = None
     ) -> AbstractContextManager[None]:
-        """Account a loop of your own without changing it: hooks on the model and its optimizers mark the phases.
+        """Account your own loop without changing it: hooks on the model and its optimizers mark the phases.
 
-        See `watch.Watch`; `path` is where rank 0 appends a line per gather.
+        See `watch.Watch`; rank 0 appends a line per gather to `path`.
         """
         from .watch import Watch
 
         return Watch(self, model, optimizers, path)
 
     def table(self, width: int | None = None) -> str:
-        """The last gather as a table; empty on other ranks than 0."""
+        """The last gather as a table; empty on ranks other than 0."""
         from .table import render_table
 
         return render_table(self.last_rows, width) if self.last_rows else ""
@@ -296,7 +301,7 @@ class MemoryLedger:
         return [decode(identity, rest) for identity, (_, *rest) in zip(self._identities, numbers, strict=True)]
 
     def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
-        """USS, children's RSS, what the card's processes hold; the last known ones while asking would cost too much."""
+        """USS, children's RSS, memory of the card's processes; cached while a new reading would cost too much."""
         began = time.perf_counter()
         if began >= self._slow_next:
             self._slow = self._host_probe.uss(), self._host_probe.children_rss(), self._device_probe.in_use()
@@ -306,7 +311,7 @@ class MemoryLedger:
 
 
 class _ModuleState:
-    """A module and its optimizers, seen as a strategy is."""
+    """A module and its optimizers, with a strategy's interface."""
 
     def __init__(self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         self._model, self._optimizers = model, optimizers

@@ -1,4 +1,4 @@
-"""How much host memory this process may use, its cgroup's limit or what the machine has, and how much is in use."""
+"""How much host memory this process may use, by its cgroup's limit or the machine's memory, and how much is in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostLimit:
     """A limit on host memory.
 
     Attributes:
-        n_bytes: the most there is.
+        n_bytes: the limit in bytes.
         folder: the cgroup that sets it; `None`: the machine.
     """
 
@@ -29,9 +29,9 @@ class HostLimit:
     folder: Path | None = None
 
     def in_use(self) -> int:
-        """Bytes that all processes under this limit hold and the kernel cannot take back; caches of files do not count.
+        """Bytes that all processes under this limit hold and the kernel cannot reclaim; file caches do not count.
 
-        50 µs, 70 µs for a cgroup. A cgroup that is gone counts as empty.
+        Takes 50 µs, or 70 µs for a cgroup. A cgroup that is gone counts as empty.
         """
         if self.folder is None:
             memory = psutil.virtual_memory()
@@ -45,7 +45,7 @@ class HostLimit:
         return max(0, held - sum(int(stat.get(name, 0)) for name in caches))
 
 
-# By whether it is a cgroup of version 2: what it holds, and what of that the kernel can take back.
+# Is it a cgroup of version 2? → the file with its usage, and the counters of memory that the kernel can reclaim.
 _COUNTERS = {
     True: ("memory.current", ("active_file", "inactive_file", "slab_reclaimable")),
     False: ("memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -53,7 +53,7 @@ _COUNTERS = {
 
 
 def tightest_limit() -> HostLimit:
-    """The tightest cgroup limit above this process, or the machine's memory where that is less."""
+    """The tightest cgroup limit above this process, or the machine's memory if that is less."""
     machine = HostLimit(int(psutil.virtual_memory().total))
     return min([*cgroup_limits(), machine], key=lambda limit: limit.n_bytes)
 
@@ -76,12 +76,12 @@ def cgroup_limits(root: Path = Path("/")) -> list[HostLimit]:
     mount; its ancestors that do exist are read, the mount's root included.
 
     Args:
-        root: where /proc and the mounts are looked up.
+        root: the directory that /proc and the mounts are looked up in.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text()
         mounts = (root / "proc/self/mounts").read_text()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return []
     limits: list[HostLimit] = []
     for line in groups.splitlines():
@@ -116,15 +116,15 @@ def _mounts(mounts: str, kind: str) -> Iterator[str]:
 
 _LOG = logging.getLogger(__name__)
 SHARE = 0.95
-"""Of the host's limit: from here on the kernel may kill a rank at any moment."""
+"""Share of the host's limit above which the kernel may kill a rank at any moment."""
 
 
 class HostRisk:
-    """Looks at the rows of each gather; nothing between gathers.
+    """Checks the rows of each gather; it does nothing between gathers.
 
     Attributes:
-        share: of the host's limit in use from which it speaks.
-        on_risk: called on a rank whose host comes near its limit, with the rank's row; again only after it was below.
+        share: share of the host's limit in use at which it warns.
+        on_risk: called on a rank whose host gets near its limit, with the rank's row; again only after it was below.
     """
 
     def __init__(self, share: float = SHARE) -> None:
@@ -150,18 +150,18 @@ class HostRisk:
 
 
 def held(row: RankRow) -> int:
-    """What a rank and its loader processes have in memory; pages that they share count for each."""
+    """Bytes that a rank and its loader processes have in memory; shared pages count for each process."""
     return row.host_mem.rss + (row.host_mem.children_rss or 0)
 
 
 def describe(rows: Sequence[RankRow]) -> str:
-    """One line on the ranks of one host, which rank holds most of its memory, and how much is left."""
+    """One line on the memory of one host, and on the rank that holds most of it."""
     worst = max(rows, key=held)
     memory = worst.host_mem
     workers = f", {gib(memory.children_rss)} of it in loader processes" if memory.children_rss else ""
     share = 100 * (memory.in_use or 0) / memory.limit
     return (
         f"host memory is almost used up on {worst.identity.host}: {gib(memory.in_use or 0)} of {gib(memory.limit)} "
-        f"({share:.0f} %); of {len(rows)} rank(s) there rank {worst.identity.rank} holds most: {gib(held(worst))}"
+        f"({share:.0f} %); among its {len(rows)} rank(s), rank {worst.identity.rank} holds most: {gib(held(worst))}"
         + workers
     )

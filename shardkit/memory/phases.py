@@ -13,10 +13,10 @@ from .state import HasState
 
 
 class Phases(Protocol):
-    """What a training step tells what it does: which phase runs, and what state there is once gradients are complete.
+    """A listener of a training step: it hears which phase runs, and sees the state once gradients are complete.
 
-    The ledger listens to every step. A profiler, a traced step and the planner listen too, and tell a ledger what they
-    hear where there is one. Each of them hears the same step, and knows no more of the engine than its `HasState`.
+    The ledger listens to every step. A profiler, a traced step and the planner listen too, and forward to a ledger if
+    there is one. Each of them hears the same step, and knows nothing of the engine except its `HasState`.
     """
 
     def phase(self, name: PhaseName) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ Doing = PhaseName | Literal["save"]
 
 @contextmanager
 def doing(name: Doing) -> Iterator[None]:
-    """What goes wrong inside happened while doing this; nothing is measured."""
+    """Mark an exception from inside as raised while doing this; nothing is measured."""
     try:
         yield
     except Exception as error:
@@ -67,18 +67,18 @@ def doing(name: Doing) -> Iterator[None]:
 
 
 def note_phase(error: BaseException, name: Doing) -> None:
-    """Remember on an exception which phase it came from: the innermost, which notes it first."""
+    """Record on an exception the phase it came from; the innermost phase records first and stays."""
     if phase_of(error) is None:
         error.shardkit_phase = name  # type: ignore[attr-defined]
 
 
 def phase_of(error: BaseException) -> Doing | None:
-    """The phase that an exception left; `None` outside of all."""
+    """The phase that an exception came from; `None` outside of all phases."""
     return getattr(error, "shardkit_phase", None)
 
 
 class PhaseMeter:
-    """Reads both probes at the edges of phases; each reading covers what happened since the one before it."""
+    """Reads both probes at the edges of phases; each reading covers the time since the one before it."""
 
     def __init__(self, device: DeviceProbe, host: HostProbe) -> None:
         self._device, self._host = device, host
@@ -105,13 +105,13 @@ class PhaseMeter:
         self._open.pop()
 
     def overall(self) -> tuple[DeviceCounters | None, HostCounters]:
-        """Figures now, with peaks since the recorder was made."""
+        """Figures now, with peaks since this meter was created."""
         self._read()
         assert self._overall.host is not None
         return self._overall.device, self._overall.host
 
     def rows(self) -> dict[PhaseName, PhaseMemory]:
-        """Every phase that has run; one that did not run since the last gather keeps what it had then."""
+        """Every phase that has run; one that did not run since the last gather keeps its figures."""
         return {name: _row(peaks) for name, peaks in self._phases.items() if peaks.host is not None}
 
     def start_interval(self) -> None:

@@ -17,7 +17,7 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class DeviceCounters:
-    """What the caching allocator of one device says, in bytes; peaks since the last `reset_peak`."""
+    """The counters of one device's caching allocator, in bytes; peaks since the last `reset_peak`."""
 
     allocated: int
     peak_allocated: int
@@ -30,7 +30,7 @@ class DeviceCounters:
 class DeviceProbe:
     """The device allocator's statistics.
 
-    The CPU allocator keeps none: `read` answers `None` there, and so it does for devices other than cuda.
+    Only CUDA's allocator keeps them: on the CPU, and on other devices, `read` returns `None`.
 
     Attributes:
         name: the device's product name, or its type.
@@ -63,21 +63,21 @@ class DeviceProbe:
         )
 
     def in_use(self) -> int | None:
-        """Bytes of the device that any process holds, as the driver says; does not wait for the device."""
+        """Bytes of the device that any process holds, according to the driver; does not wait for the device."""
         if self._index is None:
             return None
         free, total = torch.cuda.mem_get_info(self._index)
         return int(total - free)
 
     def reset_peak(self) -> None:
-        """Let peaks start from the present values. Resets what `torch.cuda.max_memory_allocated` reports, too."""
+        """Let peaks start from the present values; resets `torch.cuda.max_memory_allocated` too."""
         if self._index is not None:
             torch.cuda.reset_peak_memory_stats(self._index)
 
 
 @dataclass(frozen=True)
 class HostCounters:
-    """Resident bytes of this process now and at most since the last `reset_peak`."""
+    """Resident bytes of this process: now, and their peak since the last `reset_peak`."""
 
     rss: int
     peak_rss: int
@@ -87,8 +87,8 @@ class HostProbe:
     """This process's resident memory.
 
     Linux: VmRSS and VmHWM of /proc/self/status, VmHWM reset through /proc/self/clear_refs (10 µs each; psutil's RSS
-    alone takes 15 µs). The reset also lowers what `getrusage` reports as ru_maxrss.
-    Elsewhere, and where clear_refs may not be written: psutil and ru_maxrss, which only ever grows. `peak_rss` is then
+    alone takes 15 µs). The reset also lowers `getrusage`'s ru_maxrss.
+    Elsewhere, or if clear_refs cannot be written: psutil and ru_maxrss, which only ever grows. `peak_rss` is then
     exact if it grew since the reset, and otherwise the larger of RSS at the reset and now (a lower bound).
 
     Attributes:
@@ -134,7 +134,7 @@ class HostProbe:
         return int(self._process.memory_full_info().uss)
 
     def children_rss(self) -> int:
-        """Sum of the RSS of all descendants, data-loader workers above all; pages they share count once for each."""
+        """Sum of the RSS of all descendants, mostly data-loader workers; shared pages count for each process."""
         return sum(_rss(pid) for pid in _descendants(os.getpid()))
 
 
@@ -158,9 +158,9 @@ def _rss(pid: int) -> int:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Process ids below `pid`. The kernel's own lists, since psutil would scan every process of the machine."""
+    """Process ids below `pid`. Reads the kernel's own lists, since psutil would scan every process of the machine."""
     tasks = Path(f"/proc/{pid}/task")
-    if not (tasks / str(pid) / "children").exists():  # no Linux, or a kernel without CONFIG_PROC_CHILDREN
+    if not (tasks / str(pid) / "children").exists():  # not Linux, or a kernel without CONFIG_PROC_CHILDREN
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     found, pending = [], [pid]
     while pending:

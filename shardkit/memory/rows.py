@@ -1,6 +1,6 @@
 """One row of memory figures per rank: its fields, its form as integers for the gather and as JSON in `memory.jsonl`.
 
-The JSON is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or goes away, not when one is
+The JSON is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or is removed, not when one is
 added.
 """
 
@@ -52,11 +52,15 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The rank's process: resident bytes now and at most so far, what is its own, its children's, what it may use.
+    """Host memory of the rank's process, in bytes.
 
     Attributes:
-        staging: what background saves keep for their copy of the state, a part of `rss`.
-        in_use: what all processes under `limit` hold together and the kernel cannot take back.
+        rss: resident now; `peak_rss`: the most so far.
+        uss: resident and shared with no other process.
+        children_rss: resident in its descendants.
+        limit: the most it may use.
+        staging: kept by background saves for their copy of the state, a part of `rss`.
+        in_use: held by all processes under `limit` together, without memory that the kernel can reclaim.
     """
 
     rss: int
@@ -70,11 +74,11 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The device's caching allocator, in bytes; peaks since the ledger was made. `None` as a whole on CPU.
+    """The device's caching allocator, in bytes; peaks since the ledger was created. A row on CPU has none.
 
     Attributes:
         total: the device's memory.
-        in_use: what all processes on the device hold together; what is not `reserved` is contexts and others'.
+        in_use: held by all processes on the device together: `reserved`, contexts, and other processes' memory.
     """
 
     allocated: int
@@ -87,7 +91,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Identity:
-    """What does not change during a run."""
+    """The facts of a rank that do not change during a run."""
 
     rank: int
     host: str
@@ -105,7 +109,7 @@ class RankRow:
     """One rank at one gather; times are means over the steps since the last one.
 
     Attributes:
-        busy_s: waiting for data and in forward: the rank's own work, while a whole step includes waiting for others.
+        busy_s: time in forward and waiting for data: the rank's own work; a whole step includes waiting for others.
     """
 
     identity: Identity
@@ -131,18 +135,18 @@ class RankRow:
 
     @property
     def state_on_device(self) -> int | None:
-        """Bytes of the state that lies on the training device."""
+        """Bytes of the state on the training device."""
         return None if self.state is None else sum(b.device for b in self.state.values())
 
     @property
     def unattributed(self) -> int | None:
-        """Bytes of the device's allocated peak that are no state: activations, workspace and the like; None on CPU."""
+        """Bytes of the device's allocated peak that are not state: activations, workspace and the like; None on CPU."""
         if self.device_mem is None or self.state_on_device is None:
             return None
         return max(0, self.device_mem.peak_allocated - self.state_on_device)
 
     def to_json(self) -> dict[str, Any]:
-        # Not asdict: it copies deeply, a large world's gather would wait for it.
+        # Not asdict: it copies deeply, which would slow the gather of a large world.
         row = {**vars(self.identity), **vars(self)}
         del row["identity"]
         row["host_mem"] = vars(self.host_mem)
@@ -154,10 +158,10 @@ class RankRow:
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> RankRow:
-        """Inverse of `to_json`; fields that a later version added are passed over, those added since have defaults.
+        """Inverse of `to_json`; a later version's fields are skipped, fields that an earlier one lacks get defaults.
 
         Raises:
-            KeyError, TypeError, AttributeError: it is no such row.
+            KeyError, TypeError, AttributeError: it is not such a row.
         """
         return cls(
             identity=_pick(Identity, obj),
@@ -233,7 +237,7 @@ _ALLOWED = {
 
 def _checked(name: str, value: Any, kind: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, _ALLOWED[kind]):
-        raise TypeError(f"{name} is no {kind}")
+        raise TypeError(f"{name} is not of type {kind}")
     return value
 
 

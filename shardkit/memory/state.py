@@ -15,7 +15,7 @@ _ORDER = {kind: order for order, kind in enumerate(KINDS)}
 
 
 class HasState(Protocol):
-    """Anything that can name its state: every strategy does. Lower rooms know no more of an engine than this."""
+    """Anything that can list its state, as every strategy can. Lower packages know nothing else of an engine."""
 
     def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]:
         """Every local tensor that holds state; the same storage may come more than once."""
@@ -62,16 +62,16 @@ def local_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def page_locked(n_bytes: int) -> int:
-    """What torch's allocator of pinned memory takes for so many bytes: a power of two (torch 2.9 to 2.13)."""
+    """Bytes that torch's allocator of pinned memory takes for `n_bytes`: a power of two (torch 2.9 to 2.13)."""
     return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
 def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch.device) -> dict[StateKind, StateBytes]:
     """Bytes per category, on the training device and on the host.
 
-    A storage counts once, whole, however many views of it come: a flat buffer that parameters are views of counts with
-    its padding, pinned memory as torch rounds it up. One that is seen in several categories belongs to the first of
-    params, master_params, grads, optimizer, buffers. Meta tensors and freed storages have no bytes.
+    A storage counts once and whole, however many views of it come: a flat buffer behind several parameters counts with
+    its padding, pinned memory as torch rounds it up. A storage in several categories belongs to the first of params,
+    master_params, grads, optimizer, buffers. Meta tensors and freed storages have no bytes.
 
     Args:
         device: where the model trains. If it is the CPU, tensors there count as `device`; otherwise tensors on the CPU,

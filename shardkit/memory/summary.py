@@ -1,4 +1,4 @@
-"""All ranks in a few numbers: the largest, the smallest, the skew, who is worst, who is slow."""
+"""All ranks in a few numbers: the largest, the smallest, the skew, the worst rank, the stragglers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOW = 1.2
 NOTICEABLE = 0.1
 """... if the difference is more than this share of a step: the rest is noise."""
 WHOLE = 16
-"""Up to this many ranks every one is shown, above that so many of the worst and of the best."""
+"""Up to this many ranks, every one is shown; above that, only the `WORST` and the `BEST`."""
 WORST, BEST = 8, 2
 
 _METRICS: dict[str, Callable[[RankRow], float | None]] = {
@@ -48,7 +48,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Summary:
-    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent where no rank has it).
+    """Spreads by metric (peak_allocated, peak_reserved, peak_rss, state, step_time_s; absent if no rank has it).
 
     Attributes:
         spreads: over all ranks.
@@ -61,7 +61,7 @@ class Summary:
 
     @property
     def peak(self) -> tuple[str, Spread] | None:
-        """What ranks are compared by, and how it is spread: peak allocated on a device, peak RSS on the CPU."""
+        """The metric to compare ranks by, and its spread: peak allocated on a device, peak RSS on the CPU."""
         found = ((name, self.spreads[name]) for name in ("peak_allocated", "peak_rss") if name in self.spreads)
         return next(found, None)
 
@@ -78,7 +78,7 @@ def summary(rows: Sequence[RankRow]) -> Summary:
 
 
 def pressure(row: RankRow) -> float:
-    """What ranks are ordered by: peak allocated on a device, peak RSS on the CPU."""
+    """The figure that ranks are ordered by: peak allocated on a device, peak RSS on the CPU."""
     return row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated
 
 

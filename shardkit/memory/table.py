@@ -42,8 +42,8 @@ def render_table(rows: Sequence[RankRow], width: int | None = None) -> str:
     and the 2 best have a line. `–`: the CPU has no such counter. `+…h`: bytes on the host beside those on the device.
 
     Args:
-        rows: what `MemoryLedger.gather` returned.
-        width: columns; default: the terminal's, or as wide as needed where stdout is none (then without colour).
+        rows: the result of `MemoryLedger.gather`.
+        width: columns; default: the terminal's, or as wide as needed, without colour, if stdout is not a terminal.
     """
     if not rows:
         return "no memory rows were gathered"
@@ -77,7 +77,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
     """(step, rows) of every gather in a `memory.jsonl`.
 
     Raises:
-        DataError: a line is not JSON, or of a schema that this version does not know.
+        DataError: a line is not JSON, or this version does not know its schema.
     """
     with open(path) as file:
         for number, line in enumerate(file, 1):
@@ -85,7 +85,9 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
                 gathered = json.loads(line)
                 schema = gathered["schema"]
             except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path}:{number} is no memory record: {error}", "remove the damaged line") from error
+                raise DataError(
+                    f"{path}:{number} is not a memory record: {error}", "remove the damaged line"
+                ) from error
             if schema != SCHEMA:
                 raise DataError(
                     f"{path}:{number} has schema {schema}, known is {SCHEMA}", "read it with the version that wrote it"
@@ -94,7 +96,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
 
 
 def _fitting(rows: Sequence[RankRow], console: Console) -> Table:
-    """The table without what says least, if the whole is too wide; numbers are never cut."""
+    """The table, without its least informative columns if it is too wide; numbers are never cut."""
     omit: list[str] = ["host"]
     if not any(row.alloc_retries for row in rows):
         omit.append("retries")
@@ -212,7 +214,7 @@ def _summary_lines(rows: Sequence[RankRow]) -> Iterator[str]:
 
 
 def _node_lines(condensed: Summary) -> Iterator[str]:
-    """A line per node of several; of many only the worst."""
+    """A line per node if there are several, or for the worst nodes if there are many."""
     if condensed.peak is None or len(condensed.nodes) < 2:
         return
     metric = condensed.peak[0]
@@ -220,7 +222,7 @@ def _node_lines(condensed: Summary) -> Iterator[str]:
     for host, spreads in nodes[: WHOLE if len(nodes) <= WHOLE else WORST]:
         yield f"node {host}: {_spread_line(metric, spreads[metric])}"
     if len(nodes) > WHOLE:
-        yield f"({len(nodes) - WORST} nodes more)"
+        yield f"({len(nodes) - WORST} more nodes)"
 
 
 def _spread_line(name: str, spread: Spread) -> str:

@@ -19,8 +19,8 @@ class Watch:
     """While entered: forward = the model's forward in training, backward = from there to the optimizer step or the next
     forward, step = the (last) optimizer's step; memory is gathered when due, and once more on leaving.
 
-    Every rank must take the same number of steps. An engine that calls no `torch.optim.Optimizer.step` of the
-    optimizers given here (DeepSpeed) is not seen: mark its phases with `MemoryLedger.phase`.
+    Every rank must take the same number of steps. An engine that does not call `step` of these optimizers (DeepSpeed)
+    is not seen: mark its phases with `MemoryLedger.phase`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._close_phase()
-        if kind is None and self._gathered != self._step:  # after an error other ranks may not come to a gather
+        if kind is None and self._gathered != self._step:  # after an error, other ranks may not reach a gather
             self._gather()
 
     def _on_forward(self, module: nn.Module, args: Any) -> None:

@@ -41,15 +41,15 @@ def chunked_cross_entropy(
     Args:
         hidden: [..., d], floating point.
         weight: [vocab, d].
-        targets: [...] integer class per position; `ignore_index` counts for nothing.
+        targets: [...] integer class per position; positions with `ignore_index` do not count.
         bias: [vocab], or none.
         chunk_size: tokens whose [chunk_size, vocab] fp32 logits exist at once, > 0.
 
     Returns:
         0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden`, `weight` and `bias`.
 
-    Memory beyond inputs: one fp32 [chunk_size, vocab], its copy in the compute type where that is narrower, and, when
-    gradients are wanted, the gradients of hidden and (fp32, so that chunks add up without rounding) of weight.
+    Memory beyond inputs: one fp32 [chunk_size, vocab], its copy in the compute type if that is narrower, and, if
+    gradients are wanted, those of hidden and of weight (in fp32, so that chunks add up without rounding).
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be positive")
@@ -168,8 +168,8 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     """Make `model(tokens, targets, positions=None)` return the sum of cross-entropies (fp32 scalar), in place.
 
     The model's own forward runs, with its output projection replaced by one that knows the targets: a call of the
-    backbone from outside would go round the engine's hooks, and miss what the forward does to embeddings. `forward` is
-    replaced on the two modules, so that parameters keep the names they have in transformers.
+    backbone from outside would bypass the engine's hooks, and miss the forward's changes to embeddings. `forward` is
+    replaced on the two modules, so parameters keep their names in transformers.
 
     Args:
         model: a transformers model with an output projection (`get_output_embeddings`).
@@ -216,9 +216,9 @@ def _whole(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def check_loss_fits(model: nn.Module, fix: str) -> None:
-    """Refuse a model that changes its logits after the output projection: computed there, the loss would be another.
+    """Refuse a model that changes its logits after the output projection: the loss computed there would be wrong.
 
-    Runs the model's own forward once, on meta and with the backbone left out, and looks at what it returns.
+    Runs the model's own forward once, on meta and without the backbone, and checks its result.
 
     Args:
         model: parameters on meta; not changed.
@@ -249,7 +249,7 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
 
 
 class _Hidden(dict[str, Any]):
-    """What a backbone returns, whatever its class: the hidden states first, nothing else."""
+    """Stands in for any backbone's output: the hidden states first, nothing else."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)

@@ -1,7 +1,7 @@
 """Model FLOPs of a training token, for model FLOPs utilisation (MFU).
 
-MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B): what the model needs, not what
-was executed, so that recomputed activations do not raise it.
+MFU = tokens/s × FLOPs per token / peak FLOP/s (PaLM, Chowdhery et al. 2022, appendix B): the FLOPs that the model
+needs, not those that were executed, so recomputed activations do not raise it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def transformer_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 6.0 * transformer_matmul_params(config) + 12.0 * config.n_layers * config.d_model * seq_len
 
 
-# Every token multiplies every matrix of a block once, and every layer attends over the whole sequence.
+# In these, every token multiplies every matrix of a block once, and every layer attends over the whole sequence.
 _PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "olmo2"})
 
 
 def hf_flops_per_token(model: nn.Module, seq_len: int) -> float | None:
     """Training FLOPs per token of a transformers causal LM, the same formula: 6 N_matmul + 12 L (heads × head width) T.
 
-    None for architectures it is not right for: experts (a token meets few of them), state spaces, sliding windows.
+    None for architectures that it does not fit: experts (a token meets few of them), state spaces, sliding windows.
     """
     config: Any = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -1,8 +1,8 @@
 """Transformers models built from a config, with random weights drawn as their own code draws them.
 
-A model is built twice, without its weights: as the reference here (parameters on meta, buffers real), which answers
-questions about the architecture and lends its modules to `init_parameter`; and as the one that is trained, under
-whatever construction context its engine wants.
+A model is built twice, without its weights: as a reference (parameters on meta, buffers real), which answers questions
+about the architecture and lends its modules to `init_parameter`; and as the model to train, under its engine's own
+construction context.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
     """Fill `full` as the model's `_init_weights` fills the parameter `fqn`: a function of the generator's state alone.
 
     transformers calls `_init_weights(module)` for every module, children first; a parent may overwrite what a child's
-    rule did (GPT-2's residual projections). So the rule is run for the parameter's module and everything around it,
-    with this one parameter real: on the others, which are on meta, it does nothing and draws nothing.
+    rule did (GPT-2's residual projections). So the rule runs for the parameter's module and every module around it,
+    with only this parameter real: on the others, which are on meta, it does nothing and draws nothing.
 
     Args:
         model: a transformers model whose parameters are on meta.
 
     Raises:
-        ConfigError: the rule leaves (part of) the parameter as it was.
+        ConfigError: the rule does not fill the whole parameter.
     """
     path = fqn.split(".")
     around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
@@ -70,7 +70,7 @@ MAPPINGS = {
     "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "super_resolution": "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING",
 }
-"""Task name -> the table in transformers that says which class a config belongs to."""
+"""Task name -> the table in transformers that maps a config's class to its model's class."""
 
 
 class HFModel:
@@ -135,13 +135,17 @@ class HFModel:
         return tuple(found)
 
     def longest_sequence(self) -> int | None:
-        """Positions the model has, where its config says so."""
+        """The model's number of positions; None if its config does not say."""
         longest = getattr(self.config, "max_position_embeddings", None)
         return int(longest) if longest else None
 
 
 def import_transformers(needed_by: str) -> Any:
-    """transformers, or one line on how to get it."""
+    """The transformers module.
+
+    Raises:
+        ConfigError: it does not import; the fix says how to install it.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -153,7 +157,7 @@ def import_transformers(needed_by: str) -> Any:
 
 
 def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
-    """The transformers config: `defaults` < the file of `model.hf_config` < `model.hf` (a preset fills in that one)."""
+    """The transformers config: `defaults` < the file of `model.hf_config` < `model.hf` (a preset adds to it)."""
     keys = {**defaults, **_file_keys(model.hf_config), **model.hf}
     model_type = keys.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
@@ -171,7 +175,7 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
     _refuse_unknown(known[model_type], model_type, model.hf)
     try:
         config = known[model_type](**keys)
-    except Exception as error:  # transformers' validators raise what they like
+    except Exception as error:  # transformers' validators raise anything
         raise ConfigError(
             f"transformers refuses the {model_type} config: {' '.join(str(error).split())}",
             "change the keys of model.hf that it names",
@@ -205,7 +209,7 @@ def _file_keys(path: str | None) -> dict[str, Any]:
 
 
 def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -> None:
-    """transformers keeps any key it is given, so that a misspelt one would be ignored."""
+    """Refuse unknown keys: transformers keeps any key, so it would ignore a misspelt one."""
     defaults = config_class()
     names = {*defaults.to_dict(), *config_class.attribute_map, *(n for n in dir(defaults) if not n.startswith("_"))}
     for key in given:
@@ -218,7 +222,7 @@ def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -
 
 
 def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
-    """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would be positions off by whole turns."""
+    """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would put positions off by whole turns."""
     for module, key, buffer in fixed:
         held = getattr(module, key)
         if held.dtype != buffer.dtype:

@@ -1,7 +1,7 @@
 """Reference decoder-only transformer: GPT-2's architecture (Radford et al. 2019, section 2.3), bias-free output head.
 
-Parameters are left uninitialised by construction and filled one by one through `init_parameter`, so that a model is
-built at once on the meta device or under ZeRO-3, and its weights are the same whatever the strategy and world size.
+Construction leaves parameters uninitialised and `init_parameter` fills them one by one, so a model is built at once on
+the meta device or under ZeRO-3, and its weights are the same whatever the strategy and world size.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class Head(Linear):
-    """Output projection; with targets it computes the loss itself, so that its weight is gathered where it is used."""
+    """Output projection; with targets it computes the loss itself, so its weight is gathered where it is used."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.d_model, config.vocab_size, bias=False)
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         return out
 
 
-# Every parameter of Transformer by its full name: what a new layer must be added to before it can be initialised.
+# Every parameter of Transformer by its full name: a new layer must be added here before it can be initialised.
 _RESIDUAL = re.compile(r"blocks\.\d+\.(attn|mlp)\.proj\.weight")
 _NORMAL = re.compile(r"(tok_emb|pos_emb|head|blocks\.\d+\.(attn\.qkv|mlp\.fc))\.weight")
 _ONES = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")

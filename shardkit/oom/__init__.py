@@ -1,1 +1,1 @@
-"""Out of memory: what failed, what held the memory, what would help."""
+"""Out of memory: the request that failed, the tensors that held the memory, and advice."""

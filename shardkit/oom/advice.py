@@ -1,7 +1,7 @@
-"""What to change in a configuration so that it needs less memory, with what each change saves.
+"""Changes of a configuration that lower its memory, with the bytes that each one saves.
 
-The savings are rules over what was counted, not a plan: of state they are as exact as the count, of activations they
-are estimates, and of a run that failed in the middle of a forward pass they are lower bounds.
+The savings are rules over counted bytes, not a plan: for state they are as exact as the count, for activations they are
+estimates, and for a run that failed in the middle of a forward pass they are lower bounds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Advice:
     """One change.
 
     Attributes:
-        change: settings as on the command line, `activation.policy=full`, several separated by a space; or what to do.
-        saving_bytes: on the rank and memory in question; `None` if it helps by an amount that cannot be told.
-        cost: what it costs.
-        why: where the saving comes from.
+        change: settings as on the command line, `activation.policy=full`, separated by spaces; or an instruction.
+        saving_bytes: bytes saved on the rank and memory in question; `None` if it helps by an unknown amount.
+        cost: its price, in time or otherwise.
+        why: the source of the saving.
     """
 
     change: str
@@ -39,10 +39,9 @@ class Advice:
 
 
 def advise(config: RunConfig, world_size: int, local_world_size: int, device: str, used: Used) -> list[Advice]:
-    """Changes that would lower what was used, the largest saving first; those whose saving cannot be told come last.
+    """Changes that would lower the memory in use, the largest saving first; unknown savings come last.
 
-    Only what the configuration may be changed to: what the capability table refuses, and what is set already, is left
-    out.
+    Changes that the capability table refuses, or that are set already, are left out.
 
     Args:
         device: "cpu" or "cuda".

@@ -1,4 +1,4 @@
-"""The rules behind `advice`: what each change of a configuration saves, from what was counted."""
+"""The rules behind `advice`: the saving of each change of a configuration, from counted bytes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Used:
-    """What held the memory of one rank when it ran out, in bytes.
+    """The memory of one rank when it ran out, by its use, in bytes.
 
     Attributes:
-        where: the memory that is short: of the device that trains, or of the host.
+        where: the memory that is short: the training device's or the host's.
         state: categories as the ledger counts them; `None` before there was any.
-        other: what was no state, the failed request included; activations if `phase` is forward or backward.
-        phase: what ran.
-        missing: what would have had to be free besides; `None` if not known.
+        other: memory that is not state, with the failed request; activations if `phase` is forward or backward.
+        phase: the phase that ran.
+        missing: bytes by which the free memory was too small; `None` if unknown.
         fragmentation: held by the allocator without a tensor in it.
         n_blocks: blocks of the model that can be recomputed; 0 if there are none.
-        workers: what data-loader workers hold.
+        workers: held by data-loader workers.
         staging: copies of background saves.
     """
 
@@ -81,7 +81,7 @@ class Numbers:
 
         self.params, self.masters = held("params"), held("master_params")
         if not self.params and used.phase == "wrap":
-            self.params = used.other  # nothing was counted yet, but what is there while wrapping are weights
+            self.params = used.other  # nothing was counted yet, but memory in use while wrapping is weights
         self.grads, self.optimizer = held("grads"), held("optimizer")
         if used.phase != "wrap" and config.parallel.offload_optimizer == config.parallel.offload_param == "none":
             self._expect(config)
@@ -89,7 +89,7 @@ class Numbers:
         self.activations = used.other if in_pass else 0
 
     def _expect(self, config: RunConfig) -> None:
-        """Gradients and moments come to life in the first step: whoever dies before would meet them in the next."""
+        """Add gradients and moments that the first step would create: a run that fails earlier would need them next."""
         updated = self.masters or self.params
         self.grads = self.grads or (0 if config.optim.in_backward else self.params)
         per_byte = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 1.0 if config.optim.momentum else 0.0, "muon": 1.0}
@@ -102,12 +102,12 @@ class Numbers:
         return sum(by_name[kind] for kind in kinds)
 
     def listed(self, *kinds: str) -> str:
-        """Those of these categories that there are, in words."""
+        """Those of these categories that hold memory, in words."""
         return ", ".join(text for kind, text in _NAMES.items() if kind in kinds and self.held(kind))
 
 
 def rules(n: Numbers) -> Iterator[Rule]:
-    """Every change of settings that touches the memory that is short, whether or not it is allowed."""
+    """Every change of settings that affects the memory that is short, whether or not it is allowed."""
     if n.used.where == "host":
         yield from _host(n)
     if n.used.where == "device" or n.device == "cpu":
@@ -128,14 +128,14 @@ def _activations(n: Numbers) -> Iterator[Rule]:
             {"activation.policy": "full"},
             held * (1 - kept) if config.activation.policy == "none" else None,
             "forward runs twice: about a third more compute",
-            f"of {blocks} blocks only their inputs, and one block's activations, exist at a time",
+            f"only the inputs of {blocks} blocks, and one block's activations, exist at a time",
         )
         if n.device == "cuda":
             yield (
                 {"activation.offload": "cpu"},
                 held * (1 - 2 / blocks) if config.activation.policy == "none" else None,
                 "as much pinned host memory, copied out and back in each micro-batch",
-                "what blocks keep for backward waits in host memory",
+                "blocks keep their tensors for backward in host memory",
             )
     for smaller in _smaller(micro, held, n.used.missing):
         settings: dict[str, Any] = {"train.micro_batch_size": smaller}
@@ -248,14 +248,14 @@ def _optimizer(n: Numbers) -> Iterator[Rule]:
             {"optim.in_backward": True},
             n.grads,
             "no clipping, no accumulation",
-            "each parameter is updated as soon as its gradient is there",
+            "each parameter is updated as soon as its gradient is ready",
         )
     if config.train.ema_decay is not None:
         yield {"train.ema_decay": None}, None, "evaluation uses the last weights", "no moving average is kept"
 
 
 def _host(n: Numbers) -> Iterator[Rule]:
-    """The host's memory is short: what fills it beside the process itself."""
+    """Changes for a host that is short of memory: its uses besides the process itself."""
     config, state = n.config, n.used.state or {}
     if config.data.workers:
         fewer = config.data.workers // 2
@@ -263,7 +263,7 @@ def _host(n: Numbers) -> Iterator[Rule]:
             {"data.workers": fewer},
             n.used.workers * (1 - fewer / config.data.workers) or None,
             "fewer processes load data",
-            f"each of {config.data.workers} loader processes has its own copy of what it touches",
+            f"each of {config.data.workers} loader processes has its own copy of the memory it touches",
         )
     if config.checkpoint.async_save:
         yield {"checkpoint.async_save": False}, n.used.staging or None, "training waits for saves", (
@@ -279,7 +279,7 @@ def _host(n: Numbers) -> Iterator[Rule]:
 
 
 def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
-    """(what to do, saving, cost, why) of what is no setting of the configuration."""
+    """(instruction, saving, cost, why) of changes outside the configuration."""
     strategy = n.config.parallel.strategy
     kinds = _SHARDED.get(strategy)
     if kinds is not None and n.used.state:

@@ -18,13 +18,13 @@ from ..tracing.compat import TRACKER
 from ..tracing.tracker import TensorTracker
 from .shortage import Shortage, innermost
 
-_NOTED_SHARE = 1024  # storages of at least this fraction of the cap are noted with where they were made
+_NOTED_SHARE = 1024  # storages of at least 1/1024 of the cap are recorded with their origin
 _PRUNE = 4096
 
 
 @dataclass(frozen=True)
 class Made:
-    """Where a storage that is still alive came from.
+    """The origin of a storage that is still alive.
 
     Attributes:
         by: operator and line, `aten.mm at task.py:33 in loss`.
@@ -40,8 +40,8 @@ class Made:
 class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
     """Raises `torch.OutOfMemoryError` as soon as live tensors on the CPU hold more than `limit` bytes.
 
-    An operator's result counts before anyone gets it, and is dropped. What grows outside of operators
-    (`UntypedStorage.resize_`, by which FSDP2 gathers) is noticed at the next one. Counts what `TensorTracker` counts.
+    An operator's result counts before anyone gets it; one beyond the limit is dropped. Growth outside of operators
+    (`UntypedStorage.resize_`, by which FSDP2 gathers) is noticed at the next operator. Counts like `TensorTracker`.
     """
 
     def __init__(self, limit: int) -> None:
@@ -64,7 +64,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
             if grown * _NOTED_SHARE >= self.limit:
                 self._note(out, func)
         elif not self._over and get_worker_info() is None:  # a forked loader process counts its parent's tensors, too
-            self._over = True  # who handles the error may need a tensor or two for it
+            self._over = True  # the error's handler may need a tensor or two
             del out  # this frame lives as long as the error's traceback
             raise self._error(grown, now, str(func))
         return out
@@ -106,10 +106,11 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def memory_cap(limit: int | None, device: torch.device) -> Iterator[MemoryCap | None]:
-    """Hold this rank to `limit` bytes of tensors while entered; `None` changes nothing and costs nothing.
+    """Limit this rank to `limit` bytes of tensors while entered; `None` changes nothing and costs nothing.
 
-    On a GPU the caching allocator is told (`torch.cuda.set_per_process_memory_fraction`): what it reserves counts, and
-    memory that NCCL and libraries take beside it does not. On the CPU it is off where torch lacks what a tracker needs.
+    On a GPU, the caching allocator enforces it (`torch.cuda.set_per_process_memory_fraction`): memory that it reserves
+    counts, and memory that NCCL and libraries take beside it does not. On the CPU, the limit is off if torch lacks a
+    name that the tracker needs.
 
     Raises:
         ConfigError: the GPU has less memory than the cap.

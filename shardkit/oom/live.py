@@ -1,4 +1,4 @@
-"""Which tensors hold the memory: a walk over all objects, for when nobody waits any more."""
+"""Find the tensors that hold the memory, by a walk over all objects: slow, so only after a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .cap import Made
 
 
 class Named(Protocol):
-    """A shard of a strategy: a name and the local memory it is in."""
+    """A shard of a strategy: its name and its local memory."""
 
     @property
     def name(self) -> str: ...
@@ -29,9 +29,9 @@ class Live:
     """One storage that is alive.
 
     Attributes:
-        n_bytes: of the whole storage, however much of it a tensor shows.
-        shape, dtype: of the largest tensor on it; `None` where only the allocator knows of it: most of what autograd
-            keeps for backward belongs to no Python object.
+        n_bytes: bytes of the whole storage, even if a tensor views only a part.
+        shape, dtype: of the largest tensor on it; `None` if only the allocator knows of it: most tensors that autograd
+            keeps for backward belong to no Python object.
         category: `params`, `master_params`, `grads`, `optimizer`, `buffers`; `None` for activations and the rest.
         name: `model.<fqn>`, `optim.<fqn>.<state>` or `buffer.<fqn>`, the first of those in a flat buffer.
         made: operator and line; known under a memory cap, or while the allocator keeps its history.
@@ -61,8 +61,8 @@ def biggest(
 
     Args:
         state: (kind, tensor) pairs, as a strategy yields them.
-        shards: what names state.
-        made: storages that a memory cap noted.
+        shards: they give state its names.
+        made: storages that a memory cap recorded.
         blocks: address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`.
     """
     found: dict[int, Live] = {}
@@ -108,14 +108,14 @@ def _frame(frames: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _tensors() -> Iterator[torch.Tensor]:
-    """Every tensor that Python knows. By type: `isinstance` would ask proxies, which may do anything."""
+    """Every tensor that Python knows, found by its type: `isinstance` would call proxies, which may do anything."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             yield thing
 
 
 def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
-    """The strided tensors with memory of their own on the device; fake ones say that they are there, and have none."""
+    """The strided tensors with real memory on the device; fake tensors claim to be there, but have none."""
     for local in local_tensors(tensor):
         here = local.device
         if here.type != device.type or (device.index is not None and here.index != device.index):

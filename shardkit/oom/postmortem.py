@@ -1,7 +1,7 @@
 """The post-mortem of a rank that runs out of memory: written before it dies, for the launcher, the report and people.
 
-`RUN_DIR/oom/rank{r}.json` is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or goes away.
-While all goes well nothing here runs: what happened is read from the exception, its traceback and the allocator.
+`RUN_DIR/oom/rank{r}.json` is described in docs/memory.md; `SCHEMA` grows when a field changes its meaning or is
+removed. Nothing here runs before a failure: the facts come from the exception, its traceback and the allocator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .shortage import Shortage, module_of, raised_at
 SCHEMA = 1
 FOLDER = "oom"
 TENSORS = 20
-"""How many of the largest tensors are listed."""
+"""Number of the largest tensors to list."""
 
 _LOG = logging.getLogger(__name__)
 _DOING = {"init": "while loading the task", "wrap": "while wrapping the model", "save": "while saving step {step}"}
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class Subject(Protocol):
-    """What is trained: a strategy."""
+    """The strategy that trains, as far as a post-mortem needs it."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -52,13 +52,13 @@ class Subject(Protocol):
 
 
 class PostMortem:
-    """Writes down why one rank lacks memory, and says what would help.
+    """Records why one rank lacks memory, with advice.
 
     Args:
         subject: its model may not exist yet.
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
-        count_blocks: how many blocks of the model can be recomputed.
+        count_blocks: counts the blocks of the model that can be recomputed.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class PostMortem:
         return Path(self._config.run.dir) / FOLDER / f"rank{self._ledger.rank}.json"
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
-        """Write the post-mortem of an exception and return what to raise instead; `None` if it is about something else.
+        """Write the post-mortem of an exception and return the error to raise instead; `None` for other errors.
 
-        Whatever cannot be found out is missing from the file, and named there: nothing hides the error itself.
+        The file names the facts that could not be found; no problem here hides the error itself.
         """
         found = shortages.of(error)
         if found is None:
@@ -108,7 +108,7 @@ class PostMortem:
         return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, shortage, self.path, problem))
 
     def at_risk(self, row: RankRow) -> None:
-        """Write what there is to say while the host's memory is almost used up: who is killed cannot."""
+        """Write a post-mortem while the host's memory is almost used up: a rank that is killed cannot."""
         memory = row.host_mem
         used = memory.in_use or 0
         shortage = Shortage("host-risk", limit=memory.limit, free=max(0, memory.limit - used), allocated=memory.rss)
@@ -147,12 +147,12 @@ class PostMortem:
         }
 
     def _row(self) -> RankRow:
-        """The ledger's row with state as it is now."""
+        """The ledger's row with the current state."""
         self._attempt("state", lambda: self._ledger.count_state(self._subject.state_tensors()), None)
         return self._ledger.row()
 
     def _completed(self, shortage: Shortage, row: RankRow) -> Shortage:
-        """On a GPU, with the allocator's figures where the error had none, and under `memory.cap` with its limit."""
+        """Add the host's limit, or on a GPU the allocator's figures if the error had none, and `memory.cap`'s limit."""
         now, cap = row.device_mem, self._config.memory.cap_bytes
         if shortage.kind == "host":
             return replace(shortage, limit=row.host_mem.limit)
@@ -192,7 +192,7 @@ class PostMortem:
         return self._attempt("tensors", lambda: biggest(TENSORS, device, state, shards, made, blocks), [])
 
     def _attempt(self, what: str, find: Callable[[], _T], otherwise: _T) -> _T:
-        """Something to put into the file, or a note there why it is not known: the state may be broken half-way."""
+        """A value for the file, or a note in it why the value is unknown: the failure may have left broken state."""
         try:
             return find()
         except Exception as problem:
@@ -202,7 +202,7 @@ class PostMortem:
             return otherwise
 
     def _save_snapshot(self, shortage: Shortage) -> str | None:
-        """The CUDA allocator's segments, with their history where it was recorded, for https://pytorch.org/memory_viz."""
+        """The CUDA allocator's segments, with their history if it was recorded, for https://pytorch.org/memory_viz."""
         if shortage.snapshot is None:
             return None
         path = self.path.with_name(f"{self.path.stem}_snapshot.pickle")
@@ -212,14 +212,14 @@ class PostMortem:
         return None if problem else path.name
 
     def _write(self, record: dict[str, Any]) -> str | None:
-        """Write the file; what went wrong, if anything did."""
+        """Write the file; returns the problem, if there was one."""
         record = {**record, "gaps": self._gaps}
         self._gaps = []
         return _replace(self.path, json.dumps(record, indent=1, default=str).encode() + b"\n")
 
 
 def _replace(path: Path, content: bytes) -> str | None:
-    """Write a file whole or not at all; the reason why not."""
+    """Write a file whole or not at all; returns the problem, if there was one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)

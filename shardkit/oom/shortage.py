@@ -1,4 +1,4 @@
-"""The request for memory that failed: how much was asked, and what there was."""
+"""The request for memory that failed: its size, and the memory around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from ..tracing.compat import allocator_snapshot, fsdp_module_name, observe_shortages
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-# FSDP2's own files are torch's; of shardkit, the parts that watch.
+# torch's files, FSDP2's among them, and those packages of shardkit that only watch.
 _OTHERS = (
     os.path.dirname(torch.__file__) + os.sep,
     *(os.path.join(_PACKAGE, part) + os.sep for part in ("memory", "oom", "tracing")),
@@ -35,7 +35,7 @@ def innermost(frame: FrameType | None) -> str:
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The same for an exception: the deepest of its traceback's frames outside torch and this package."""
+    """`FILE:LINE in FUNCTION` of the deepest frame of an exception's traceback outside torch and this package."""
     found = None
     for trace in _traces(error):
         if not trace.tb_frame.f_code.co_filename.startswith(_OTHERS):
@@ -46,8 +46,8 @@ def raised_at(error: BaseException) -> str | None:
 def module_of(error: BaseException, model: nn.Module | None) -> str | None:
     """Name of the innermost module of `model` whose forward an exception came from, "" for the model itself.
 
-    Read from the exception's traceback: nothing has to be noted while all goes well. In backward that is a module whose
-    forward is computed again, or whose parameters FSDP2 gathers; else `None`.
+    Read from the exception's traceback, so nothing has to be recorded before a failure. In backward, it is a module
+    whose forward is recomputed, or whose parameters FSDP2 gathers; else `None`.
     """
     names = {} if model is None else {id(module): plain_name(name) for name, module in model.named_modules()}
     found, inside = None, False
@@ -63,7 +63,7 @@ def module_of(error: BaseException, model: nn.Module | None) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """A module's name without what wrappers add to it."""
+    """A module's name without the parts that wrappers add."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
@@ -82,28 +82,28 @@ def _line(frame: FrameType, line: int) -> str:
 _LOG = logging.getLogger(__name__)
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
-_FRESH_S = 120.0  # other ranks' traffic and a slow unwinding lie between an observation and who asks for it
-# Failures for want of device memory that come as other errors: from libraries that allocate on their own.
+_FRESH_S = 120.0  # other ranks' traffic and a slow unwinding may lie between a failed request and a look at it
+# Shortages of device memory that come as other errors, from libraries that allocate on their own.
 _OTHER_WORDS = re.compile(
     r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
-_BARE = "CUDA error: out of memory"  # said of page-locked host memory too
-_ROOM = 1 / 16  # of a device: more than the libraries that allocate on their own ask for
+_BARE = "CUDA error: out of memory"  # page-locked host memory raises it too
+_ROOM = 1 / 16  # share of a device: more than libraries that allocate on their own ask for
 _CPU_ALLOCATOR = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A failed request and the memory around it at that moment, in bytes; `None` for what is not known.
+    """A failed request and the memory around it at that moment, in bytes; `None` if not known.
 
     Attributes:
         kind: whose memory: `device` (a GPU's), `cap` (`memory.cap` on the CPU), `host` (the operating system refused),
             `host-risk` (nothing failed yet, but the host's memory is almost used up).
-        request: what was asked for.
-        limit: what there is in total: the device, the cap, the host's limit.
-        free: of which nobody had it.
-        allocated: what tensors held; a phase's peak may have been higher.
-        reserved: what the caching allocator held, `allocated` included.
+        request: the size of the request.
+        limit: the total of the device, the cap or the host.
+        free: the part of `limit` that was free.
+        allocated: held by tensors; a phase's peak may have been higher.
+        reserved: held by the caching allocator, `allocated` included.
         op: the operator that asked.
         exact: whether the figures are the allocator's own; else they come from an error message, with two decimals.
         snapshot: the CUDA allocator's segments, as torch gives them.
@@ -121,17 +121,17 @@ class Shortage:
 
     @property
     def fragmentation(self) -> int | None:
-        """What the caching allocator held without a tensor in it."""
+        """Bytes that the caching allocator held without a tensor in them."""
         return None if self.reserved is None or self.allocated is None else self.reserved - self.allocated
 
     @property
     def missing(self) -> int | None:
-        """What would have had to be there beside what was free."""
+        """Bytes by which the request exceeded the free memory."""
         return None if self.request is None or self.free is None else max(0, self.request - self.free)
 
 
 def of(error: BaseException) -> Shortage | None:
-    """The shortage that an exception speaks of, on a GPU with what was seen when it happened; `None` for others."""
+    """The shortage behind an exception, on a GPU as observed when it happened; `None` for other exceptions."""
     noted: Shortage | None = getattr(error, "shortage", None)
     if noted is not None:
         return noted
@@ -155,7 +155,7 @@ def _device_has_room() -> bool:
 
 
 def parse(message: str) -> Shortage:
-    """What the message of torch's CUDA allocator says (torch 2.9 to 2.13)."""
+    """The figures in a message of torch's CUDA allocator (torch 2.9 to 2.13)."""
 
     def size(pattern: str) -> int | None:
         found = re.search(pattern.replace("SIZE", _SIZE), message)
@@ -174,7 +174,7 @@ def parse(message: str) -> Shortage:
 
 
 def observe(device: torch.device) -> None:
-    """Let the CUDA allocator tell of a failed request before it raises; costs nothing until then. Idempotent."""
+    """Let the CUDA allocator report a failed request before it raises; costs nothing until then. Idempotent."""
     if device.type == "cuda" and not _Observer.attached:
         observe_shortages(_Observer.note)
         _Observer.attached = True
@@ -207,5 +207,5 @@ class _Observer:
                 snapshot=allocator_snapshot(device),
             )
             cls._latest = (time.monotonic(), shortage)
-        except Exception:  # raised from here it would replace the error that it is about
+        except Exception:  # an exception from here would replace the error itself
             _LOG.exception("cannot look at the GPU's memory")

@@ -26,7 +26,7 @@ def test_rank_0_names_the_host_and_its_largest_rank_once(caplog: pytest.LogCaptu
         risk.look(rows[0], rows)
         risk.look(rows[0], rows)
     assert caplog.messages == [
-        "host memory is almost used up on b: 62.00 GiB of 64.00 GiB (97 %); of 2 rank(s) there rank 2 holds most: "
+        "host memory is almost used up on b: 62.00 GiB of 64.00 GiB (97 %); among its 2 rank(s), rank 2 holds most: "
         "40.00 GiB, 30.00 GiB of it in loader processes"
     ]
 

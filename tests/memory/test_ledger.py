@@ -113,7 +113,7 @@ def test_an_error_leaves_the_phase() -> None:
 
 def test_wrong_use_is_refused() -> None:
     ledger = MemoryLedger("cpu")
-    with pytest.raises(ValueError, match="none of init, wrap, forward, backward, step"):
+    with pytest.raises(ValueError, match="not one of init, wrap, forward, backward, step"):
         ledger.begin("evaluate")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="world_size=2 and no process group"):
         MemoryLedger("cpu", None, 0, 2)

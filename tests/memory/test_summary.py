@@ -39,7 +39,7 @@ def test_of_many_nodes_only_the_worst_have_a_line() -> None:
     rows = [gpu_row(rank, (1 + rank) * GIB, f"host{rank}") for rank in range(20)]
     lines = render_table(rows).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("node ")] == [f"host{n}:" for n in range(19, 11, -1)]
-    assert "(12 nodes more)" in lines
+    assert "(12 more nodes)" in lines
 
 
 def test_a_name_is_rank_and_host() -> None:

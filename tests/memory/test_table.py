@@ -91,7 +91,7 @@ def test_file_gives_back_what_was_gathered(tmp_path: Path) -> None:
 def test_damaged_and_foreign_lines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "memory.jsonl"
     path.write_text('{"schema": 1, "step"')
-    with pytest.raises(DataError, match=r"memory.jsonl:1 is no memory record"):
+    with pytest.raises(DataError, match=r"memory.jsonl:1 is not a memory record"):
         list(read_jsonl(path))
     path.write_text('{"schema": 99}\n')
     with pytest.raises(DataError, match="schema 99, known is 1"):

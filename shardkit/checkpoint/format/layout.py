@@ -1,12 +1,12 @@
-"""The checkpoint folder: names, what is complete, what moves last. Everything here is done by one rank.
+"""The checkpoint folder: its names, and the renames that complete or delete a checkpoint. One rank does all of this.
 
 checkpoints/
-  step_00000123/          complete: it was renamed to this name when all its bytes were on disk
+  step_00000123/          complete: renamed to this name once all its bytes were on disk
   step_00000123.tmp/      being written, or left by a crash: swept
-  step_00000123.old/      replaced, the new one not yet in its place: put back if a crash left it
-  step_00000123.deleted/  on its way out: swept
-  step_00000123.corrupt/, .superseded/  set aside by a resume: not a checkpoint any more, kept for a look
-  latest                  name of the newest complete one, for scripts
+  step_00000123.old/      replaced, until its successor is in place: put back if a crash left it
+  step_00000123.deleted/  being deleted: swept
+  step_00000123.corrupt/, .superseded/  set aside by a resume: no longer a checkpoint, kept for inspection
+  latest                  name of the newest complete checkpoint, for scripts
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CorruptCheckpoint: there is none, or it is damaged.
-        CheckpointError: it cannot be read, or is of a schema this version does not know.
+        CheckpointError: it cannot be read, or this version does not know its schema.
     """
     file = path / FILE_NAME
     try:
@@ -64,10 +64,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Every data file is there and as long as the manifest says; its bytes are not read.
+    """Check that every data file is there and as long as the manifest says; their bytes are not read.
 
     Raises:
-        CorruptCheckpoint: names the file.
+        CorruptCheckpoint: a file is missing or has another size; the message names it.
     """
     for file in manifest.files:
         data = path / file.name
@@ -80,7 +80,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Put right what a crash left: half-written folders go, a replaced one whose successor is missing comes back."""
+    """Clean up after a crash: delete half-written folders, bring back a replaced one whose successor is missing."""
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
@@ -95,7 +95,7 @@ def sweep(root: Path) -> None:
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Make a finished draft a checkpoint: one rename. One already there under this name is replaced."""
+    """Turn a finished draft into a checkpoint by one rename; it replaces any checkpoint of that name."""
     old = final.with_suffix(OLD)
     if final.exists():
         if old.exists():
@@ -119,7 +119,7 @@ def point_latest(root: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that a crash half-way leaves nothing that looks like one."""
+    """Delete a checkpoint; a crash halfway leaves nothing that looks like one."""
     doomed = path.with_suffix(DELETED)
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -128,7 +128,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename a checkpoint so that it is not taken for one any more, keeping its bytes; the new path."""
+    """Rename a checkpoint so that nothing takes it for one; its bytes stay. Returns the new path."""
     target = path.with_suffix(suffix)
     if target.exists():
         shutil.rmtree(target)
@@ -138,7 +138,7 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[Path]:
-    """Delete all but the newest `keep_last` and the one of lowest validation loss; returns what was deleted."""
+    """Delete all but the newest `keep_last` and, with `keep_best`, the best by validation loss; returns the deleted."""
     if keep_last is None:
         return []
     doomed = checkpoints(root)[keep_last:]
@@ -150,7 +150,7 @@ def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[Path]:
 
 
 def best_of(paths: list[Path]) -> Path | None:
-    """The checkpoint of lowest validation loss; `None` if none was evaluated."""
+    """The checkpoint with the lowest validation loss; `None` if none was evaluated."""
     losses: dict[Path, float] = {}
     for path in paths:
         try:
@@ -164,7 +164,7 @@ def best_of(paths: list[Path]) -> Path | None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Put a folder's entries (creations, renames) on disk."""
+    """Sync a folder's entries (creations, renames) to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

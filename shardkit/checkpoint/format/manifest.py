@@ -14,12 +14,12 @@ from ...errors import CheckpointError
 
 SCHEMA = 1
 READABLE = (1,)
-"""Schemas this version loads: its own and the one before; there is none before the first."""
+"""Schemas that this version loads: its own and the previous one (the first has none)."""
 
 FILE_NAME = "manifest.json"
 CHUNK_BYTES = 64 * 2**20
 BLOCK_BYTES = 2**20
-"""Bytes under one checksum: what a reader of a part of a chunk reads too much, at most, at each end."""
+"""Bytes under one checksum: reading a part of a chunk reads at most this many extra bytes at each end."""
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -29,12 +29,12 @@ _LARGEST = 2**62
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A checkpoint whose bytes are not those that were saved: torn, truncated, flipped, or not a checkpoint at all."""
+    """A checkpoint whose bytes differ from the saved ones: torn, truncated, flipped, or not a checkpoint at all."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, start + length) of a flattened tensor: where they lie, and the CRC-32 of each block of them."""
+    """Elements [start, start + length) of a flattened tensor: their place in a file, and the CRC-32 of each block."""
 
     start: int
     length: int
@@ -71,17 +71,17 @@ class DataFile:
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands after a step, beside its tensors.
+    """The state of a run after a step, without its tensors.
 
     Attributes:
         step: optimizer steps done; the learning rate is a function of it.
         tokens_total: target tokens seen.
-        seed: of the data order (train.seed).
-        epoch: of the next sample.
-        next_sample: its position in the epoch's order, over all ranks.
-        n_samples: size of the training split, to notice that it changed; `None` where the caller feeds the data.
-        val_loss: of an evaluation at this step.
-        extra: anything JSON that a caller wants back.
+        seed: seed of the data order (train.seed).
+        epoch: epoch of the next sample.
+        next_sample: the next sample's position in the epoch's order, over all ranks.
+        n_samples: size of the training split, to notice that it changed; `None` if the caller feeds the data.
+        val_loss: validation loss at this step; `None` without an evaluation.
+        extra: any JSON values that a caller wants back.
     """
 
     step: int
@@ -96,7 +96,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its elements.
+    """Everything about a checkpoint except its elements.
 
     Attributes:
         created: local time, ISO 8601.
@@ -119,7 +119,7 @@ class Manifest:
 
 
 def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
-    """The run's state as JSON can hold it: a validation loss that is not finite is no loss.
+    """The run's state in a form that JSON can hold: a non-finite validation loss becomes `None`.
 
     Raises:
         CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
@@ -171,14 +171,14 @@ def _digest(text: str) -> str:
 
 
 def parse(content: bytes, where: str) -> Manifest:
-    """The manifest in a file's content; nothing in it is executed, every number is checked.
+    """Parse a manifest file's content; nothing in it is executed, every number is checked.
 
     Args:
         where: the file's path, for messages.
 
     Raises:
         CorruptCheckpoint: the digest does not match, or something in it is impossible.
-        CheckpointError: a schema that this version does not read.
+        CheckpointError: this version does not read its schema.
     """
     try:
         document = json.loads(content)
@@ -187,7 +187,7 @@ def parse(content: bytes, where: str) -> Manifest:
             raise CorruptCheckpoint(f"{where} does not match its own digest")
         schema = body["schema"]
         if schema not in READABLE:
-            writer = body["versions"].get("shardkit", "as new as it")
+            writer = body["versions"].get("shardkit", "(version unknown)")
             raise CheckpointError(
                 f"{where} has schema {schema!r}, this version reads {', '.join(map(str, READABLE))}",
                 f"use shardkit {writer}, which wrote it, or a later version",
@@ -211,7 +211,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     if run.val_loss is not None:
         _number(run.val_loss, "val_loss")
     if not isinstance(run.extra, dict):
-        raise ValueError("extra is no object")
+        raise ValueError("extra is not an object")
     return Manifest(
         run=run,
         strategy=str(body["strategy"]),
@@ -237,7 +237,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
     for chunk in chunks:
         size = chunk.length * tensor.itemsize
         if chunk.offset + size > files[chunk.file].size:
-            raise ValueError(f"{name}: a chunk ends behind {files[chunk.file].name}")
+            raise ValueError(f"{name}: a chunk ends after {files[chunk.file].name} does")
         if len(chunk.crcs) != -(-size // block_bytes):
             raise ValueError(f"{name}: {len(chunk.crcs)} checksums for {size} bytes")
     hole = find_hole(tensor.numel, [(c.start, c.length) for c in chunks])
@@ -247,7 +247,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
 
 
 def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
-    """The first of `numel` elements that the (start, length) ranges, in order, hold not exactly once."""
+    """The first of `numel` elements that the ordered (start, length) ranges do not hold exactly once."""
     expected = 0
     for start, length in ranges:
         if start != expected or length < 1:

@@ -1,4 +1,4 @@
-"""Which rank writes and reads which ranges: plans of torch.distributed.checkpoint over flattened logical tensors."""
+"""Plan which rank writes and reads which ranges: torch.distributed.checkpoint over flattened logical tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Ranges = dict[str, list[Shard]]
 
 
 def by_name(shards: Iterator[Shard]) -> Ranges:
-    """Shards collected by tensor; those without elements are left out."""
+    """Shards grouped by tensor, without the empty ones."""
     ranges: Ranges = {}
     for shard in shards:
         if shard.local.numel():
@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """The manifest's name of a dtype.
 
     Raises:
-        CheckpointError: a type without one (complex, quantised).
+        CheckpointError: the manifest has no name for it (complex, quantised).
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class RangeSavePlanner(SavePlanner):
-    """Each rank writes the ranges it owns, cut into chunks; what several ranks hold is written by replica 0."""
+    """Each rank writes the ranges it owns, cut into chunks; replica 0 writes the ranges that several ranks hold."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -96,7 +96,7 @@ class RangeSavePlanner(SavePlanner):
         return WriteItem(MetadataIndex(shard.name, offset), WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans as they are, and the metadata of all; the coordinator sees here that no element is missing.
+        """The unchanged plans and their merged metadata; the coordinator checks here that no element is missing.
 
         Raises:
             CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
@@ -150,7 +150,11 @@ class RangeLoadPlanner(LoadPlanner):
         self._ranges = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """Raises: CheckpointError, where the checkpoint does not hold what the model needs."""
+        """Plan this rank's reads.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a tensor that the model needs, or has it with another shape or dtype.
+        """
         return LoadPlan(
             [item for name, shards in self._ranges.items() for i, s in enumerate(shards) for item in self._reads(s, i)]
         )
@@ -218,7 +222,7 @@ def refuse_leftovers(tensors: Mapping[str, TensorEntry], wanted: Sequence[str]) 
     """Raise unless every saved weight, moment and buffer has a place in this run.
 
     Raises:
-        CheckpointError: names what would be dropped.
+        CheckpointError: something would be dropped; the message names it.
     """
     left = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(wanted))
     if left:
@@ -230,7 +234,7 @@ _KINDS = ("model.", "optim.", "buffer.", "ema.")
 
 
 def _fix(name: str) -> str:
-    """What to set so that a run and a checkpoint hold the same kinds of state."""
+    """The setting that makes a run and a checkpoint hold the same kinds of state."""
     if name.startswith("optim."):
         return "set optim.name and its keys to those of the checkpoint"
     if name.startswith("ema."):

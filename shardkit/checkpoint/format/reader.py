@@ -1,4 +1,4 @@
-"""Reading: any range of any tensor, checked block by block; needs no process group."""
+"""Read any range of any tensor, checked block by block, without a process group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
 from .writer import byte_view
 
 _PIECE_BYTES = 8 * 2**20
-"""Read, then checked while it is in the processor's cache and the kernel reads ahead; a multiple of any block size."""
+"""Bytes read at once, then checked while they are in the processor's cache and the kernel reads ahead."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A saved tensor: `dtype` and the shape of the whole."""
+    """The full shape and the dtype of a saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,12 +42,11 @@ class CheckpointReader:
             for name, info in checkpoint.tensors().items():
                 rows = checkpoint.read(name, 0, 1024)  # 1-D, elements [0, 1024) of the flattened tensor
 
-    Every byte that is returned was compared with its checksum; a read touches at most one block (1 MiB) more than asked
-    for at each end.
+    Every returned byte was checked against its checksum; a read touches at most one extra block (1 MiB) at each end.
 
     Raises:
-        CorruptCheckpoint: not the bytes that were saved; says which file.
-        CheckpointError: it cannot be read, or is of an unknown schema.
+        CorruptCheckpoint: the bytes differ from the saved ones; the message names the file.
+        CheckpointError: it cannot be read, or its schema is unknown.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -103,7 +102,7 @@ class CheckpointReader:
         self._read_bytes(entry, chunk, low, byte_view(out))
 
     def _read_bytes(self, entry: TensorEntry, chunk: Chunk, low: int, out: memoryview) -> None:
-        """Bytes [low, low + len(out)) of a chunk: whole blocks straight to `out`, parts of blocks by way of a copy."""
+        """Bytes [low, low + len(out)) of a chunk: whole blocks go straight to `out`, partial blocks through a copy."""
         block, total, high = self.manifest.block_bytes, chunk.length * entry.itemsize, low + len(out)
         at = low
         while at < high:
@@ -164,7 +163,7 @@ class CheckpointReader:
         return entry
 
     def problems(self) -> Iterator[str]:
-        """Read everything; one line per damaged chunk."""
+        """Read everything and yield one line per damaged chunk."""
         for entry in self.manifest.tensors.values():
             for chunk in entry.chunks:
                 problem = self._problem(entry, chunk)
@@ -201,7 +200,7 @@ class RangeReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # One after the other in the files' order: several readers of one file defeat the kernel's reading ahead.
+        # One after the other, in file order: several readers of one file defeat the kernel's read-ahead.
         for item in sorted(plan.items, key=self._place):
             self._read(item, planner)
         done: Future[None] = Future()

@@ -1,4 +1,4 @@
-"""Writing: one file of raw elements per rank, then the manifest, then one rename."""
+"""Write a checkpoint: one file of raw elements per rank, then the manifest, then one rename."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .manifest import BLOCK_BYTES, CHUNK_BYTES, FILE_NAME, Chunk, DataFile, Mani
 from .planner import dtype_name
 
 ALIGNMENT = 64
-"""Bytes: where a chunk may begin in its file, so that a memory map of it is aligned for any type."""
+"""Chunks begin at multiples of this many bytes in their file, so a memory map of one is aligned for any type."""
 _SPARE_BYTES = 64 * 2**20
 """Space that a save leaves free: for the manifest, the metrics and the file system's own needs."""
 
@@ -63,10 +63,10 @@ class RangeWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: is there room, and a clean folder to write to.
+        """On the coordinator: check the free space and make an empty folder to write to.
 
         Raises:
-            OSError: no space for the checkpoint beside those that are there, or the folder cannot be made.
+            OSError: no space for the checkpoint beside the existing ones, or the folder cannot be made.
         """
         self._fence()
         needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
@@ -144,10 +144,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Write tensors one behind the other and put them on disk; (offset, CRC-32 of each block) of each.
+    """Write tensors one after another and sync them to disk; returns (offset, CRC-32 of each block) per tensor.
 
-    Checksums are computed by a thread while the same bytes are written: both let other threads run. The disk is told
-    to begin at once, not when an fsync at the end finds all of it waiting; what is on it leaves the page cache.
+    A thread computes checksums while the same bytes are written: both release the GIL. The kernel is told to write to
+    disk at once, so the fsync at the end finds little waiting; bytes on disk leave the page cache.
     """
     placed: list[tuple[int, ThreadFuture[tuple[int, ...]]]] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -163,7 +163,7 @@ def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, t
                 if at - begun >= CHUNK_BYTES:
                     os.posix_fadvise(descriptor, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
-                crcs.result()  # no more than one chunk is held for its checksum
+                crcs.result()  # hold at most one chunk for its checksum
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""`shardkit convert`: from any checkpoint to any, a piece of a tensor at a time; all of it or nothing."""
+"""`shardkit convert`: turn any checkpoint into any target format, a piece of a tensor at a time, all or nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TARGETS = ("safetensors", "torch", "shardkit")
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion made.
+    """The result of a conversion.
 
     Attributes:
         source: the checkpoint that was read.
-        files: what was written, sorted.
-        notes: what was left out, one line each.
+        files: the files that were written, sorted.
+        notes: the parts that were left out, one line each.
     """
 
     source: Path
@@ -51,24 +51,24 @@ def convert(
     weights_only: bool = False,
     average: bool = False,
 ) -> Converted:
-    """Write the checkpoint that `path` holds as another kind, to the new or empty folder `out`.
+    """Convert the checkpoint at `path` and write it to the new or empty folder `out`.
 
     Args:
         to: `safetensors`, `torch` or `shardkit`.
-        max_shard_size: of one safetensors file, such as "5GB".
-        dtype: `fp32`, `bf16` or `fp16` for weights; None = as they are.
+        max_shard_size: largest size of a safetensors file, such as "5GB".
+        dtype: `fp32`, `bf16` or `fp16` for weights; None keeps theirs.
         step: which checkpoint of a run; see `open_source`.
         weights_only: leave optimizer state behind (only `shardkit` can hold it).
-        average: the moving average of the weights in place of the weights (not for `shardkit`).
+        average: export the moving average instead of the weights (not for `shardkit`).
 
     Raises:
-        CheckpointError: what is asked for does not exist, the source is damaged or hostile, or `out` cannot be written;
-            nothing is left behind then.
+        CheckpointError: an argument is invalid, the source is missing, damaged or hostile, or `out` cannot be written;
+            nothing is left behind.
     """
     if to not in TARGETS:
-        raise CheckpointError(f"--to {to!r} is no format", f"pass one of {', '.join(TARGETS)}")
+        raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
     if dtype is not None and dtype not in targets.DTYPES:
-        raise CheckpointError(f"--dtype {dtype!r} is no type", f"pass one of {', '.join(targets.DTYPES)}")
+        raise CheckpointError(f"--dtype {dtype!r} is not a type", f"pass one of {', '.join(targets.DTYPES)}")
     if average and to == "shardkit":
         raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
     limit, cast = targets.parse_size(max_shard_size), targets.DTYPES[dtype] if dtype else None
@@ -107,7 +107,7 @@ def _draft(out: Path, needed: int) -> Iterator[Path]:
     """A folder that becomes `out` at the end, or vanishes.
 
     Raises:
-        CheckpointError: no space, or no right to write there.
+        CheckpointError: no space, or no permission to write there.
     """
     draft: Path | None = None
     try:
@@ -132,7 +132,7 @@ def _draft(out: Path, needed: int) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's files on disk, and their names."""
+    """Sync a folder's files and their names to disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -36,7 +36,7 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
     """A folder that `torch.distributed.checkpoint.save` wrote, as a source.
 
     Raises:
-        CheckpointError: damaged, incomplete, or it does not say what is a model's weight and what is not.
+        CheckpointError: damaged, incomplete, or unclear about which tensors are the model's weights.
     """
     try:
         content = read_regular(folder / METADATA)
@@ -47,7 +47,7 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
         return _Folder(folder, metadata).source(weights_only)
     except CheckpointError:
         raise
-    except Exception as error:  # anything may stand where something else was due
+    except Exception as error:  # a malformed file can raise anything
         raise CheckpointError(
             f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {type(error).__name__}: {error}",
             RESTORE,
@@ -89,7 +89,7 @@ class _Folder:
         return _without_copies(source, {plain[s.fqn] for s in states.values() if s.fqn in plain})
 
     def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[str | int, ...], list[str]]:
-        """Which branch of the saved state is the model: the one with the optimizer's parameters, or the only one."""
+        """Find the model's branch of the saved state: by the optimizer's parameters, by name, or the only one."""
         branches: dict[tuple[str | int, ...], set[str]] = {}
         for key, path in self._keys.items():
             if key not in states:
@@ -140,7 +140,7 @@ class _Folder:
             ref = archive.content
             if not isinstance(ref, TensorRef) or ref.dtype != dtype or ref.numel != math.prod(sizes):
                 raise CheckpointError(f"{archive.file} does not hold what {METADATA} says of {key}", RESTORE)
-            place = archive.place(ref, key)  # all of it is there, so that there are no more runs than bytes
+            place = archive.place(ref, key)  # checks that all of it is there, so there are no more runs than bytes
             extents.append(Extent(archive.file, place, *_runs(shape, offsets, sizes)))
         return FileTensor(shape, dtype, tuple(extents))
 
@@ -163,14 +163,14 @@ class _Folder:
 
 
 def _path(parts: Any) -> tuple[str | int, ...]:
-    """Where a tensor was in the state that was saved."""
+    """A tensor's path in the saved state."""
     if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str | int) for part in parts):
-        raise ValueError("a path that is no tuple of names")
+        raise ValueError("a path that is not a tuple of names")
     return parts
 
 
 def _state(path: tuple[str | int, ...]) -> _State | None:
-    """Which optimizer state a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
+    """The optimizer state that a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
     if len(path) >= 3 and path[-3] == "state":
         return _State(str(path[-2]), str(path[-1]))
     last = str(path[-1])
@@ -183,14 +183,14 @@ def _state(path: tuple[str | int, ...]) -> _State | None:
 def _runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64] | tuple[int, ...], int]:
-    """Where the runs of a block of a tensor begin in the flattened whole, and how long each is."""
+    """The starts of a block's runs in the flattened tensor, and the length of each run."""
     if len(offsets) != len(shape) or any(o < 0 or o + n > s for o, n, s in zip(offsets, sizes, shape, strict=True)):
         raise ValueError(f"a block of {sizes} at {offsets} in a tensor of {shape}")
     if not math.prod(sizes):
         return (), 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis, run = len(shape), 1
-    while axis and run == math.prod(shape[axis:]):  # the axes behind are whole: this one's elements follow each other
+    while axis and run == math.prod(shape[axis:]):  # the inner axes are whole: elements of this one are adjacent
         axis -= 1
         run *= sizes[axis]
     starts = np.array([sum(o * stride for o, stride in zip(offsets, strides, strict=True))], dtype=np.int64)
@@ -209,7 +209,7 @@ def _dtype(properties: Record) -> torch.dtype:
 
 
 def _without_copies(source: Source, trained: set[str]) -> Source:
-    """Drop what DCP saved twice: a tied weight under its second name, which has no moments of its own."""
+    """Drop tensors that DCP saved twice: a tied weight under its second name, which has no moments of its own."""
     ties: dict[str, str] = {}
     for name, info in source.tensors.items():
         fqn = name.removeprefix("model.")

@@ -1,12 +1,12 @@
 """DeepSpeed's own folders (`global_step*`) of ZeRO-1, 2 and 3: fp32 masters, moments, frozen weights and buffers.
 
-What lies where, as deepspeed 0.19 writes it (`zero/stage_1_and_2.py`, `zero/stage3.py`, `utils/zero_to_fp32.py`):
+The layout that deepspeed 0.19 writes (`zero/stage_1_and_2.py`, `zero/stage3.py`, `utils/zero_to_fp32.py`):
 
 - ZeRO-1/2, `[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt`: a flat fp32 partition per parameter group, its moments,
-  and which stretch of it is which parameter's (`param_slice_mappings`); a parameter goes on where the rank before ends.
+  and each parameter's slice of it (`param_slice_mappings`); a parameter continues where the previous rank ends.
 - ZeRO-3: flat partitions of sub-groups; each parameter is cut into world_size equal parts, the last one padded, and
-  rank R's parts lie one behind the other in the order of `param_shapes`.
-- `*_model_states.pt`: shapes, tied names, buffers, weights that are not trained, the step.
+  rank R's parts follow each other in the order of `param_shapes`.
+- `*_model_states.pt`: shapes, tied names, buffers, frozen weights, the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
     """A `global_step*` folder as a source.
 
     Raises:
-        CheckpointError: damaged, incomplete, of a model-parallel job, or with state that has no place here.
+        CheckpointError: damaged, incomplete, from a model-parallel job, or with state that cannot be converted.
     """
     if (folder / "zero").is_dir():
         raise CheckpointError(
@@ -47,7 +47,7 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
         return _Folder(folder, weights_only).source()
     except CheckpointError:
         raise
-    except Exception as error:  # anything may stand where something else was due
+    except Exception as error:  # a malformed file can raise anything
         raise CheckpointError(
             f"{folder} is not laid out as DeepSpeed lays it out: {type(error).__name__}: {error}",
             "use a folder made by deepspeed 0.9 or newer, all of its files in place",
@@ -140,7 +140,7 @@ class _Folder:
                 self._scalars[where] = archive.number(value, where)
 
     def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
-        """Buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
+        """Read buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
         frozen = _shapes(model.get("frozen_param_shapes") or {})
         buffers = set(model.get("buffer_names") or ())
         for name, ref in model["module"].items():
@@ -172,7 +172,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
         match = pattern.fullmatch(path.name)
         if match and int(match.group(2)):
             raise CheckpointError(
-                f"{path} is of a tensor-parallel job", "convert the folder to a plain one with DeepSpeed's own tools"
+                f"{path} is from a tensor-parallel job", "convert the folder to a plain one with DeepSpeed's own tools"
             )
         if match:
             found[int(match.group(1) or 0)] = Archive(path)
@@ -190,7 +190,7 @@ def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
 def _stage3(
     state: Mapping[str, Any], groups: list[Mapping[str, tuple[int, ...]]], rank: int, world: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """The same for ZeRO-3: each parameter's part, padding left out; a part never crosses a sub-group's end."""
+    """The same for ZeRO-3: each parameter's part without its padding; a part never crosses a sub-group's end."""
     flats: list[TensorRef] = state["fp32_flat_groups"]
     index, at = 0, 0
     for group in groups:
@@ -218,7 +218,7 @@ def _base_state(state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> int:
-    """A number, or that of an enum's member."""
+    """A number, or the value of an enum's member."""
     return int(value.args[0] if isinstance(value, Record) else value)
 
 

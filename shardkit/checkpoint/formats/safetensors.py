@@ -29,14 +29,14 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100 * 10**6
-"""Bytes; the library refuses longer ones too."""
+"""Bytes; the library refuses longer headers too."""
 
 
 def open_safetensors(path: Path) -> Source:
     """A `.safetensors` file, or a folder of them, as a source of weights.
 
     Raises:
-        CheckpointError: damaged, incomplete, or of a type that shardkit does not know.
+        CheckpointError: damaged, incomplete, or with a dtype that shardkit does not know.
     """
     files = _files(path)
     found: dict[str, FileTensor] = {}
@@ -60,7 +60,7 @@ def weights_source(
 
 
 def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
-    """The files of a folder that its index names, or all of them where there is no index."""
+    """The files of a folder that its index names, or all of them if there is no index."""
     if path.is_file():
         return [path]
     if not (path / index).exists():
@@ -121,7 +121,7 @@ def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
     """Length and header of a file that holds the tensors in this order, without gaps.
 
     Raises:
-        CheckpointError: a type that the format does not have.
+        CheckpointError: the format has no such dtype.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

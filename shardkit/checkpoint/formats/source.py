@@ -1,4 +1,4 @@
-"""What a conversion reads from: named tensors, any range of which can be read without the rest."""
+"""The source of a conversion: named tensors, readable range by range without the rest."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ..format.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
-"""How much of a tensor a conversion holds at once."""
+"""Bytes of a tensor that a conversion holds at once."""
 
 
 def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
     """A shape, strides or offsets from a file.
 
     Raises:
-        ValueError: something else, or more than any tensor has.
+        ValueError: a value is not such a number, or there are more than any tensor has.
     """
     found = tuple(values)
     if len(found) > 64:
         raise ValueError(f"{len(found)} dimensions")
     if not all(type(number) is int and 0 <= number < 2**62 for number in found):
-        raise ValueError("a size or a place that is no whole number below 2**62")
+        raise ValueError("a size or an offset that is not a whole number below 2**62")
     return found  # type: ignore[return-value]
 
 
@@ -46,13 +46,13 @@ class Source:
     """A checkpoint of any kind under shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
 
     Attributes:
-        kind: how it is called in messages and in the manifest of what is made from it.
+        kind: its name in messages and in the manifest of a converted checkpoint.
         read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
         scalars: optimizer states that are one number, by name.
-        step: optimizer steps done; 0 where the source does not say.
-        ties: other names of a weight (`head.weight`) → the name it is held under; both without `model.`.
-        run: where a run of shardkit stood; `None` for other sources.
-        notes: what is not taken over, one line each.
+        step: optimizer steps done; 0 if the source does not say.
+        ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
+        run: state of the run, if shardkit saved it; `None` for other sources.
+        notes: the parts that are left out, one line each.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Source:
         """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
 
         Raises:
-            CheckpointError: a finite value has no finite counterpart in `dtype`.
+            CheckpointError: a finite value overflows `dtype`.
         """
         info = self.tensors[name]
         numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
@@ -93,7 +93,7 @@ def _cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of a flattened tensor, of `run` elements each, that lie one behind the other in a file.
+    """Runs of a flattened tensor, `run` elements each, stored one after another in a file.
 
     Attributes:
         offset: bytes before the first run in the file.
@@ -121,8 +121,8 @@ class FileTensors:
     """Reads ranges of tensors straight from the files that hold them.
 
     Raises:
-        CheckpointError: an element of a tensor is in no file, or in two; or tensors lie over each other, and together
-            are more than the files that hold them.
+        CheckpointError: an element of a tensor is in no file, or in two; or tensors overlap and together have more than
+            twice the bytes of the file that holds them.
     """
 
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
@@ -165,7 +165,7 @@ class FileTensors:
     def _read_runs(
         self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        """Many short runs are fetched as one stretch of the file and put in their places."""
+        """Read many short runs as one stretch of the file and put each in its place."""
         stretch = memoryview(bytearray((high - low) * extent.run * size))
         self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
         for index in range(low, high):
@@ -233,7 +233,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Each name → the same without what DDP, FSDP1, torch.compile and checkpoint wrappers put into it."""
+    """Map each name to itself without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
     found = list(names)
     wrapped = bool(found) and all(name.startswith("module.") for name in found)
     out = {}
@@ -246,7 +246,7 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 
 def logical(fqn: str, dtype: torch.dtype) -> str:
-    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics, and
-    what is not a float, are buffers."""
+    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics and
+    tensors that are not floats are buffers."""
     is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
     return f"{'buffer' if is_buffer else 'model'}.{fqn}"

@@ -1,4 +1,4 @@
-"""Which kind of checkpoint a path holds."""
+"""Recognise the kind of checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ KINDS = (
 
 
 def open_source(path: Path, step: str = "latest", weights_only: bool = False) -> Source:
-    """The checkpoint that `path` holds or is.
+    """Open the checkpoint at `path`.
 
     Args:
-        step: which one, of a run or of DeepSpeed's folder of several: a step, `latest`, or `best` (runs only).
+        step: the one to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or `best` (runs
+            only).
         weights_only: leave optimizer state behind.
 
     Raises:
@@ -69,12 +70,12 @@ def _open_file(path: Path) -> Source:
     if path.suffix in SUFFIXES:
         return open_torch(path)
     raise CheckpointError(
-        f"{path} has no name that shardkit knows: not .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
+        f"{path} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
     )
 
 
 def _chosen(path: Path, step: str) -> Path:
-    """The checkpoint folder that `step` means, where `path` holds several; else `path` itself."""
+    """The checkpoint folder that `step` means, if `path` holds several; else `path` itself."""
     saved = [] if path.is_file() else [p for p in candidates(path) if p != path]
     if saved:
         return _of_run(path, saved, step)
@@ -94,7 +95,7 @@ def _chosen(path: Path, step: str) -> Path:
         return tags[wanted]
     if step != "latest":
         raise CheckpointError(
-            f"--step {step}, but {path} is no folder of several checkpoints", "leave --step out, or name a run"
+            f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""A run that begins with weights that exist: `model.init_from`."""
+"""Start a run from existing weights: `model.init_from`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FIX = "set model.init_from to weights of this model, with its sizes"
 
 
 def load_weights(strategy: Strategy, group: dist.ProcessGroup, path: str | Path) -> Path:
-    """Fill the wrapped model with the weights that `path` holds; collective. Each rank reads the ranges it keeps.
+    """Fill the wrapped model with the weights at `path`; collective. Each rank reads the ranges it keeps.
 
     Args:
-        group: a gloo group of all ranks, for what one of them finds wrong.
-        path: anything that `shardkit convert` reads; optimizer state in it is left alone.
+        group: a gloo group of all ranks, to share their errors.
+        path: anything that `shardkit convert` reads; its optimizer state is ignored.
 
     Returns:
         The checkpoint that was read.
@@ -71,11 +71,11 @@ def _fill(strategy: Strategy, source: Source, is_main: bool) -> None:
 
 
 Shift = tuple[str, str]
-"""(prefix to take off the model's names, prefix to put there instead) to get the source's."""
+"""(prefix to remove from the model's names, prefix to add instead) to get the source's names."""
 
 
 def _shift(wanted: list[str], held: Mapping[str, object]) -> Shift:
-    """How the source's names differ: not at all, or by a prefix that a wrapper or a task's heads put before them."""
+    """Find the prefix by which the source's names differ, if any: from a wrapper, or from a task's heads."""
     for name in wanted:
         if name in held:
             return "", ""
@@ -111,7 +111,7 @@ def _matching(
 
 @torch.no_grad()
 def _read(source: Source, name: str, info: TensorInfo, shard: Shard) -> None:
-    """This rank's range, a piece at a time, in the type the run keeps it in (masters are fp32: no bit is lost)."""
+    """Read this rank's range, a piece at a time, into the run's own dtype (masters are fp32: no bit is lost)."""
     step = PIECE_BYTES // info.dtype.itemsize
     for at in range(0, shard.local.numel(), step):
         piece = torch.empty(min(step, shard.local.numel() - at), dtype=info.dtype)

@@ -1,4 +1,4 @@
-"""Writing what a source holds: safetensors shards, a torch state dict, or a shardkit checkpoint."""
+"""Write a source as safetensors shards, a torch state dict, or a shardkit checkpoint."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .torch_writer import write_state_dict
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model, found by building it without memory.
+    """Facts about a model, found by building it on the meta device.
 
     Attributes:
-        ties: other name of a parameter → the name its shards have.
-        prefix: of the transformers model inside the task's own module, with its dot; empty if it is the module itself.
+        ties: other name of a parameter → the name of its shards.
+        prefix: path of the transformers model in the task's module, with its dot; empty if it is the module itself.
         pretrained: that transformers model, for its configuration; `None` for any other model.
-        note: why nothing is known; empty if something is.
+        note: the reason why nothing is known; else empty.
     """
 
     ties: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class ModelInfo:
 
 
 def config_near(checkpoint: Path) -> Path | None:
-    """The `config.yaml` of the run that a checkpoint folder lies in: RUN/checkpoints/step_…."""
+    """The `config.yaml` of the run that contains a checkpoint folder: RUN/checkpoints/step_…."""
     for folder in checkpoint.resolve().parents[:2]:
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
@@ -54,7 +54,7 @@ def config_near(checkpoint: Path) -> Path | None:
 
 
 def model_info(checkpoint: Path) -> ModelInfo:
-    """Build the run's model on the meta device and look at it; a note where that is not possible."""
+    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible."""
     config = config_near(checkpoint)
     if config is None:
         return ModelInfo(note="no config.yaml of a run beside it, so tied names and config.json are left out")
@@ -81,7 +81,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The transformers model that is, or lies in, the task's module; only if every parameter is inside."""
+    """The transformers model in the task's module, or that module itself, if every parameter is inside it."""
     transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
     if transformers is None:
         return "", None
@@ -117,11 +117,11 @@ def parse_size(text: str) -> int:
     """Bytes of "5GB" (powers of 1000) or "5GiB" (of 1024).
 
     Raises:
-        CheckpointError: it is no size, or none that a shard can have.
+        CheckpointError: it is not a size, or is below one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise CheckpointError(f"--max-shard-size {text!r} is no size", "write it as 5GB or 500MiB")
+        raise CheckpointError(f"--max-shard-size {text!r} is not a size", "write it as 5GB or 500MiB")
     unit = match.group(2).upper()
     n_bytes = int(float(match.group(1)) * (1024 if "I" in unit else 1000) ** " KMGT".index(unit[:1] or " "))
     if n_bytes < 1:
@@ -158,7 +158,7 @@ def size_of(info: TensorInfo) -> int:
 
 
 def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Weights:
-    """What is exported: every weight (or its moving average) and saved buffer, floats in `dtype` (None: as they are).
+    """The weights (or their moving average) and saved buffers to export, floats in `dtype` (None keeps theirs).
 
     Raises:
         CheckpointError: the source has no moving average.
@@ -183,7 +183,7 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
 
 
 def write_safetensors(weights: Weights, folder: Path, max_shard: int, info: ModelInfo) -> None:
-    """The layout of Hugging Face: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
+    """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
     for index, names in enumerate(shards, 1):
@@ -208,7 +208,7 @@ def _parameters(weights: Weights) -> int:
 
 
 def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
-    """Names per file, in order; within a file wider types first, so that every array begins aligned."""
+    """Names per file, in order; within a file wider types come first, so every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in weights.tensors.items():
@@ -221,15 +221,15 @@ def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
 
 
 def write_torch(weights: Weights, folder: Path) -> None:
-    """One state dict, `model.pt`, with every name of a tied weight."""
+    """Write one state dict, `model.pt`, with every name of a tied weight."""
     write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
-    """A checkpoint folder: masters, moments, buffers and step counters, bit for bit as the source has them.
+    """Write a checkpoint folder: masters, moments, buffers and step counters, bit for bit as in the source.
 
     Args:
-        dtype: of the weights, where there is nothing but weights; None = as they are.
+        dtype: dtype of the floats, if the source has no optimizer state; None keeps theirs.
 
     Raises:
         CheckpointError: optimizer state would be cast.
@@ -269,7 +269,7 @@ def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo
 def _manifest(
     source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
 ) -> Manifest:
-    """What the folder holds; the data position of another tool means nothing here: a resumed run begins its data."""
+    """The folder's manifest. Another tool's data position means nothing here: a resumed run starts its data over."""
     data = data_file_name(0)
     return Manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),

@@ -22,7 +22,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, th
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a file of their own."""
+    """Bytes [start, start + length) of a file as a separate file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -56,10 +56,10 @@ class Archive:
     """One `torch.save` archive: a whole file, or a part of one as DCP packs them.
 
     Attributes:
-        content: what was saved, with `TensorRef` for tensors; see `unpickle.load`.
+        content: the saved object, with a `TensorRef` for each tensor; see `unpickle.load`.
 
     Raises:
-        CheckpointError: it is none, is damaged, or asks for code.
+        CheckpointError: the file is not such an archive, is damaged, or would run code.
     """
 
     def __init__(self, file: Path, start: int = 0, length: int | None = None) -> None:
@@ -122,10 +122,10 @@ class Archive:
         return found
 
     def place(self, ref: TensorRef, name: str) -> int:
-        """Where in the file the tensor's first element lies, in bytes.
+        """The offset of the tensor's first element in the file, in bytes.
 
         Raises:
-            CheckpointError: it is not in the archive, not whole, or not in the order of its indices.
+            CheckpointError: the tensor is missing, incomplete, or not contiguous.
         """
         if not ref.is_contiguous:
             raise CheckpointError(
@@ -138,7 +138,7 @@ class Archive:
         return offset + ref.start * ref.dtype.itemsize
 
     def tensor(self, ref: TensorRef, name: str) -> FileTensor:
-        """The tensor as a source has it."""
+        """The tensor's shape, dtype and place in the file."""
         return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.place(ref, name), (0,), ref.numel),))
 
     def number(self, value: Any, name: str) -> float:
@@ -153,7 +153,7 @@ class Archive:
                 data = bytearray(file.read(value.dtype.itemsize))
             value = torch.frombuffer(data, dtype=value.dtype).item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise CheckpointError(f"{name} in {self.file} is no number", RESTORE)
+            raise CheckpointError(f"{name} in {self.file} is not a number", RESTORE)
         return int(value) if float(value).is_integer() else float(value)
 
 
@@ -172,7 +172,7 @@ def _lone(folder: Path) -> list[Path]:
 
 
 def open_torch(path: Path) -> Source:
-    """A file, or a folder with one or with an index, as a source of weights; optimizer state in it is left out.
+    """A file, or a folder with one or with an index, as a source of weights without optimizer state.
 
     Raises:
         CheckpointError: damaged, hostile, or without a state dict.
@@ -196,7 +196,7 @@ def open_torch(path: Path) -> Source:
 
 
 def _state_dict(content: Any, file: Path) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors by name, and the names of what else was saved beside them."""
+    """The tensors by name, and the names of everything else that was saved."""
     if isinstance(content, Mapping):
         for holder in (content, *(content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping))):
             weights = {str(k): v for k, v in holder.items() if isinstance(v, TensorRef)}

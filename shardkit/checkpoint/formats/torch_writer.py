@@ -1,4 +1,4 @@
-"""Writes what torch.save would write for a state dict, a piece of a tensor at a time.
+"""Write a state dict as torch.save would, a piece of a tensor at a time.
 
 `torch.load(file, weights_only=True)` reads it, also with `mmap=True`.
 """
@@ -22,7 +22,7 @@ from ..format.reader import TensorInfo
 from ..format.writer import byte_view
 
 ALIGNMENT = 64
-"""Bytes: where arrays begin, as torch.save does it, so that a memory map of them is aligned."""
+"""Arrays begin at multiples of this many bytes, as in torch.save, so that a memory map is aligned."""
 _ROOT = "model"
 _FIXED_HEADER, _ZIP64_EXTRA = 30, 20
 _DATE = (1980, 1, 1, 0, 0, 0)

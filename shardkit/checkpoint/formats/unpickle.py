@@ -1,6 +1,6 @@
-"""Reads pickles of other tools without running them: a fixed list of names, none of which is looked up by import.
+"""Read other tools' pickles without running them: only a fixed list of names is allowed, and none is imported.
 
-Tensors become `TensorRef`, their data stays in the file. Objects of the tools' own classes become `Record`, which is
+Tensors become `TensorRef`; their data stays in the file. Objects of the tools' own classes become `Record`, which is
 data only. Anything else a pickle asks for is refused.
 """
 
@@ -36,7 +36,7 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class StorageRef(_Sealed):
-    """A stored array: its key in the archive and how many elements of which type it has."""
+    """A stored array: its key in the archive, its dtype and its number of elements."""
 
     key: str
     dtype: torch.dtype | None
@@ -75,7 +75,7 @@ class _Storage(_Sealed):
 
 
 class Record:
-    """An object of a class that is not loaded: what it was made from."""
+    """An object whose class is not loaded: only the data it was made from."""
 
     kind = ""
     args: tuple[Any, ...]
@@ -130,13 +130,13 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, dtype: Any) -> Te
     except ValueError as error:
         raise Refused(f"a tensor of {error}") from error
     if not isinstance(storage, StorageRef) or not isinstance(dtype, torch.dtype) or len(sizes) != len(strides):
-        raise Refused("a tensor that is none")
+        raise Refused("a malformed tensor")
     return TensorRef(storage, first, sizes, strides, dtype)
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if not isinstance(function, _Call):
-        raise Refused("a call of what is no function")
+        raise Refused("a call of something that is not a function")
     return function(*args)
 
 
@@ -187,8 +187,8 @@ _RECORDS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Every name is answered from the tables above; each pickle has classes and wrappers of its own, so that none can
-    change what the next one sees."""
+    """Answers every name from the tables above; each pickle gets its own classes and wrappers, so that none can affect
+    the next one."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -213,12 +213,12 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> StorageRef:
         label, storage, key, _, numel = pid
         if label != "storage" or not isinstance(storage, _Storage) or type(key) is not str or type(numel) is not int:
-            raise Refused("a storage that is none")
+            raise Refused("a malformed storage")
         return StorageRef(key, _STORAGES.get(storage.name), numel)
 
 
 _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
-"""Opcodes that put something into an object that is there."""
+"""Opcodes that add to an existing object."""
 _MAKING = {
     "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "FROZENSET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
     "REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX",
@@ -228,7 +228,7 @@ _DEEPEST = 100
 
 
 class _Size:
-    """How many objects one is made of, those that it shares counted each time; and how many lie inside each other."""
+    """The number of objects in an object, shared ones counted each time, and how deeply they are nested."""
 
     __slots__ = ("count", "depth")
 
@@ -242,11 +242,11 @@ class _Size:
 
 
 def _refuse_bombs(content: bytes) -> None:
-    """Refuse a pickle that asks for more than its length explains, before any of it is made.
+    """Refuse a pickle that would build more objects than its length explains, before any of them is built.
 
-    Objects may be shared, so that eighty bytes stand for a tuple of 2**40, which a dict's key must hash; and Python's
-    unpickler keeps a list as long as the largest number of a memo entry. The densest known file, DCP's metadata, takes
-    half of what the limits leave.
+    Objects may be shared, so eighty bytes can stand for a tuple of 2**40 items, which a dict must hash as a key; and
+    Python's unpickler keeps a list as long as the largest memo index. The densest known file, DCP's metadata, uses half
+    of these limits.
     """
     effort, most_effort = 0, 200_000 + 3 * len(content) // 2
     moved, most_moved = 0, 1_000_000 + 16 * len(content)
@@ -277,7 +277,7 @@ def _refuse_bombs(content: bytes) -> None:
             if opcode.stack_after:
                 stack.append(made)
             if made.depth > _DEEPEST:
-                raise Refused(f"objects that lie {made.depth} deep in each other")
+                raise Refused(f"objects nested {made.depth} deep")
         if effort > most_effort or moved > most_moved:
             raise Refused(f"more objects than {len(content):,} bytes explain")
 
@@ -290,7 +290,7 @@ def _top(stack: list[_Size | None]) -> _Size:
 
 
 def _taken(stack: list[_Size | None], wanted: list[pickletools.StackObject]) -> list[_Size]:
-    """Take off the stack what an opcode takes, first the lowest: so many objects, and those down to the last mark."""
+    """Pop an opcode's arguments, the lowest first: a fixed number of objects, and those down to the last mark."""
     if pickletools.markobject not in wanted:
         return [part for part in reversed([stack.pop() for _ in wanted]) if part is not None]
     found: list[_Size] = []
@@ -303,7 +303,7 @@ def _taken(stack: list[_Size | None], wanted: list[pickletools.StackObject]) -> 
 
 
 def load(content: bytes, where: str) -> Any:
-    """What a pickle holds, as dicts, lists, numbers, text, `TensorRef` and `Record`; no code of the file runs.
+    """A pickle's content as dicts, lists, numbers, text, `TensorRef` and `Record`; no code of the file runs.
 
     Args:
         where: the file, for messages.

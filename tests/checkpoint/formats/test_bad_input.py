@@ -45,7 +45,7 @@ def test_the_command_writes_and_says_what(plain_file: Path, tmp_path: Path, caps
     [
         ("missing", "does not exist"),
         ("empty", "no checkpoint that shardkit knows"),
-        ("notes.txt", "no name that shardkit knows"),
+        ("notes.txt", "none of the suffixes that shardkit knows"),
         ("notes.pt", "not the zip archive"),
         ("numbers.pt", "no state dict"),
         ("integers.pt", "holds no weights"),

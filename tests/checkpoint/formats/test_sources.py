@@ -142,5 +142,5 @@ def test_a_step_of_several(tmp_path: Path, plain_file: Path) -> None:
     assert open_source(tmp_path / "run", step="5").step == 5
     with pytest.raises(CheckpointError, match="no checkpoint global_step7"):
         open_source(tmp_path / "run", step="7")
-    with pytest.raises(CheckpointError, match="no folder of several"):
+    with pytest.raises(CheckpointError, match="does not hold several checkpoints"):
         open_source(plain_file.parent.parent, step="7")
