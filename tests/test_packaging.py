@@ -126,7 +126,9 @@ def test_metadata_states_python_dependencies_and_command(built: Built) -> None:
     required = {re.split(r"[^\w.-]", entry)[0] for entry in metadata.get_all("Requires-Dist", [])}
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"torch", "deepspeed", "accelerate", "pydantic", "typer", "transformers", "pytest", "ruff"} <= required
-    assert set(metadata.get_all("Provides-Extra", [])) == {"hf", "report", "test", "dev", "torchao", "vision", "wandb"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("dev", "docs", "hf", "report", "test", "torchao", "vision", "wandb")
+    }
     assert "shardkit = shardkit.cli.__main__:main" in texts["entry_points.txt"]
 
 
