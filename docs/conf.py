@@ -6,6 +6,7 @@ Nothing is fetched from the network, neither when it is built nor when it is rea
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import mermaidx
@@ -55,6 +56,14 @@ class Mermaid(SphinxDirective):
         return [nodes.raw("", f'<div class="drawing" style="background: white">{svg}</div>', format="html")]
 
 
+def mark_code(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
+    """In docstrings an indented block after a colon is code."""
+    for number, line in enumerate(lines[:-2]):
+        if line.endswith(":") and not lines[number + 1] and re.match(r" {4}\S", lines[number + 2]):
+            lines[number] += ":"
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("mermaid", Mermaid)
+    app.connect("autodoc-process-docstring", mark_code, priority=900)  # after napoleon, which reads `Args:`
     return {"parallel_read_safe": True}

@@ -20,9 +20,8 @@ LETTERS = 26
 
 def build() -> nn.Module:
     torch.manual_seed(0)  # the same initial weights on every rank
-    size = GPT2Config(vocab_size=LETTERS, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-    size.bos_token_id = size.eos_token_id = None
-    return GPT2LMHeadModel(size)
+    sizes = {"n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=LETTERS, bos_token_id=None, eos_token_id=None, **sizes))
 
 
 def loss_fn(model: nn.Module, letters: torch.Tensor) -> torch.Tensor:
