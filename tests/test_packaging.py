@@ -114,7 +114,13 @@ def test_sdist_holds_real_files_and_all_that_building_needs(built: Built) -> Non
     assert not [member.name for member in members if member.issym() or member.islnk()]
     assert expected_in_wheel(built.tree) <= names
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"} <= names
-    assert {"CONTRIBUTING.md", "SECURITY.md", "docs/index.md", "docs/images/report.png", "examples/own_loop.py"} <= names
+    assert {
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/index.md",
+        "docs/images/report.png",
+        "examples/own_loop.py",
+    } <= names
     assert not [name for name in names if name.startswith(("tests/", "runs/", "benchmarks/"))]
 
 
