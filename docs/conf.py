@@ -63,7 +63,14 @@ def mark_code(app: Sphinx, what: str, name: str, item: Any, options: Any, lines:
             lines[number] += ":"
 
 
+def keep_sentence(app: Sphinx, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
+    """napoleon takes the words before a property's first colon for its type."""
+    if what == "property":
+        lines[0] = lines[0].replace(": ", " – ", 1)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("mermaid", Mermaid)
+    app.connect("autodoc-process-docstring", keep_sentence, priority=100)  # before napoleon
     app.connect("autodoc-process-docstring", mark_code, priority=900)  # after napoleon, which reads `Args:`
     return {"parallel_read_safe": True}
