@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/transformers_model.py zero2
 
 It learns the order of the alphabet from random windows. Nothing is downloaded: the weights are random. To begin with
-pretrained ones, replace `build` by `AutoModelForCausalLM.from_pretrained(NAME)`.
+pretrained ones, call `job.wrap(AutoModelForCausalLM.from_pretrained(NAME))`.
 """
 
 import sys
@@ -11,7 +11,6 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardkit
 
@@ -19,6 +18,8 @@ LETTERS = 26
 
 
 def build() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # after shardkit.start, which keeps libraries quiet
+
     torch.manual_seed(0)  # the same initial weights on every rank
     sizes = {"n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(vocab_size=LETTERS, bos_token_id=None, eos_token_id=None, **sizes))
