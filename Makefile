@@ -136,7 +136,7 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: the site's generator (Sphinx) needs Python 3.11 or later, $(VENV) has $$($(BIN)/python --version)"; \
 	  echo '  fix: make docs PYTHON=/path/to/python3.11 VENV=.venv-docs'; exit 2; } >&2
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 ci:
