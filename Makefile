@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
 ARGS ?=
 NPROC ?=
 PIP_ARGS ?=
@@ -18,7 +19,7 @@ CUDA_INSTALLED := $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Not from the environment: some systems have the host's name there.
 NAME := all
 
-.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu wheels lint format typecheck ci clean distclean
+.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu wheels lint format typecheck docs ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
+	@echo 'make docs       build the site into build/docs; a broken link is an error'
 	@echo 'make ci         what CI runs'
 	@echo 'make clean      delete build products and caches (distclean: $(VENV) and $(CUDA_VENV) too)'
 
@@ -124,6 +126,18 @@ format: $(INSTALLED)
 
 typecheck: $(INSTALLED)
 	$(BIN)/mypy -p shardkit
+
+# -n would ask for a page behind every type in a signature, the other libraries' too.
+docs: $(DOCS_INSTALLED)
+	$(BIN)/sphinx-build -W --keep-going -q -c docs -d build/docs-cache . build/docs $(ARGS)
+	@echo 'build/docs/index.html'
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: the site's generator (Sphinx) needs Python 3.11 or later, $(VENV) has $$($(BIN)/python --version)"; \
+	  echo '  fix: make docs PYTHON=/path/to/python3.11 VENV=.venv-docs'; exit 2; } >&2
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
 
 ci:
 	bash .ci/run

@@ -114,6 +114,13 @@ def test_sdist_holds_real_files_and_all_that_building_needs(built: Built) -> Non
     assert not [member.name for member in members if member.issym() or member.islnk()]
     assert expected_in_wheel(built.tree) <= names
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt"} <= names
+    assert {
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "docs/index.md",
+        "docs/images/report.png",
+        "examples/own_loop.py",
+    } <= names
     assert not [name for name in names if name.startswith(("tests/", "runs/", "benchmarks/"))]
 
 
@@ -126,7 +133,9 @@ def test_metadata_states_python_dependencies_and_command(built: Built) -> None:
     required = {re.split(r"[^\w.-]", entry)[0] for entry in metadata.get_all("Requires-Dist", [])}
     assert metadata["Requires-Python"] == ">=3.10"
     assert {"torch", "deepspeed", "accelerate", "pydantic", "typer", "transformers", "pytest", "ruff"} <= required
-    assert set(metadata.get_all("Provides-Extra", [])) == {"hf", "report", "test", "dev", "torchao", "vision", "wandb"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("dev", "docs", "hf", "report", "test", "torchao", "vision", "wandb")
+    }
     assert "shardkit = shardkit.cli.__main__:main" in texts["entry_points.txt"]
 
 

@@ -1,6 +1,7 @@
-"""What works with what: one table, strategy × feature, read by the config check, the README and the tests.
+"""What works with what: one table, strategy × feature, read by the config check, docs/capability.md and the tests.
 
-`python -m shardkit.config.capability` prints the README's table, `--write README.md` puts it between its markers.
+`python -m shardkit.config.capability` prints the table as markdown, `--write docs/capability.md` puts it
+between that page's markers.
 """
 
 from __future__ import annotations
@@ -399,7 +400,7 @@ IGNORED: tuple[Ignored, ...] = (
 
 
 def markdown_table() -> str:
-    """The README's table: a check mark, or a dash with the number of the reason below."""
+    """The table of docs/capability.md: a check mark, or a dash with the number of the reason below."""
     reasons: list[str] = []
     lines = [f"| | {' | '.join(STRATEGIES)} |", "|---|" + ":-:|" * len(STRATEGIES)]
     for feature, support in CAPABILITIES.items():
@@ -459,7 +460,7 @@ def _main(arguments: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
         return 0
-    print("usage: python -m shardkit.config.capability [--write README.md]", file=sys.stderr)
+    print("usage: python -m shardkit.config.capability [--write docs/capability.md]", file=sys.stderr)
     return 2
 
 

@@ -216,7 +216,7 @@ class OptimConfig(Section):
 
 class ParallelConfig(Section):
     strategy: StrategyName = "ddp"
-    """How the model is spread over ranks; see the capability table in README.md."""
+    """How the model is spread over ranks; see the table in docs/capability.md."""
     dp_replicate: int | None = Field(None, ge=1)
     """Replica groups (hsdp); dp_replicate × dp_shard = world size."""
     dp_shard: int | None = Field(None, ge=1)

@@ -17,7 +17,7 @@ from rich.table import Table
 from ..errors import DataError
 from ..files import append_jsonl
 from .rows import SCHEMA, RankRow, StateBytes, StateKind, gather_json
-from .summary import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
+from .spread import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
     "params": "params",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from ..html.page import Cell, Page, heading, paragraph, quantity, table, words
-from ..memory.summary import pressure
+from ..memory.spread import pressure
 from . import figures, measure
 from .page import facts
 from .read import Run, mapping

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..html.page import Unit
 from ..memory.rows import PHASES, PhaseName, RankRow
-from ..memory.summary import BEST, WHOLE, WORST, Straggler, pressure, summary
+from ..memory.spread import BEST, WHOLE, WORST, Straggler, pressure, summary
 from .read import Gather, Run, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "step")

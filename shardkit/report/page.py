@@ -16,7 +16,7 @@ from ..errors import ShardkitError
 from ..files import write_whole
 from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from ..memory.rows import KINDS
-from ..memory.summary import pressure, summary
+from ..memory.spread import pressure, summary
 from . import figures, measure, planned, postmortem, traced
 from .read import Run, mapping, number, sequence
 

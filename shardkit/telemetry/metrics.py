@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..files import append_jsonl
 from ..memory.rows import RankRow
-from ..memory.summary import WHOLE, pressure, summary
+from ..memory.spread import WHOLE, pressure, summary
 
 _LOG = logging.getLogger(__name__)
 

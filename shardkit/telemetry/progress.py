@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import gib
 from ..memory.rows import RankRow
-from ..memory.summary import Summary, pressure, summary
+from ..memory.spread import Summary, pressure, summary
 
 if TYPE_CHECKING:
     from rich.table import Table

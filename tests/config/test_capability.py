@@ -303,7 +303,7 @@ def test_any_config_passes_with_a_mesh_of_all_ranks_or_is_refused(
     assert replicate * shard == world
 
 
-# The README's table
+# The table of docs/capability.md
 
 
 def test_the_table_shows_every_refusal_with_its_reason() -> None:
@@ -317,15 +317,15 @@ def test_the_table_shows_every_refusal_with_its_reason() -> None:
     assert table.count("✓") == sum(value is True for support in CAPABILITIES.values() for value in support.values())
 
 
-def test_the_readme_has_the_current_table() -> None:
+def test_the_page_has_the_current_table() -> None:
     begin, end = MARKERS
-    text = (REPO / "README.md").read_text(encoding="utf-8")
+    text = (REPO / "docs/capability.md").read_text(encoding="utf-8")
     table = text.partition(begin)[2].partition(end)[0]
-    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability --write README.md"
+    assert table.strip() == markdown_table(), "run: python -m shardkit.config.capability --write docs/capability.md"
 
 
 def test_write_replaces_only_what_is_between_the_markers(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
+    path = tmp_path / "page.md"
     path.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n", encoding="utf-8")
     command = [sys.executable, "-m", "shardkit.config.capability"]
     subprocess.run([*command, "--write", str(path)], cwd=REPO, check=True)
@@ -334,7 +334,7 @@ def test_write_replaces_only_what_is_between_the_markers(tmp_path: Path) -> None
 
 
 def test_write_without_markers_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
+    path = tmp_path / "page.md"
     path.write_text("no markers")
     with pytest.raises(ConfigError):
         capability.write_table(path)

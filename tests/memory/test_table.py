@@ -11,7 +11,7 @@ import pytest
 
 from shardkit import files
 from shardkit.errors import ConfigError, DataError
-from shardkit.memory.summary import summary
+from shardkit.memory.spread import summary
 from shardkit.memory.table import read_jsonl, render_table, write_jsonl
 from tests.memory.samples import MIB, cpu_row, gpu_row
 

@@ -86,14 +86,14 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
     done = run(
         [
             "--config",
-            "docs/examples/my_task.yaml",
+            "examples/my_task.yaml",
             f"parallel.strategy={strategy}",
             f"run.dir={tmp_path}/run",
             "run.device=cpu",
             "train.max_steps=12",
         ],
         ranks=2,
-        env={"PYTHONPATH": f"{REPO}/docs/examples"},
+        env={"PYTHONPATH": f"{REPO}/examples"},
     )
     assert done.returncode == 0, done.stderr
     steps = lines(tmp_path / "run" / "metrics.jsonl")
@@ -104,7 +104,7 @@ def test_a_users_own_task_trains_under_every_strategy(strategy: str, tmp_path: P
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("strategy", ["single", SLOW("ddp"), SLOW("fsdp"), "zero2", SLOW("zero3")])
 def test_the_own_loop_example_learns_under_every_strategy(strategy: str) -> None:
-    done = python_m("docs/examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2)
+    done = python_m("examples/own_loop.py", strategy, ranks=0 if strategy == "single" else 2)
     assert done.returncode == 0, done.stderr
     loss = float(re.search(r"loss ([\d.]+)", done.stdout).group(1))  # type: ignore[union-attr]
     assert loss < 1.2, "starts near ln 4 = 1.386"

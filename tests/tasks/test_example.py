@@ -16,7 +16,7 @@ from shardkit.data.sampler import BatchSchedule
 from shardkit.tasks.base import Task
 from shardkit.tasks.load import load_task
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Your own model in your own loop, under any strategy:
 
-torchrun --standalone --nproc-per-node 2 docs/examples/own_loop.py fsdp
+torchrun --standalone --nproc-per-node 2 examples/own_loop.py fsdp
 """
 
 import sys

@@ -2,8 +2,8 @@ r"""A task of your own: a small convolutional model that spells Python's names, 
 
 Run it from the repository's root, under any strategy:
 
-    PYTHONPATH=docs/examples torchrun --standalone --nproc-per-node 2 \
-        -m shardkit.train --config docs/examples/my_task.yaml
+    PYTHONPATH=examples torchrun --standalone --nproc-per-node 2 \
+        -m shardkit.train --config examples/my_task.yaml
 
 Names have different lengths: micro-batches are padded, padding is not a target, and `n_targets` says how many letters a
 micro-batch really asks for. Nothing here imports shardkit: a task is any class with these methods.

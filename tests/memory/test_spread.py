@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import shardkit.memory
 from shardkit.memory.rows import Identity
-from shardkit.memory.summary import Spread, summary
+from shardkit.memory.spread import Spread, summary
 from shardkit.memory.table import render_table
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
@@ -44,3 +47,10 @@ def test_of_many_nodes_only_the_worst_have_a_line() -> None:
 
 def test_a_name_is_rank_and_host() -> None:
     assert Identity(3, "h", 1, "cpu").name == "3@h"
+
+
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """`shardkit.memory.summary(rows)`, as docs/memory.md has it, whatever was imported before."""
+    folder = Path(shardkit.memory.__file__).parent
+    assert [name for name in shardkit.memory.__all__ if (folder / f"{name}.py").exists()] == []
+    assert shardkit.memory.summary is summary
