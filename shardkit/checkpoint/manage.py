@@ -55,9 +55,14 @@ def entries(run: Path) -> list[Entry]:
         _entry(p, p == best) for p in root.iterdir() if p.is_dir() and layout.step_of(p.with_suffix("")) is not None
     ]
     usable = [e for e in found if e.state == "complete"]
-    newest = max(usable, key=lambda e: e.path.name, default=None)
+    newest = max(usable, key=_age, default=None)
     marked = [Entry(**{**vars(e), "is_latest": e is newest}) for e in found]
-    return sorted(marked, key=lambda e: e.path.name)
+    return sorted(marked, key=_age)
+
+
+def _age(entry: Entry) -> tuple[int, str]:
+    """Orders by step: folders' names have 8 digits or more."""
+    return layout.step_of(entry.path.with_suffix("")) or 0, entry.path.name
 
 
 def _entry(path: Path, is_best: bool) -> Entry:

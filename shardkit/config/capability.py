@@ -40,7 +40,6 @@ _EIGHT_BIT = "ZeRO keeps its own flat fp32 states: use ddp, or zero2 with offloa
 _ALL_AT_ONCE = "gradients are reduced over ranks before they are used: only single updates in backward"
 _ZERO3_ONLY = "only ZeRO-3 has it"
 _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
-_AS_COMPUTED = "gradients travel in the type of the weights"
 _AUTOCAST = "its forward always runs under autocast: remove the key"
 _LEFT_ALONE = "it already skips parameters without a gradient: remove the key"
 _IN_BUCKETS = "ZeRO reduces gradients in the order of backward, which must be the same on every rank: use ddp"

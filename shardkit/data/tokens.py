@@ -134,8 +134,6 @@ def _remove_abandoned(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-logger = logging.getLogger(__name__)
-
 SEPARATOR = 0
 TEXT_DTYPE = "<u2"
 CHUNK = 1 << 24

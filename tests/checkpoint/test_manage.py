@@ -89,6 +89,16 @@ def test_ls_says_what_each_is(saved: Path) -> None:
     assert "set aside" in rows["step_00000005.superseded"]
 
 
+def test_steps_of_nine_digits_are_the_newest(saved: Path) -> None:
+    (saved / "step_00000001").rename(saved / "step_99999999")
+    (saved / "step_00000002").rename(saved / "step_100000000")
+    code, output = invoke("ls", saved.parent)
+    rows = output.splitlines()[1:]
+    assert code == 0
+    assert [row.split()[0] for row in rows] == ["step_00000003", "step_99999999", "step_100000000"]
+    assert ["latest" in row for row in rows] == [False, False, True]
+
+
 def test_verify_reads_every_byte(saved: Path) -> None:
     assert invoke("verify", saved.parent) == (
         0, "step_00000001: intact\nstep_00000002: intact\nstep_00000003: intact\n",
