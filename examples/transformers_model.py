@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import shardkit
 
@@ -18,8 +19,6 @@ LETTERS = 26
 
 
 def build() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # after shardkit.start, which keeps libraries quiet
-
     torch.manual_seed(0)  # the same initial weights on every rank
     sizes = {"n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(vocab_size=LETTERS, bos_token_id=None, eos_token_id=None, **sizes))
