@@ -1,12 +1,15 @@
-"""Which tests stay together when `make test` runs several at a time: those of a file, which share what it has set up,
-and those of Slurm, of which this machine has one cluster."""
+"""What holds for every test: it leaves nothing behind. And which tests stay together when `make test` runs several at a
+time: those of a file, which share what it has set up, and those of Slurm, of which this machine has one cluster."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.guard import nothing_left
 
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,3 +25,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "tests/slurm" if file.startswith("tests/slurm/") else file
 
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def guard() -> Iterator[None]:
+    """Fails a test that leaves something behind (tests/guard.py)."""
+    with nothing_left():
+        yield

@@ -1,0 +1,145 @@
+"""Fails a test that leaves something behind: variables, signal handlers, threads, processes, process groups, files.
+
+What was left is taken away again where that is safe, so that the tests after it are not blamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0
+"""For threads and processes that were told to end and have not got there yet."""
+OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
+OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+"""What pytest, hypothesis and tools write where they run."""
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+_MARK = f"TESTS_STARTED_BY={os.getpid()}"
+"""The variable by which an orphan of this process is known."""
+os.environ["TESTS_STARTED_BY"] = str(os.getpid())
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a test finds."""
+
+    variables: dict[str, str]
+    handlers: dict[int, object]
+    blocked: set[signal.Signals]
+    threads: set[threading.Thread]
+    processes: set[int]
+    group: bool
+    folder: str
+    files: dict[str, set[str]]
+
+
+def look() -> Seen:
+    """A few file operations: less than a millisecond."""
+    folder = os.getcwd()
+    return Seen(
+        variables={name: value for name, value in os.environ.items() if name not in OWN_VARIABLES},
+        handlers={number: signal.getsignal(number) for number in SIGNALS},
+        blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        threads={thread for thread in threading.enumerate() if thread.is_alive()},
+        processes=_processes(),
+        group=_has_group(),
+        folder=folder,
+        files={place: set(os.listdir(place)) - OWN_FILES for place in {folder, str(REPO)}},
+    )
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Raises an AssertionError that names all that is there at the end and was not there at the start."""
+    before = look()
+    yield
+    found = list(_left(before))
+    assert not found, "this test leaves behind " + "; ".join(found)
+
+
+def _left(before: Seen) -> Iterator[str]:
+    now = look()
+    if now.folder != before.folder:
+        yield f"the working directory {now.folder}"
+        os.chdir(before.folder)
+    for place, names in before.files.items():
+        if more := set(os.listdir(place)) - OWN_FILES - names:
+            yield f"files in {place}: {', '.join(sorted(more))}"
+    changed = {
+        name
+        for name in before.variables.keys() | now.variables.keys()
+        if before.variables.get(name) != now.variables.get(name)
+    }
+    if changed:
+        yield f"environment variables: {', '.join(sorted(changed))}"
+        for name in changed:
+            if name in before.variables:
+                os.environ[name] = before.variables[name]
+            else:
+                del os.environ[name]
+    for number, handler in before.handlers.items():
+        if now.handlers[number] is not handler:
+            yield f"a handler of {signal.Signals(number).name}"
+            if handler is not None:  # one that C code set cannot be set from here
+                signal.signal(number, handler)  # type: ignore[arg-type]
+    if now.blocked != before.blocked:
+        yield f"blocked signals: {', '.join(one.name for one in now.blocked ^ before.blocked)}"
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.blocked)
+    if now.group and not before.group:
+        yield "an initialized process group"
+        sys.modules["torch.distributed"].destroy_process_group()
+    deadline = time.monotonic() + GRACE_S
+    for thread in now.threads - before.threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            yield f"a thread: {thread.name}"
+    for pid, words in _wait_for(now.processes - before.processes, deadline).items():
+        yield f"process {pid}: {words}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _has_group() -> bool:
+    """Whether torch.distributed is initialized; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _processes() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} if sys.platform == "linux" else set()
+
+
+def _wait_for(new: set[int], deadline: float) -> dict[int, str]:
+    """Command lines of those that a test started and that do not end in time."""
+    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    while (running := {pid: _command_line(pid) for pid in new - servers if _ours(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return running
+
+
+def _ours(pid: int) -> bool:
+    """Whether a process still runs and is a child of this one or inherited its variables."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        if state == "Z":
+            return False
+        return int(parent) == os.getpid() or _MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()[:200]
+    return "it has just ended"
