@@ -56,6 +56,7 @@ def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.
     assert len(list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))) == 4, "the printed command is what runs"
 
 
+@pytest.mark.slow
 def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_path: Path) -> None:
     done = run(command(*TWO, *settings(tmp_path / "run", "raise")))
     assert done.returncode == 1
@@ -116,6 +117,7 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
     assert fix.startswith("  fix: ") and "run.init_timeout_s=4 s" in fix
 
 
+@pytest.mark.slow
 def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
     done = run(command(*TWO, *settings(tmp_path / "run", "kill")))
     assert done.returncode == 137, done.stderr

@@ -20,6 +20,7 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, SupersededError
 from shardkit.run import directory, owner
+from tests.commands import python_m
 from tests.launch.jobs import REPO, environment, losses, settings
 
 HERE = owner.this_process({})
@@ -63,8 +64,8 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_pat
     try:
         until_step(first, 6)
         for flag in ("run.resume=true", "run.overwrite=true"):
-            second = train(*args, flag)
-            said = second.communicate(timeout=60)[1]
+            second = python_m("shardkit.train", *args, flag)
+            said = second.stderr
             assert second.returncode == 2, said
             assert f"run.dir={tmp_path}/run is being written by process {first.pid} on {os.uname().nodename}" in said
             assert f"kill {first.pid}" in said and "Traceback" not in said
@@ -72,10 +73,9 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_pat
     finally:
         first.kill()
         first.communicate()
-    again = train(*settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
-    said = again.communicate(timeout=60)[1]
-    assert again.returncode == 0, said
-    assert "resuming from" in said
+    again = python_m("shardkit.train", *settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
+    assert again.returncode == 0, again.stderr
+    assert "resuming from" in again.stderr
 
 
 @pytest.mark.dist
@@ -91,9 +91,9 @@ def test_a_later_start_of_the_job_ends_the_earlier_one_on_all_ranks(tmp_path: Pa
     try:
         until(lambda: (run_dir / "checkpoints/latest").exists())
         more = ["task.args.how=nothing", "train.max_steps=900", "checkpoint.every_steps=300"]
-        again = train(*args, *more, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
-        said = again.communicate(timeout=120)[1]
-        assert again.returncode == 0, said
+        restart = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+        again = python_m("shardkit.train", *args, *more, env=restart)
+        assert again.returncode == 0, again.stderr
         assert orphan.wait(60) != 0
     finally:
         orphan.terminate()

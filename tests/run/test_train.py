@@ -318,7 +318,7 @@ class Task:
     def dataset(self, split): return torch.randn(64, 8) if split == "train" else None
     def n_targets(self, batch): return len(batch)
     def loss(self, model, batch):
-        time.sleep(0.2 if dist.get_rank() == 1 else 0.02)
+        time.sleep(0.5 if dist.get_rank() == 1 else 0.02)
         return model(batch).square().sum()
 '''
 
