@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.guard import nothing_left
+from tests.guard import MARK, nothing_left
 
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ[MARK] = str(os.getpid())
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist one test runs after the other

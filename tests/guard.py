@@ -25,9 +25,8 @@ OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__py
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-_MARK = f"TESTS_STARTED_BY={os.getpid()}"
-"""The variable by which an orphan of this process is known."""
-os.environ["TESTS_STARTED_BY"] = str(os.getpid())
+MARK = "TESTS_STARTED_BY"
+"""The variable, set to the process that runs the tests, by which orphans are known."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,8 @@ def _ours(pid: int) -> bool:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         if state == "Z":
             return False
-        return int(parent) == os.getpid() or _MARK.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        marked = f"{MARK}={os.getpid()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return marked or int(parent) == os.getpid()
     except OSError:  # it has ended, or is another user's
         return False
 
