@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import guard
+from tests.conftest import LONG
 
 ENDED = threading.Event()
 ORPHAN = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"
@@ -96,6 +97,10 @@ def test_what_ends_in_time_is_not_left() -> None:
         threading.Thread(target=time.sleep, args=(0.1,)).start()
         process = subprocess.Popen(["sleep", "0.1"])
     process.wait()
+
+
+def test_files_that_are_started_early_are_there() -> None:
+    assert [name for name in LONG if not (guard.REPO / name).exists()] == []
 
 
 def test_it_watches_every_test_and_costs_little(request: pytest.FixtureRequest) -> None:
