@@ -20,7 +20,6 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.cpp_extension
-import torch.utils.tensorboard
 
 import shardkit.config.load
 import shardkit.run.trainer  # noqa: F401
