@@ -103,7 +103,7 @@ def _left(before: Seen) -> Iterator[str]:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             yield f"a thread: {thread.name}"
-    for pid, words in _wait_for(now.processes - before.processes, deadline).items():
+    for pid, words in _wait_for(before.processes, now.processes - before.processes, deadline).items():
         yield f"process {pid}: {words}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -119,22 +119,35 @@ def _processes() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()} if sys.platform == "linux" else set()
 
 
-def _wait_for(new: set[int], deadline: float) -> dict[int, str]:
+def _wait_for(before: set[int], new: set[int], deadline: float) -> dict[int, str]:
     """Command lines of those that a test started and that do not end in time."""
-    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    while (running := {pid: _command_line(pid) for pid in new - servers if _ours(pid)}) and time.monotonic() < deadline:
+    while (running := {pid: _command_line(pid) for pid in new if _is_tests(pid, before)}) and (
+        time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     return running
 
 
-def _ours(pid: int) -> bool:
-    """Whether a process still runs and is a child of this one or inherited its variables."""
+def _is_tests(pid: int, before: set[int]) -> bool:
+    """Whether a process runs that a test started: a child, a rank, or an orphan that inherited the mark.
+
+    Not one that a browser or a cluster started, which was there before the test and serves others after it.
+    """
+    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        if state == "Z":
-            return False
-        marked = f"{MARK}={os.getpid()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return marked or int(parent) == os.getpid()
+    except OSError:  # it has ended
+        return False
+    if state == "Z" or pid in servers:
+        return False
+    if int(parent) in {os.getpid(), *servers}:
+        return True
+    return _is_marked(pid) and not (int(parent) in before and _is_marked(int(parent)))
+
+
+def _is_marked(pid: int) -> bool:
+    try:
+        return f"{MARK}={os.getpid()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
         return False
 
