@@ -22,6 +22,8 @@ GRACE_S = 5.0
 OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
 OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 """What pytest, hypothesis and tools write where they run."""
+SHARED = "shardkit.plan.worker"
+"""Processes of a module's fixture, which starts them with the first question, and anew after one without an answer."""
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -141,7 +143,7 @@ def _is_tests(pid: int, before: set[int]) -> bool:
     if state == "Z" or pid in servers:
         return False
     if int(parent) in {os.getpid(), *servers}:
-        return True
+        return SHARED not in _command_line(pid)
     return _is_marked(pid) and not (int(parent) in before and _is_marked(int(parent)))
 
 
