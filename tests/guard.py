@@ -21,6 +21,8 @@ GRACE_S = 5.0
 """For threads and processes that were told to end and have not got there yet."""
 OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 """Those that pytest sets for each test, and DeepSpeed when it is imported first."""
+OWN_THREADS = {"tqdm_monitor"}
+"""One for the whole process, which a library starts when it first needs it."""
 OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 """What pytest, hypothesis and tools write where they run."""
 SHARED = "shardkit.plan.worker"
@@ -53,7 +55,7 @@ def look() -> Seen:
         variables={name: value for name, value in os.environ.items() if name not in OWN_VARIABLES},
         handlers={number: signal.getsignal(number) for number in SIGNALS},
         blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        threads={thread for thread in threading.enumerate() if thread.is_alive()},
+        threads={thread for thread in threading.enumerate() if thread.name not in OWN_THREADS},
         processes=_processes(),
         group=_has_group(),
         folder=folder,

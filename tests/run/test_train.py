@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.train import main
-from tests.commands import environment, python_m
+from tests.commands import environment, python_m, train_here
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -168,10 +167,7 @@ def test_bad_settings_are_refused_in_two_lines(
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
-    try:
-        code = main([*settings(tmp_path, text), *overrides])
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # blocked for the rest of a process that trains
+    code = train_here([*settings(tmp_path, text), *overrides])
     out = capfd.readouterr()
     user_error(subprocess.CompletedProcess([], code, out.out, out.err), *said)
     assert not (tmp_path / "run").exists(), "nothing half-written"
