@@ -19,8 +19,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0
 """For threads and processes that were told to end and have not got there yet."""
-OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK"}
-"""Those that pytest sets for each test, and DeepSpeed when it is imported first."""
+OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+"""Those that pytest sets for each test, DeepSpeed when it is imported, and torch when it first needs its cache."""
 OWN_THREADS = {"tqdm_monitor"}
 """One for the whole process, which a library starts when it first needs it."""
 OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
