@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,16 @@ def python_m(
     if None in codes and not any(codes):
         raise subprocess.TimeoutExpired(command, timeout, out, err)
     return subprocess.CompletedProcess(command, next((code for code in codes if code), 0), out, err)
+
+
+def train_here(argv: list[str]) -> int:
+    """`shardkit.train`'s main in this process, which hears SIGUSR2 again after it."""
+    from shardkit.train import main
+
+    try:
+        return main(argv)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
 
 
 @contextlib.contextmanager

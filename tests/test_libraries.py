@@ -278,6 +278,7 @@ def test_training_goes_on_without_what_tracing_needs(tmp_path: Path, ranks: int)
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_training_goes_on_without_what_planning_needs(tmp_path: Path) -> None:
     done = run_without(tmp_path, "planner", 1)

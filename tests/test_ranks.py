@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, _context, run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -23,6 +23,10 @@ def add_ranks(offset: int) -> tuple[int, int, str, int]:
     total = torch.tensor([dist.get_rank() + offset])
     dist.all_reduce(total)
     return dist.get_rank(), int(total), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
+def preloaded() -> bool:
+    return {"tests.preloaded", "torch._dynamo", "torch._inductor.compile_fx"} <= sys.modules.keys()
 
 
 def fail_on_rank_1() -> None:
@@ -58,6 +62,12 @@ def test_results_come_in_rank_order_with_one_thread_each() -> None:
     assert run_ranks(3, "tests.test_ranks:add_ranks", offset=10) == [(rank, 33, "1", 1) for rank in range(3)]
 
 
+@pytest.mark.skipif(_context(None, False).get_start_method() != "forkserver", reason="needs Linux without a GPU")
+def test_ranks_find_what_they_need_imported() -> None:
+    """An import that fails in their server is silent: each would import everything by itself, for seconds."""
+    assert run_ranks(1, "tests.test_ranks:preloaded") == [True]
+
+
 def test_first_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed:[\s\S]*fail_on_rank_1[\s\S]*the culprit") as caught:
         run_ranks(2, "tests.test_ranks:fail_on_rank_1")
@@ -71,7 +81,7 @@ def test_a_crashed_rank_is_blamed_rather_than_its_peers() -> None:
 
 def test_a_hanging_rank_is_killed_and_its_stack_shown() -> None:
     with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not end[\s\S]*hang_on_rank_0"):
-        run_ranks(2, "tests.test_ranks:hang_on_rank_0", timeout=12)
+        run_ranks(2, "tests.test_ranks:hang_on_rank_0", timeout=5)
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from ..errors import TrainingError, report
 from ..launch.failures import failure
@@ -153,6 +153,7 @@ class Watchdog:
         )
         failure.record(error)
         report(error)
+        _flush(sys.stdout)
         os._exit(error.exit_code)  # the main thread may be stuck in a collective for good
 
     def _file(self, rank: int) -> Path:
@@ -169,6 +170,18 @@ class Watchdog:
         except (OSError, ValueError):
             return None
         return found
+
+
+def _flush(stream: TextIO) -> None:
+    """Write out what this process printed, unless the main thread is stuck in a write and holds the stream."""
+
+    def flush() -> None:
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+
+    flushing = threading.Thread(target=flush, name="flush", daemon=True)
+    flushing.start()
+    flushing.join(1.0)
 
 
 def dump_collectives(rank: int) -> Path | None:

@@ -43,13 +43,14 @@ def odd_manifests(body: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
         yield from odd_manifests(body[key], (*at, key))
 
 
-def test_ls_of_odd_manifests_with_right_digests(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("count", [80, pytest.param(250, marks=pytest.mark.slow)])
+def test_ls_of_odd_manifests_with_right_digests(count: int, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = saved / "step_00000003" / "manifest.json"
     whole = json.loads(file.read_bytes())["manifest"]
     (saved / "step_00000009.\x1b[2J").mkdir()
     chance = random.Random(0)
     cases = list(odd_manifests(whole))
-    for at, odd in [(("run", "val_loss"), odd) for odd in ODD] + chance.sample(cases, 250):
+    for at, odd in [(("run", "val_loss"), odd) for odd in ODD] + chance.sample(cases, count):
         body = copy.deepcopy(whole)
         inner = body
         for key in at[:-1]:

@@ -66,6 +66,7 @@ def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(t
     assert [line["step"] for line in whole_lines(run_dir / "memory.jsonl")] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_under_plain_torchrun_the_rank_says_it_itself(tmp_path: Path) -> None:
     argv = settings(

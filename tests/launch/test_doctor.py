@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,15 +15,9 @@ from shardkit.launch.doctor import examine, finding
 from shardkit.launch.doctor.finding import Check
 from shardkit.launch.ranks import affinity
 from shardkit.launch.ranks.gpus import grow_segments, ranks_per_node, visible_gpus
-from tests.launch.jobs import REPO, environment
+from tests.commands import python_m
+from tests.launch.jobs import environment
 from tests.launch.test_affinity import fake_machine
-
-
-def shardkit_doctor(*args: str, launcher: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "shardkit.cli", "doctor", *args],
-        cwd=REPO, env=environment(**env), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
 
 
 def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
@@ -46,9 +38,8 @@ def test_it_says_what_is_there_and_contradicting_variables_are_a_failure(
 
 @pytest.mark.dist
 def test_two_ranks_measure_together_and_keep_the_constants(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    args = ["--json", "--calibrate", "--device", "cpu", "--run-dir", str(tmp_path / "runs")]
-    done = shardkit_doctor(*args, launcher=launcher, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    args = ["--json", "--calibrate", "--device", "cpu", "--run-dir", tmp_path / "runs"]
+    done = python_m("shardkit.cli", "doctor", *args, ranks=2, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
     found = json.loads(done.stdout)
     measured = found["measured"]
     assert measured["world_size"] == 2 and len(measured["matmul_flops"]) == 2

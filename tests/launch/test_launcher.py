@@ -18,6 +18,7 @@ import pytest
 from shardkit.cli.__main__ import main
 from shardkit.launch.failures import job_starts
 from shardkit.launch.local import launcher
+from tests.commands import python_m
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 from tests.slurm.cluster import until
 
@@ -56,6 +57,7 @@ def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.
     assert len(list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))) == 4, "the printed command is what runs"
 
 
+@pytest.mark.slow
 def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_path: Path) -> None:
     done = run(command(*TWO, *settings(tmp_path / "run", "raise")))
     assert done.returncode == 1
@@ -110,13 +112,14 @@ def test_nodes_that_cannot_meet_are_told_why_in_time(host: str, said: str, tmp_p
     """torchrun would wait for a minute, or for good where another program holds the port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         meet = ["--nnodes", "2", "--rdzv-endpoint", f"{host}:{other.getsockname()[1]}"]
-        done = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=4)), timeout=60)
+        done = run(command(*TWO, *meet, *settings(tmp_path / "run", run__init_timeout_s=2)), timeout=60)
     assert done.returncode == 2, done
     cause, fix = done.stderr.splitlines()
     assert cause.startswith(f"error: no rank started: the nodes did not meet at {host}:") and said in cause
-    assert fix.startswith("  fix: ") and "run.init_timeout_s=4 s" in fix
+    assert fix.startswith("  fix: ") and "run.init_timeout_s=2 s" in fix
 
 
+@pytest.mark.slow
 def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
     done = run(command(*TWO, *settings(tmp_path / "run", "kill")))
     assert done.returncode == 137, done.stderr
@@ -230,7 +233,7 @@ def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
 def test_what_cannot_be_built_or_filled_is_two_lines(
     how: str, extra: dict[str, int], said: str, fix: str, tmp_path: Path
 ) -> None:
-    done = run([sys.executable, "-m", "shardkit.train", *settings(tmp_path / "run", how, **extra)])
+    done = python_m("shardkit.train", *settings(tmp_path / "run", how, **extra))
     assert done.returncode == 2, done.stderr
     cause, advice = done.stderr.splitlines()
     assert re.match(f"error: {said}", cause) and advice.startswith(f"  fix: {fix}"), done.stderr

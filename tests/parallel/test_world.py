@@ -122,6 +122,7 @@ def started(argv: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_process_may_start_again_and_again(tmp_path: Path) -> None:
     meet = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -134,6 +135,7 @@ def test_a_process_may_start_again_and_again(tmp_path: Path) -> None:
     assert len(losses) == 8 and len(set(losses)) == 1, losses
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_an_address_that_an_earlier_run_left_is_passed_over(tmp_path: Path) -> None:
     """Under MPI without MASTER_ADDR; somebody else listens there by now, when rank 1 looks."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,7 +77,7 @@ def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["method"] == "cuda"
 
 
-def test_results_made_again_from_memory_are_those_of_torch() -> None:
+def test_results_made_again_from_memory_are_those_of_torch(tmp_path: Path) -> None:
     """Every operator of a small step, three times: from the third on nothing is asked of torch's own dispatch."""
     code = """
 import torch
@@ -109,5 +107,6 @@ for again in range(4):
         assert run() == wanted, again
 assert len(asked) <= 2, asked
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    (tmp_path / "again.py").write_text(code)
+    done = python_m(f"{tmp_path}/again.py")
     assert done.returncode == 0, done.stderr

@@ -115,10 +115,10 @@ def profile_while_saving(folder: str) -> list[int]:
     export: Any = profile.export_chrome_trace
 
     def slow(self: profile, path: str) -> None:
-        time.sleep(5)
+        time.sleep(4)
         export(self, path)
 
     profile.export_chrome_trace = slow  # type: ignore[method-assign,assignment]
     Checkpointer.__init__.__kwdefaults__["meeting_s"] = 2
-    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=4"]
+    more = ["profile.start=2", "profile.steps=1", "checkpoint.every_steps=2", "run.step_timeout_s=3"]
     return [main([*settings(Path(folder, f"run{rank}")), *more, f"profile.ranks=[{rank}]"]) for rank in (0, 1)]

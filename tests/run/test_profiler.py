@@ -16,6 +16,7 @@ import pytest
 from shardkit.report.profile.account import CATEGORIES, Snapshot, account, summarise
 from shardkit.report.profile.chrome_trace import parse
 from shardkit.report.profile.timeline import render
+from tests.commands import train_here
 from tests.ranks import LEAKS, run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
@@ -40,9 +41,7 @@ def settings(folder: Path, name: str, **extra: Any) -> list[str]:
 
 
 def train(*runs: list[str]) -> list[int]:
-    from shardkit.train import main
-
-    return [main(run) for run in runs]
+    return [train_here(run) for run in runs]
 
 
 def train_all(runs: list[list[str]]) -> list[int]:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.train import main
-from tests.commands import environment, python_m
+from tests.commands import environment, python_m, train_here
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -168,7 +167,7 @@ def test_bad_settings_are_refused_in_two_lines(
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is added for task.factory
-    code = main([*settings(tmp_path, text), *overrides])
+    code = train_here([*settings(tmp_path, text), *overrides])
     out = capfd.readouterr()
     user_error(subprocess.CompletedProcess([], code, out.out, out.err), *said)
     assert not (tmp_path / "run").exists(), "nothing half-written"
@@ -318,7 +317,7 @@ class Task:
     def dataset(self, split): return torch.randn(64, 8) if split == "train" else None
     def n_targets(self, batch): return len(batch)
     def loss(self, model, batch):
-        time.sleep(0.2 if dist.get_rank() == 1 else 0.02)
+        time.sleep(0.5 if dist.get_rank() == 1 else 0.02)
         return model(batch).square().sum()
 '''
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardkit.launch.failures import job_starts
 from shardkit.run.watchdog import Watchdog, behind, dump_collectives
+from tests.commands import python_m
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 from tests.launch.tasks import Troubled
 
@@ -40,14 +41,14 @@ def test_ranks_that_wait_in_different_blocks_are_named_with_them() -> None:
 
 
 def test_who_beats_in_time_is_left_alone(tmp_path: Path) -> None:
-    dog = Watchdog(tmp_path / "hang", 0, 1, limit_s=2.0)
+    dog = Watchdog(tmp_path / "hang", 0, 1, limit_s=1.0)
     dog.start()
-    end = time.monotonic() + 2.5
+    end = time.monotonic() + 1.4
     while time.monotonic() < end:
         dog.beat(1, "forward")
         time.sleep(0.05)
     with dog.allowing(60):
-        time.sleep(2.5)
+        time.sleep(1.4)
     dog.stop()
     assert not (tmp_path / "hang").exists()
 
@@ -88,25 +89,32 @@ def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
 
 
 SUSPENDED = """
-import pathlib, subprocess, sys, time
+import pathlib, sys, time
 from shardkit.run.watchdog import Watchdog
-dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 1.4, settle_s=0.0)
+dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 1.0, settle_s=0.0)
 dog.start()
-subprocess.run(["sh", "-c", "kill -STOP $PPID; sleep 4; kill -CONT $PPID"])
-with dog.allowing(1.5, time.monotonic):  # a save that grows
-    time.sleep(4)
+print("suspend", flush=True)
+input()
+with dog.allowing(1.1, time.monotonic):  # a save that grows
+    time.sleep(2.5)
 print("alive")
 dog.beat(4, "forward")
 time.sleep(60)
 """
 
 
-@pytest.mark.slow  # it counts in seconds, which other tests beside it stretch
 def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that_grows(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
-    done = subprocess.run(argv, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "alive\n"), done
-    assert "no progress for 1 s at step 4 (forward)" in done.stderr, done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(tmp_path)], cwd=REPO, env=environment(PYTHONUNBUFFERED=""),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "suspend\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.2)  # what is tested
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate("\n", timeout=60)
+    assert (process.returncode, out) == (1, "alive\n"), err
+    assert "no progress for 1 s at step 4 (forward)" in err
 
 
 @pytest.mark.slow
@@ -134,12 +142,12 @@ def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_pa
 
 @pytest.mark.dist
 def test_an_evaluation_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
-    """2 s to join, train and evaluate ten batches of half a second: each is a sign of life."""
+    """2 s to join, train and evaluate six batches of half a second: each is a sign of life."""
     argv = settings(
         tmp_path / "run", task__factory="tests.run.test_watchdog:Slow", run__init_timeout_s=2, run__step_timeout_s=2,
-        train__eval_batches=10, train__max_steps=1,
+        train__eval_batches=6, train__max_steps=1,
     )  # fmt: skip
-    done = run([sys.executable, "-m", "shardkit.train", "--config", str(REPO / "configs/ddp.yaml"), *argv])
+    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv)
     assert done.returncode == 0, done.stderr
     assert "val_loss" in (tmp_path / "run/metrics.jsonl").read_text()
 
@@ -155,6 +163,7 @@ class Slow(Troubled):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_hanging_rank_is_named_and_the_job_restarts(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "hang", run__step_timeout_s=4, checkpoint__every_steps=1)
@@ -185,7 +194,7 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
         tmp_path / "run", task__factory="tests.launch.tasks:OneWeight", parallel__strategy="zero1",
         precision__mode="fp32", run__step_timeout_s=9,
     )  # fmt: skip
-    done = run(command("--nproc-per-node", "2", *argv), timeout=100)
+    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
     assert done.returncode == 0, done.stderr
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
@@ -193,6 +202,6 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
 @pytest.mark.dist
 def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_batches=1)
-    done = run(command("--nproc-per-node", "2", *argv), timeout=100)
+    done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
     assert done.returncode == 2, done.stderr
     assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr

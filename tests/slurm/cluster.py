@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.guard import MARK
 from tests.launch.jobs import REPO, environment, losses
 
 SCRIPT = Path(__file__).with_name("cluster.sh")
@@ -34,6 +35,7 @@ class Cluster:
             SHARDKIT_PYTHON=sys.executable,
             PATH=f"{os.environ['PATH']}:/usr/sbin",
         )
+        self.env.pop(MARK, None)  # what Slurm starts ends with the cluster, not with a test
 
     def run(self, *argv: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
         return subprocess.run(argv, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=120)

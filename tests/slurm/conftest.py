@@ -20,10 +20,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if missing is not None:
         pytest.skip(missing)
     folder = tmp_path_factory.mktemp("slurm")
-    started = subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], stdout=subprocess.DEVNULL, stderr=None)
+    cluster = Cluster(folder)
+    start = ["bash", str(SCRIPT), "start", str(folder), "2"]
+    started = subprocess.run(start, env=cluster.env, stdout=subprocess.DEVNULL)
     try:
         assert started.returncode == 0, "the cluster did not come up, see above"
-        yield Cluster(folder)
+        yield cluster
     finally:
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 

@@ -23,6 +23,7 @@ from tests.slurm.tasks import PHASES
 pytestmark = [pytest.mark.slurm, pytest.mark.dist]
 
 
+@pytest.mark.slow
 def test_preempted_at_a_random_step_it_loses_nothing(
     cluster: Cluster, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ SLOW = pytest.mark.slow
     ("style", "strategy"),
     [
         pytest.param("torchrun", "fsdp", marks=SLOW),
-        ("srun", "ddp"),
+        pytest.param("srun", "ddp", marks=SLOW),
         pytest.param("torchrun", "ddp", marks=SLOW),
         pytest.param("torchrun", "zero2", marks=SLOW),
         pytest.param("srun", "fsdp", marks=SLOW),

@@ -122,6 +122,7 @@ def test_a_foreign_model_has_the_losses_of_one_process_or_is_refused(model: str,
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_mixtures_of_experts_of_transformers_have_the_losses_of_one_process() -> None:

@@ -18,6 +18,9 @@ def single() -> dict[str, Curve]:
     }
 
 
+QUICK = [(2, "adamw_clipped"), (2, "sgd_unclipped"), (4, "adamw_clipped")]
+
+
 def test_the_job_itself_is_telling(single: dict[str, Curve]) -> None:
     for curve in single.values():
         assert len(curve) >= 8
@@ -31,7 +34,7 @@ def test_the_job_itself_is_telling(single: dict[str, Curve]) -> None:
 @pytest.mark.parametrize(
     ("world", "optimizer"),
     [
-        pytest.param(world, optimizer, marks=pytest.mark.slow if world > 2 and optimizer == "sgd_unclipped" else ())
+        pytest.param(world, optimizer, marks=pytest.mark.slow if (world, optimizer) not in QUICK else ())
         for world in (2, 3, 4)
         for optimizer in cases.OPTIMIZERS
     ],
@@ -48,6 +51,7 @@ def test_offload_gives_the_losses_of_one_process(single: dict[str, Curve]) -> No
     compare(2, names, "adamw_clipped", single)
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_one_process_with_offload_gives_the_same_losses(single: dict[str, Curve]) -> None:
     compare(1, ["ddp", "fsdp", "zero2+optimizer", "zero3+optimizer+param"], "adamw_clipped", single)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -238,6 +239,7 @@ def refused_cheaply(source: Path, out: Path) -> str:
     child = os.fork()
     if child == 0:
         try:
+            gc.freeze()  # to collect what earlier tests left, such as a process group, can crash a forked process
             resource.setrlimit(resource.RLIMIT_CPU, (12, 12))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -1,0 +1,163 @@
+"""Fails a test that leaves something behind: variables, signal handlers, threads, processes, process groups, files.
+
+What was left is taken away again where that is safe, so that the tests after it are not blamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0
+"""For threads and processes that were told to end and have not got there yet."""
+OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+"""Those that pytest sets for each test, DeepSpeed when it is imported, and torch when it first needs its cache."""
+OWN_THREADS = {"tqdm_monitor"}
+"""One for the whole process, which a library starts when it first needs it."""
+OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+"""What pytest, hypothesis and tools write where they run."""
+SHARED = "shardkit.plan.worker"
+"""Processes of a module's fixture, which starts them with the first question, and anew after one without an answer."""
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+MARK = "TESTS_STARTED_BY"
+"""The variable, set to the process that runs the tests, by which orphans are known."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a test finds."""
+
+    variables: dict[str, str]
+    handlers: dict[int, object]
+    blocked: set[signal.Signals]
+    threads: set[threading.Thread]
+    processes: set[int]
+    group: bool
+    folder: str
+    files: dict[str, set[str]]
+
+
+def look() -> Seen:
+    """A few file operations: less than a millisecond."""
+    folder = os.getcwd()
+    return Seen(
+        variables={name: value for name, value in os.environ.items() if name not in OWN_VARIABLES},
+        handlers={number: signal.getsignal(number) for number in SIGNALS},
+        blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        threads={thread for thread in threading.enumerate() if thread.name not in OWN_THREADS},
+        processes=_processes(),
+        group=_has_group(),
+        folder=folder,
+        files={place: set(os.listdir(place)) - OWN_FILES for place in {folder, str(REPO)}},
+    )
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Raises an AssertionError that names all that is there at the end and was not there at the start."""
+    before = look()
+    yield
+    found = list(_left(before))
+    assert not found, "this test leaves behind " + "; ".join(found)
+
+
+def _left(before: Seen) -> Iterator[str]:
+    now = look()
+    if now.folder != before.folder:
+        yield f"the working directory {now.folder}"
+        os.chdir(before.folder)
+    for place, names in before.files.items():
+        if more := set(os.listdir(place)) - OWN_FILES - names:
+            yield f"files in {place}: {', '.join(sorted(more))}"
+    changed = {
+        name
+        for name in before.variables.keys() | now.variables.keys()
+        if before.variables.get(name) != now.variables.get(name)
+    }
+    if changed:
+        yield f"environment variables: {', '.join(sorted(changed))}"
+        for name in changed:
+            if name in before.variables:
+                os.environ[name] = before.variables[name]
+            else:
+                del os.environ[name]
+    for number, handler in before.handlers.items():
+        if now.handlers[number] is not handler:
+            yield f"a handler of {signal.Signals(number).name}"
+            if handler is not None:  # one that C code set cannot be set from here
+                signal.signal(number, handler)  # type: ignore[arg-type]
+    if now.blocked != before.blocked:
+        yield f"blocked signals: {', '.join(one.name for one in now.blocked ^ before.blocked)}"
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.blocked)
+    if now.group and not before.group:
+        yield "an initialized process group"
+        sys.modules["torch.distributed"].destroy_process_group()
+    deadline = time.monotonic() + GRACE_S
+    for thread in now.threads - before.threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            yield f"a thread: {thread.name}"
+    for pid, words in _wait_for(before.processes, now.processes - before.processes, deadline).items():
+        yield f"process {pid}: {words}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _has_group() -> bool:
+    """Whether torch.distributed is initialized; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _processes() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} if sys.platform == "linux" else set()
+
+
+def _wait_for(before: set[int], new: set[int], deadline: float) -> dict[int, str]:
+    """Command lines of those that a test started and that do not end in time."""
+    while (running := {pid: _command_line(pid) for pid in new if _is_tests(pid, before)}) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    return running
+
+
+def _is_tests(pid: int, before: set[int]) -> bool:
+    """Whether a process runs that a test started: a child, a rank, or an orphan that inherited the mark.
+
+    Not one that a browser or a cluster started, which was there before the test and serves others after it.
+    """
+    servers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:  # it has ended
+        return False
+    if state == "Z" or pid in servers:
+        return False
+    if int(parent) in {os.getpid(), *servers}:
+        return SHARED not in _command_line(pid)
+    return _is_marked(pid) and not (int(parent) in before and _is_marked(int(parent)))
+
+
+def _is_marked(pid: int) -> bool:
+    try:
+        return f"{MARK}={os.getpid()}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()[:200]
+    return "it has just ended"
