@@ -407,12 +407,12 @@ class Real:
 
     @contextlib.contextmanager
     def small_disk(self, run_dir: Path) -> Iterator[Path]:
-        """Checkpoints lie on a small disk of their own."""
+        """Checkpoints lie on a small disk of their own, with room for them."""
         disk = run_dir.with_suffix(".disk")
         disk.mkdir()
         run_dir.mkdir()
         (run_dir / "checkpoints").symlink_to(disk)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(disk)], check=True)
         try:
             yield disk
         finally:
@@ -487,10 +487,11 @@ def reach(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def fill(disk: Path, pages: int) -> None:
-    """Leave so many pages free, fewer than a checkpoint needs."""
+    """Leave so many pages free; a checkpoint needs more."""
     free = os.statvfs(disk).f_bavail
     check(free > pages, f"{disk} has {free} pages left")
-    (disk / "filler").write_bytes(bytes((free - pages) * os.statvfs(disk).f_frsize))
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (free - pages) * os.statvfs(disk).f_frsize)
 
 
 def unsaved_word(said: str, step: int) -> None:

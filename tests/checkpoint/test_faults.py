@@ -147,7 +147,7 @@ class TestAFullDisk:
             report = checkpoints.save(RunState(step=4))
         assert report is not None
         assert report.error is not None
-        assert "GiB free" in report.error
+        assert "to write and 64.0 MiB to keep free, 0.0 MiB free in" in report.error
         assert checkpoints.failures == 1
         assert resumed(saved) == 3
         strategy.fill(5)
