@@ -36,6 +36,7 @@ from torch import nn
 from shardkit.checkpoint import manage
 from shardkit.checkpoint.format import layout
 from shardkit.launch.local import restart
+from shardkit.launch.local.rendezvous import ReservedPort
 
 from .common import REPO, write_result
 
@@ -108,16 +109,25 @@ def newest(run_dir: Path) -> int:
 # ---- forked processes, killed at a change on disk
 
 
-def fork(
-    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
-) -> int:
+def fork(args: list[str], said: Path, crash: tuple[int, str] | None = None) -> int:
     """Train in a forked process; its exit code, −9 for one that was killed at its `crash[0]`-th change on disk.
 
     What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
     """
+    return end_of(begin(args, said, crash))
+
+
+def end_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def begin(
+    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
+) -> int:
+    """The id of a forked process that trains."""
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return pid
     try:
         os.setsid()
         os.environ.update(environ or {})
@@ -377,10 +387,25 @@ class Real:
 
     def reference(self) -> None:
         """The losses of a run that nothing disturbs."""
-        process = self.launch(self.work / "whole", pace=0.0)
-        said = process.communicate()[0]
-        check(process.returncode == 0, said[-2000:])
+        said = self.two_ranks(self.work / "whole")
         self.whole.update(losses(self.work / "whole"))
+        _load(said.read_text().splitlines()[-1].split()[1:])
+
+    def two_ranks(self, run_dir: Path, *more: str) -> Path:
+        """Train to the end in two forked ranks; the file with what rank 0 promised."""
+        said = [run_dir.with_name(f"{run_dir.name}-rank{rank}") for rank in range(2)]
+        with contextlib.closing(ReservedPort()) as port:
+            world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            world["MASTER_PORT"] = str(port.port)
+            args = [*long_settings(run_dir, 0.0), *more]
+            pids = [
+                begin(args, path, environ={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank, path in enumerate(said)
+            ]
+            codes = [end_of(pid) for pid in pids]
+        outs = "\n".join(path.with_suffix(".out").read_text()[-1000:] for path in said)
+        check(codes == [0, 0], f"went on with exit codes {codes}: {outs}")
+        return said[0]
 
     def end(self, run_dir: Path) -> None:
         """End what a case that failed left running."""
@@ -396,9 +421,7 @@ class Real:
 
     def finish(self, run_dir: Path) -> None:
         """Go on to the end; nothing may be missing."""
-        process = self.launch(run_dir, "run.resume=true", pace=0.0)
-        said = process.communicate(timeout=180)[0]
-        check(process.returncode == 0, said[-2000:])
+        self.two_ranks(run_dir, "run.resume=true")
         self.complete(run_dir)
 
     def complete(self, run_dir: Path) -> None:
@@ -428,7 +451,7 @@ class Real:
         said = process.communicate(timeout=180)[0]
         check(process.returncode == (0 if again else 137), f"exit code {process.returncode}: {said[-600:]}")
         check(again or "killed by SIGKILL" in said, said[-600:])
-        self.finish(run_dir)
+        (self.complete if again else self.finish)(run_dir)
 
     def signal(self, run_dir: Path, chance: random.Random) -> None:
         """TERM of the launcher, a closed terminal, or Ctrl-C."""

@@ -200,8 +200,13 @@ class Model(nn.Module):
         if branch == "recurrent":
             self.layers.append(Last(32, 32, batch_first=True))
         if branch.startswith("rates"):
-            rates = [rate.item() for rate in torch.linspace(0, 0.2, 3)]
+            given = torch.linspace(0, 0.2, 3)
+            rates = given.tolist() if branch.endswith("tolist") else [rate.item() for rate in given]
             self.layers.extend(nn.Sequential(nn.Linear(32, 32), nn.Dropout(rate)) for rate in rates if rate > 0)
+        if branch == "own weight":
+            self.scale = self.layers[0].weight.std().item()
+        if branch == "nowhere":
+            self.scale = torch.ones(3).sum().item() + torch.ones(1, device="nowhere")
 
     def forward(self, x):
         y = self.inner(x)
@@ -236,6 +241,9 @@ class Task:
         self.branch = branch
         if plan_loss:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
+        if branch.endswith(" drawn"):
+            self.branch = branch.removesuffix(" drawn")
+            self.init_parameter = lambda fqn, full, generator: full.normal_(generator=generator)
 
     def build_model(self):
         model = Model(self.branch)
@@ -274,11 +282,11 @@ def for_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:28 \(if self.branch", "plan_loss"),
-        ("shape", r"needs the values of a tensor at .*users_task.py:31 ", "plan_loss"),
-        ("op", r"users.twice.* at .*users_task.py:33 .*no fake kernel", "register_fake"),
-        ("custom", r"users::thrice at .*users_task.py:35 .*no fake kernel", "register_fake"),
-        ("array", r"numpy\(\) is not supported .* at .*users_task.py:37 ", "plan_loss"),
+        ("value", r"needs the value of a tensor at .*users_task.py:33 \(if self.branch", "plan_loss"),
+        ("shape", r"needs the values of a tensor at .*users_task.py:36 ", "plan_loss"),
+        ("op", r"users.twice.* at .*users_task.py:38 .*no fake kernel", "register_fake"),
+        ("custom", r"users::thrice at .*users_task.py:40 .*no fake kernel", "register_fake"),
+        ("array", r"numpy\(\) is not supported .* at .*users_task.py:42 ", "plan_loss"),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
 )
@@ -310,12 +318,23 @@ def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Cal
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
-@pytest.mark.parametrize("branch", ["rates by item"])
+@pytest.mark.parametrize("branch", ["rates by item", "rates by tolist", "rates by tolist drawn"])
 def test_a_constructor_that_reads_values_is_given_the_true_ones(
     branch: str, strategy: str, for_users: Callable[..., MemoryEstimate]
 ) -> None:
     """As models read their rates of dropout: a layer is made only where the rate is not 0."""
     assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
+
+
+def test_a_constructor_that_reads_its_own_weights_is_built_really(for_users: Callable[..., MemoryEstimate]) -> None:
+    assert for_users("own weight", "parallel.strategy=single").n_params == 4 * 32 * 33
+
+
+def test_a_constructor_that_reads_values_and_cannot_be_built_here_is_refused(
+    for_users: Callable[..., MemoryEstimate],
+) -> None:
+    with pytest.raises(ConfigError, match=r"constructor needs .*users_task.py:\d+ \(self.scale.*\n  fix: .*numbers"):
+        for_users("nowhere", "parallel.strategy=single")
 
 
 def on_a_cpu(branch: str, folder: Path) -> MemoryEstimate:
