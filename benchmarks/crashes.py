@@ -106,6 +106,13 @@ def newest(run_dir: Path) -> int:
     return max([layout.step_of(path) or 0 for path in found], default=0)
 
 
+def check_latest(run_dir: Path) -> None:
+    """A script that follows `latest` finds a checkpoint."""
+    latest = run_dir / "checkpoints" / layout.LATEST
+    name = latest.read_text().strip() if latest.exists() else None
+    check(name is None or (latest.parent / name / "manifest.json").exists(), f"latest names {name}, which is not there")
+
+
 # ---- forked processes, killed at a change on disk
 
 
@@ -304,6 +311,7 @@ def _look(one: Scenario, run_dir: Path, promised: int) -> None:
     damaged = one.name == "resumed, the newest damaged"
     with _aside(run_dir / "checkpoints/step_00000004", damaged and _is_cut(run_dir)):
         found = newest(run_dir)
+    check_latest(run_dir)
     check(found >= promised, f"step {promised} was said to be saved, {found} is the newest")
     if one.name == "resumed":
         check(found >= 4, f"the checkpoint of step 4 is lost, {found} is the newest")
@@ -427,6 +435,7 @@ class Real:
     def complete(self, run_dir: Path) -> None:
         check(losses(run_dir) == self.whole, "the losses are not those of an undisturbed run")
         check(newest(run_dir) == LONG, "the last checkpoint is not there")
+        check_latest(run_dir)
 
     @contextlib.contextmanager
     def small_disk(self, run_dir: Path) -> Iterator[Path]:
