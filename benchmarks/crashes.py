@@ -540,8 +540,9 @@ def ranks_of(run_dir: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if b"shardkit.train" in words and f"run.dir={run_dir}".encode() in words and b"torch" not in words[2]:
+            words = path.read_text().split("\0")
+            here = any(word == f"run.dir={run_dir}" or word.startswith(f"{run_dir}/submit/") for word in words)
+            if here and words[1:4].count("shardkit.train"):
                 found.append(int(path.parent.name))
     return sorted(found)
 
