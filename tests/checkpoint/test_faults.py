@@ -183,6 +183,23 @@ class TestAFullDisk:
         assert errors[0] is None and errors[-1] is None and errors.count(None) < len(errors) / 4
         print(f"{len(errors) - errors.count(None)} saves failed on a full disk, the checkpoint before stayed")
 
+    def test_a_resume_needs_no_room(
+        self, alone: None, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A job that Slurm starts again finds the disk as full as it left it."""
+        monkeypatch.setattr(writer_module, "check_space", lambda folder, needed: None)
+        strategy = fakes.Plain()
+        checkpoints = fakes.checkpointer(small_disk, strategy)
+        save(checkpoints, strategy, 1)
+        save(checkpoints, strategy, 2)
+        checkpoints.close()
+        leave_free(small_disk, 0)
+        assert resumed(small_disk) == 2 and "cannot be written" not in caplog.text
+        (small_disk / "step_00000002/manifest.json").write_text("{")
+        assert resumed(small_disk) == 1
+        assert any("latest cannot be written: No space left on device" in line for line in caplog.messages)
+        assert not (small_disk / layout.LATEST).exists(), "it named a checkpoint that was set aside"
+
     @pytest.mark.dist
     @pytest.mark.parametrize("async_save", [False, True])
     def test_one_rank_without_space_fails_the_save_on_all(self, async_save: bool, tmp_path: Path) -> None:
