@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -524,10 +525,11 @@ def fill(disk: Path, pages: int) -> None:
         while True:
             stat = os.statvfs(disk)
             try:
-                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size + (stat.f_bavail - pages) * 4096)
+                os.posix_fallocate(file.fileno(), 0, max(1, stat.f_bavail - pages) * stat.f_frsize)
                 return
-            except OSError:  # a save took some of it meanwhile
-                check(stat.f_frsize == 4096, f"pages of {stat.f_frsize} bytes")
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # a save took some of it meanwhile
+                    raise
 
 
 def unsaved_word(said: str, step: int) -> None:
@@ -588,7 +590,7 @@ class OnSlurm(Real):
             self.cluster.call("scancel", "--batch", "--signal=USR2", job)
         said = self.ended(job, output, "COMPLETED", 0)
         restarts = int(self.cluster.field(job, "Restarts"))
-        check(restarts == 1 and len(re.findall("saved after USR2: ", said)) == 1, f"{restarts} restarts: {said[-600:]}")
+        check(restarts == 1 and said.count("saved after USR2: ") == 1, f"{restarts} restarts: {said[-600:]}")
         self.complete(run_dir)
 
     def preempted(self, run_dir: Path, chance: random.Random) -> None:

@@ -86,26 +86,20 @@ def refuse_value(frame: FrameType | None) -> None:
 
 def of_deepspeed(frame: FrameType | None) -> bool:
     """Whether the code that called torch is DeepSpeed's."""
-    caller = _caller_of_torch(frame)
-    return caller is not None and _is_of("deepspeed", caller.f_code.co_filename)
+    while frame is not None and _is_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and _is_of("deepspeed", frame.f_code.co_filename)
 
 
 def constructor_reads(frame: FrameType | None) -> ConfigError:
     """The error of a constructor that reads a tensor's value and cannot be built with real ones."""
-    caller = _caller_of_torch(frame)
-    where = "" if caller is None else _line(caller.f_code.co_filename, caller.f_lineno)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    where = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
     return ConfigError(
         f"the model's constructor needs the value of a tensor{where}, and cannot be built on this machine's CPU",
         "compute what it reads from numbers instead of tensors, or make the model's constructor work on the CPU",
     )
-
-
-def _caller_of_torch(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and (
-        _is_torch(frame.f_code.co_filename) or Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
-    ):
-        frame = frame.f_back
-    return frame
 
 
 def _at(trace: TracebackType | None) -> str:
