@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -36,11 +37,15 @@ from torch import nn
 from shardkit.checkpoint import manage
 from shardkit.checkpoint.format import layout
 from shardkit.launch.local import restart
+from shardkit.launch.local.rendezvous import ReservedPort
 
 from .common import REPO, write_result
 
 PROGRESS = REPO / "build" / "crashes.jsonl"
-STEPS = 6
+STEPS, LONG = 6, 60
+"""Steps of a forked run, and of a real one."""
+PACE_S = 0.05
+"""A step of a real run."""
 CHANGES = ("write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link", "utime", "ftruncate")
 """Functions of `os` through which a run changes what is on disk; files that are opened to be written count as well."""
 WHERE = ("before", "torn", "after")
@@ -102,19 +107,35 @@ def newest(run_dir: Path) -> int:
     return max([layout.step_of(path) or 0 for path in found], default=0)
 
 
+def check_latest(run_dir: Path) -> None:
+    """A script that follows `latest` finds a checkpoint."""
+    latest = run_dir / "checkpoints" / layout.LATEST
+    name = latest.read_text().strip() if latest.exists() else None
+    check(name is None or (latest.parent / name / "manifest.json").exists(), f"latest names {name}, which is not there")
+
+
 # ---- forked processes, killed at a change on disk
 
 
-def fork(
-    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
-) -> int:
+def fork(args: list[str], said: Path, crash: tuple[int, str] | None = None) -> int:
     """Train in a forked process; its exit code, −9 for one that was killed at its `crash[0]`-th change on disk.
 
     What it promises ("saved N"), and the number of changes at a normal end, are lines of the file `said`.
     """
+    return end_of(begin(args, said, crash))
+
+
+def end_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def begin(
+    args: list[str], said: Path, crash: tuple[int, str] | None = None, environ: dict[str, str] | None = None
+) -> int:
+    """The id of a forked process that trains."""
     pid = os.fork()
     if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return pid
     try:
         os.setsid()
         os.environ.update(environ or {})
@@ -291,6 +312,7 @@ def _look(one: Scenario, run_dir: Path, promised: int) -> None:
     damaged = one.name == "resumed, the newest damaged"
     with _aside(run_dir / "checkpoints/step_00000004", damaged and _is_cut(run_dir)):
         found = newest(run_dir)
+    check_latest(run_dir)
     check(found >= promised, f"step {promised} was said to be saved, {found} is the newest")
     if one.name == "resumed":
         check(found >= 4, f"the checkpoint of step 4 is lost, {found} is the newest")
@@ -353,97 +375,166 @@ def saved_word(text: str) -> bool:
 class Real:
     """Runs of two ranks that are disturbed, and go on."""
 
-    def __init__(self, work: Path) -> None:
-        self.work, self.whole = work, dict[int, float]()
+    scenarios: tuple[str, ...] = ("kill", "kill", "signal", "signal", "full_disk", "second_writer")
+
+    def __init__(self, work: Path, whole: dict[int, float]) -> None:
+        self.work, self.whole = work, whole
         drop = re.compile(r"^(RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_|TORCHELASTIC_|SHARDKIT_)")
         self.env = {name: value for name, value in os.environ.items() if not drop.match(name)}
         self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+        self.started: list[subprocess.Popen[str]] = []
 
-    def launch(self, run_dir: Path, *more: str, pace: float = 0.03) -> subprocess.Popen[str]:
-        args = settings(run_dir, train__max_steps=60, checkpoint__every_steps=7, task__args__pace=pace)
-        argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args, *more]
-        return subprocess.Popen(
-            [*argv, "parallel.strategy=ddp"], cwd=REPO, env=self.env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    def launch(self, run_dir: Path, *more: str, pace: float = PACE_S) -> subprocess.Popen[str]:
+        args = [*long_settings(run_dir, pace), *more]
+        argv = [sys.executable, "-m", "shardkit.cli", "launch", "-", "--nproc-per-node", "2", *args]
+        process = subprocess.Popen(
+            argv, cwd=REPO, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
+        self.started.append(process)
+        return process
 
     def reference(self) -> None:
-        process = self.launch(self.work / "whole", pace=0.0)
-        said = process.communicate()[0]
-        check(process.returncode == 0, said[-2000:])
-        self.whole = losses(self.work / "whole")
+        """The losses of a run that nothing disturbs."""
+        said = self.two_ranks(self.work / "whole")
+        self.whole.update(losses(self.work / "whole"))
+        _load(said.read_text().splitlines()[-1].split()[1:])
+
+    def two_ranks(self, run_dir: Path, *more: str) -> Path:
+        """Train to the end in two forked ranks; the file with what rank 0 promised."""
+        said = [run_dir.with_name(f"{run_dir.name}-rank{rank}") for rank in range(2)]
+        with contextlib.closing(ReservedPort()) as port:
+            world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            world["MASTER_PORT"] = str(port.port)
+            args = [*long_settings(run_dir, 0.0), *more]
+            pids = [
+                begin(args, path, environ={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank, path in enumerate(said)
+            ]
+            codes = [end_of(pid) for pid in pids]
+        outs = "\n".join(path.with_suffix(".out").read_text()[-1000:] for path in said)
+        check(codes == [0, 0], f"went on with exit codes {codes}: {outs}")
+        return said[0]
+
+    def end(self, run_dir: Path) -> None:
+        """End what a case that failed left running."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        self.started.clear()
+        for pid in ranks_of(run_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not ranks_of(run_dir), "the ranks have ended")
 
     def finish(self, run_dir: Path) -> None:
         """Go on to the end; nothing may be missing."""
-        process = self.launch(run_dir, "run.resume=true", pace=0.0)
-        said = process.communicate()[0]
-        check(process.returncode == 0, said[-2000:])
+        self.two_ranks(run_dir, "run.resume=true")
         self.complete(run_dir)
 
     def complete(self, run_dir: Path) -> None:
         check(losses(run_dir) == self.whole, "the losses are not those of an undisturbed run")
-        check(newest(run_dir) == 60, "the last checkpoint is not there")
+        check(newest(run_dir) == LONG, "the last checkpoint is not there")
+        check_latest(run_dir)
 
-    def stopped(self, run_dir: Path, said: str, code: int) -> None:
-        """What a run that was told to end said."""
-        at, saved = last_step(run_dir), newest(run_dir)
-        check((code == 75) == saved_word(said), f"exit code {code}, but it said: {said[-300:]}")
-        if code == 75:
-            check(saved == at, f"saved and stopped at step {at}, but the newest checkpoint is {saved}")
-
-    def kill(self, run_dir: Path, chance: random.Random) -> None:
-        """kill −9 of a rank; torchrun starts it again, or the user does."""
-        again = chance.random() < 0.5
-        process = self.launch(run_dir, *(["--max-restarts", "1"] if again else []))
-        until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
-        victims = [pid for pid in ranks_of(run_dir) if pid != process.pid]
-        os.kill(chance.choice(victims), signal.SIGKILL)
-        said = process.communicate(timeout=180)[0]
-        check((process.returncode == 0) == again, f"exit code {process.returncode}: {said[-600:]}")
-        self.finish(run_dir)
-
-    def signal(self, run_dir: Path, chance: random.Random) -> None:
-        """TERM, HUP or Ctrl-C of the launcher."""
-        process = self.launch(run_dir)
-        until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
-        number = chance.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-        process.send_signal(number)
-        said = process.communicate(timeout=120)[0]
-        check(process.returncode == (130 if number == signal.SIGINT else 75), f"{number.name}: {said[-600:]}")
-        self.stopped(run_dir, said, process.returncode)
-        self.finish(run_dir)
-
-    def full_disk(self, run_dir: Path, chance: random.Random) -> None:
-        """Checkpoints lie on a disk that is too small: saves fail until there is room."""
+    @contextlib.contextmanager
+    def small_disk(self, run_dir: Path) -> Iterator[Path]:
+        """Checkpoints lie on a small disk of their own, with room for them."""
         disk = run_dir.with_suffix(".disk")
         disk.mkdir()
         run_dir.mkdir()
         (run_dir / "checkpoints").symlink_to(disk)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(disk)], check=True)
         try:
-            told = chance.random() < 0.5
+            yield disk
+        finally:
+            self.end(run_dir)
+            subprocess.run(["umount", str(disk)], check=True)
+
+    def kill(self, run_dir: Path, chance: random.Random) -> None:
+        """kill −9 of a rank; torchrun starts it again, or the user does."""
+        again, step, victim = chance.random() < 0.5, chance.randint(1, 40), chance.randrange(2)
+        process = self.launch(run_dir, *(["--max-restarts", "1"] if again else []))
+        reach(run_dir, step, process)
+        os.kill(ranks_of(run_dir)[victim], signal.SIGKILL)
+        said = process.communicate(timeout=180)[0]
+        check(process.returncode == (0 if again else 137), f"exit code {process.returncode}: {said[-600:]}")
+        check(again or "killed by SIGKILL" in said, said[-600:])
+        (self.complete if again else self.finish)(run_dir)
+
+    def signal(self, run_dir: Path, chance: random.Random) -> None:
+        """TERM of the launcher, a closed terminal, or Ctrl-C."""
+        number = chance.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+        process = self.launch(run_dir)
+        reach(run_dir, chance.randint(1, 40), process)
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+        else:
+            os.killpg(process.pid, number)  # all that belongs to the terminal hears of these
+        said, code = process.communicate(timeout=120)[0], process.returncode
+        check(code == (130 if number == signal.SIGINT else 75), f"{number.name}: exit code {code}: {said[-600:]}")
+        check((code == 75) == saved_word(said), f"exit code {code}, but it said: {said[-300:]}")
+        at, saved = last_step(run_dir), newest(run_dir)
+        check(code != 75 or saved == at, f"saved and stopped at step {at}, but the newest checkpoint is {saved}")
+        self.finish(run_dir)
+
+    def full_disk(self, run_dir: Path, chance: random.Random) -> None:
+        """The disk with the checkpoints is full at some step: saves fail until there is room."""
+        told, step, room = chance.random() < 0.5, chance.randint(1, 30), chance.randrange(4)
+        with self.small_disk(run_dir) as disk:
             process = self.launch(run_dir, f"checkpoint.async_save={chance.choice(['true', 'false'])}")
+            reach(run_dir, step, process)
+            fill(disk, room)
             if told:
-                until(lambda: last_step(run_dir) >= chance.randint(1, 40), "some step")
                 process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=120)[0]
             check(process.returncode == 5, f"exit code {process.returncode}: {said[-600:]}")
-            check("the last save, of step" in said and not saved_word(said), said[-600:])
-            subprocess.run(["mount", "-o", "remount,size=200m", str(disk)], check=True)
+            unsaved_word(said, last_step(run_dir))
+            newest(run_dir)
+            (disk / "filler").unlink()
             self.finish(run_dir)
-        finally:
-            subprocess.run(["umount", str(disk)], check=True)
 
     def second_writer(self, run_dir: Path, chance: random.Random) -> None:
         """Another run is started in the directory."""
-        first = self.launch(run_dir)
-        until(lambda: last_step(run_dir) >= chance.randint(1, 30), "some step")
-        second = self.launch(run_dir, chance.choice(["run.resume=true", "run.overwrite=true"]))
+        more = chance.choice(["run.resume=true", "run.overwrite=true"])
+        first = self.launch(run_dir, pace=10 * PACE_S)
+        reach(run_dir, chance.randint(1, 15), first)
+        second = self.launch(run_dir, more)
         said = second.communicate(timeout=120)[0]
-        told = first.communicate(timeout=180)[0]
         check(second.returncode == 2 and "is being written by process" in said, f"{second.returncode}: {said[-600:]}")
+        told = first.communicate(timeout=180)[0]
         check(first.returncode == 0, told[-600:])
         self.complete(run_dir)
+
+
+def long_settings(run_dir: Path, pace: float) -> list[str]:
+    long = settings(run_dir, train__max_steps=LONG, checkpoint__every_steps=7, task__args__pace=pace)
+    return [*long, "parallel.strategy=ddp"]
+
+
+def reach(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    until(lambda: last_step(run_dir) >= step or process.poll() is not None, f"step {step}")
+    if process.poll() is not None:
+        check(False, f"ended before step {step} with {process.returncode}: {process.communicate()[0][-600:]}")
+
+
+def fill(disk: Path, pages: int) -> None:
+    """Leave so many pages free; a checkpoint needs more."""
+    with (disk / "filler").open("wb") as file:
+        while True:
+            stat = os.statvfs(disk)
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, stat.f_bavail - pages) * stat.f_frsize)
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # a save took some of it meanwhile
+                    raise
+
+
+def unsaved_word(said: str, step: int) -> None:
+    check(f"the last save, of step {step}, failed" in said, f"stopped at step {step}: {said[-600:]}")
+    check(not saved_word(said), said[-600:])
 
 
 def ranks_of(run_dir: Path) -> list[int]:
@@ -451,83 +542,112 @@ def ranks_of(run_dir: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if b"shardkit.train" in words and f"run.dir={run_dir}".encode() in words and b"torch" not in words[2]:
+            words = path.read_text().split("\0")
+            here = any(word == f"run.dir={run_dir}" or word.startswith(f"{run_dir}/submit/") for word in words)
+            if here and words[1:4].count("shardkit.train"):
                 found.append(int(path.parent.name))
-    return found
+    return sorted(found)
 
 
 class OnSlurm(Real):
-    """The same as jobs of a Slurm cluster."""
+    """Jobs of a Slurm cluster that are disturbed."""
 
-    def __init__(self, work: Path, cluster: Any) -> None:
-        super().__init__(work)
+    scenarios = ("usr2", "usr2", "preempted", "usr2_without_room", "killed", "second_job", "orphans")
+
+    def __init__(self, work: Path, whole: dict[int, float], cluster: Any) -> None:
+        super().__init__(work, whole)
         self.cluster = cluster
+        self.jobs: list[tuple[str, Path]] = []
 
-    def queue(self, run_dir: Path, *more: str) -> str:
-        args = settings(run_dir, train__max_steps=60, checkpoint__every_steps=7, task__args__pace=0.03)
-        output = run_dir.with_suffix(".out")
-        options = [*args, "parallel.strategy=ddp", *more]
-        return str(self.cluster.sbatch("srun", output, options, nodes=1, ranks=2))
+    def queue(self, run_dir: Path, *more: str, output: str = ".out") -> tuple[str, Path]:
+        path = run_dir.with_suffix(output)
+        job = self.cluster.sbatch("srun", path, [*long_settings(run_dir, PACE_S), *more], nodes=1, ranks=2)
+        self.jobs.append((job, path))
+        return job, path
 
-    def usr2(self, run_dir: Path, chance: random.Random) -> None:
-        """Slurm's warning before the time limit, or a preemption."""
-        job, output = self.queue(run_dir), run_dir.with_suffix(".out")
+    def end(self, run_dir: Path) -> None:
+        for job, path in self.jobs:
+            self.cluster.run("scancel", job)
+            self.cluster.wait(job, path)
+        self.jobs.clear()
+        super().end(run_dir)
+
+    def ended(self, job: str, output: Path, wanted: str, code: int) -> str:
+        """Its output; the job must have ended so."""
+        state = self.cluster.wait(job, output)
+        said: str = output.read_text()
+        found = self.cluster.field(job, "ExitCode")
+        check(state == wanted and found == f"{code}:0", f"{state}, {found}: {said[-600:]}")
+        return said
+
+    def usr2(self, run_dir: Path, chance: random.Random, preempt: bool = False) -> None:
+        """Slurm's warning before the time limit."""
+        job, output = self.queue(run_dir)
         self.cluster.wait_for_step(run_dir, chance.randint(1, 40), output)
-        if chance.random() < 0.3:
+        if preempt:
             self.cluster.preempt()
         else:
             self.cluster.call("scancel", "--batch", "--signal=USR2", job)
-        state = self.cluster.wait(job, output)
-        said = output.read_text()
-        check(state == "COMPLETED", f"{state}: {said[-600:]}")
-        check(said.count("queued again") == int(self.cluster.field(job, "Restarts")), "said to be queued again")
+        said = self.ended(job, output, "COMPLETED", 0)
+        restarts = int(self.cluster.field(job, "Restarts"))
+        check(restarts == 1 and said.count("saved after USR2: ") == 1, f"{restarts} restarts: {said[-600:]}")
         self.complete(run_dir)
+
+    def preempted(self, run_dir: Path, chance: random.Random) -> None:
+        """A job with more rights takes the node."""
+        self.usr2(run_dir, chance, preempt=True)
 
     def usr2_without_room(self, run_dir: Path, chance: random.Random) -> None:
         """The warning, and no room for the save."""
-        disk = run_dir.with_suffix(".disk")
-        disk.mkdir()
-        run_dir.mkdir()
-        (run_dir / "checkpoints").symlink_to(disk)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
-        try:
-            job, output = self.queue(run_dir), run_dir.with_suffix(".out")
+        with self.small_disk(run_dir) as disk:
+            job, output = self.queue(run_dir)
             self.cluster.wait_for_step(run_dir, chance.randint(1, 30), output)
+            fill(disk, chance.randrange(4))
             self.cluster.call("scancel", "--batch", "--signal=USR2", job)
-            state = self.cluster.wait(job, output)
-            said = output.read_text()
-            check(state == "FAILED" and self.cluster.field(job, "ExitCode") == "5:0", f"{state}: {said[-600:]}")
-            check("queued again" not in said and not saved_word(said), said[-600:])
-        finally:
-            subprocess.run(["umount", str(disk)], check=True)
+            said = self.ended(job, output, "FAILED", 5)
+            unsaved_word(said, last_step(run_dir))
+            restarts, saved = int(self.cluster.field(job, "Restarts")), newest(run_dir)
+            check(restarts == said.count("queued again") == (saved > 0), f"{restarts} restarts with {saved} saved")
+            (disk / "filler").unlink()
+            self.finish(run_dir)
+
+    def killed(self, run_dir: Path, chance: random.Random) -> None:
+        """kill −9 of a rank, and the user goes on."""
+        job, output = self.queue(run_dir)
+        self.cluster.wait_for_step(run_dir, chance.randint(1, 40), output)
+        os.kill(ranks_of(run_dir)[chance.randrange(2)], signal.SIGKILL)
+        check("killed by SIGKILL" in self.ended(job, output, "FAILED", 137), "said otherwise")
+        self.finish(run_dir)
+
+    def second_job(self, run_dir: Path, chance: random.Random) -> None:
+        """Another job is queued in the directory."""
+        more = chance.choice(["run.resume=true", "run.overwrite=true"])
+        job, output = self.queue(run_dir, f"task.args.pace={10 * PACE_S}")
+        self.cluster.wait_for_step(run_dir, chance.randint(1, 15), output)
+        said = self.ended(*self.queue(run_dir, more, output=".second"), "FAILED", 2)
+        check(f"is being written by Slurm job {job}" in said, said[-600:])
+        self.ended(job, output, "COMPLETED", 0)
+        self.complete(run_dir)
 
     def orphans(self, run_dir: Path, chance: random.Random) -> None:
         """slurmd dies, the ranks live on, the job is started elsewhere."""
-        job, output = (
-            self.queue(run_dir, "train.max_steps=3000", "checkpoint.every_steps=50"),
-            run_dir.with_suffix(".out"),
-        )
+        job, output = self.queue(run_dir, "train.max_steps=3000", "checkpoint.every_steps=50")
         self.cluster.wait_for_step(run_dir, chance.randint(1, 100), output)
         node = self.cluster.field(job, "NodeList")
-        script = REPO / "tests/slurm/cluster.sh"
         os.kill(int((self.cluster.folder / "pids" / node).read_text()), signal.SIGKILL)
         errors = run_dir / f"logs/slurm-{job}.0/errors"
         try:
             until(lambda: len(list(errors.glob("*.json"))) == 2, "the orphans ended")
         finally:
+            script = REPO / "tests/slurm/cluster.sh"
             self.cluster.call("bash", str(script), "start-node", str(self.cluster.folder), node)
         codes = [json.loads(path.read_text())["shardkit"]["exit_code"] for path in errors.glob("*.json")]
         check(codes == [6, 6], f"the orphans ended with {codes}")
-        step = last_step(run_dir)
-        self.cluster.wait_for_step(run_dir, step + 5, output)
+        self.cluster.wait_for_step(run_dir, last_step(run_dir) + 5, output)
         self.cluster.call("scancel", job)
         self.cluster.wait(job, output)
         check(sorted(losses(run_dir)) == list(range(1, last_step(run_dir) + 1)), "a step is missing")
-
-
-LOCAL = ("kill", "kill", "signal", "signal", "full_disk", "second_writer")
-SLURM = ("usr2", "usr2", "usr2_without_room", "orphans")
+        newest(run_dir)
 
 
 def fork_worker(todo: list[int], seed: int, all_of: list[Scenario], work: Path, until_s: float) -> int:
@@ -543,23 +663,29 @@ def fork_worker(todo: list[int], seed: int, all_of: list[Scenario], work: Path, 
     os._exit(0)
 
 
-def real_case(number: int, seed: int, local: Real, slurm: OnSlurm | None) -> dict[str, Any]:
+def real_case(number: int, seed: int, local: Real | None, slurm: OnSlurm | None) -> dict[str, Any] | None:
+    """None for a case that is not for these."""
     chance = random.Random(f"real {seed}.{number}")
-    on_slurm = slurm is not None and chance.random() < 0.3
-    where: Real = slurm if on_slurm and slurm is not None else local
-    what = chance.choice(SLURM if on_slurm else LOCAL)
+    on_slurm = chance.random() < 0.3
+    where = slurm if on_slurm else local
+    if where is None:
+        return None
+    what = chance.choice(where.scenarios)
     run_dir = where.work / f"real{number}"
     began = {"case": number, "seed": seed, "scenario": f"{'Slurm' if on_slurm else 'torchrun'}: {what}", "real": True}
     try:
-        getattr(where, what)(run_dir, chance)
-    except (AssertionError, OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        try:
+            getattr(where, what)(run_dir, chance)
+        finally:
+            where.end(run_dir)
+    except (AssertionError, OSError, ValueError, KeyError, IndexError, subprocess.SubprocessError) as error:
         return {**began, "problem": f"{type(error).__name__}: {error}"}
     shutil.rmtree(run_dir)
     return began
 
 
 @contextlib.contextmanager
-def a_cluster(work: Path, wanted: bool) -> Iterator[OnSlurm | None]:
+def a_cluster(work: Path, whole: dict[int, float], wanted: bool) -> Iterator[OnSlurm | None]:
     from tests.slurm.cluster import SCRIPT, Cluster, why_not
 
     missing = why_not() if wanted else "not asked for"
@@ -571,7 +697,7 @@ def a_cluster(work: Path, wanted: bool) -> Iterator[OnSlurm | None]:
     folder.mkdir()
     subprocess.run(["bash", str(SCRIPT), "start", str(folder), "2"], check=True, stdout=subprocess.DEVNULL)
     try:
-        yield OnSlurm(work, Cluster(folder))
+        yield OnSlurm(work, whole, Cluster(folder))
     finally:
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=False)
 
@@ -610,7 +736,7 @@ def main() -> None:
     parser.add_argument("--real", type=int, default=100, metavar="N", help="cases with real ranks")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="forked cases at a time")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--no-slurm", action="store_true", help="leave out the cases on a Slurm cluster")
+    parser.add_argument("--only", choices=("torchrun", "slurm"), help="of the cases with real ranks")
     parser.add_argument(
         "--limit", type=float, default=1e9, metavar="S", help="stop after so many seconds, to go on later"
     )
@@ -628,16 +754,16 @@ def main() -> None:
             done = known(args.seed)
         todo = [number for number in range(args.real) if (True, number) not in done]
         if todo and time.monotonic() < until_s:
-            with a_cluster(work, not args.no_slurm) as slurm:
-                local = Real(work)
-                local.reference()
-                if slurm is not None:
-                    slurm.whole = local.whole
+            local = Real(work, {})
+            local.reference()
+            with a_cluster(work, local.whole, args.only != "torchrun") as slurm:
                 for number in todo:
                     if time.monotonic() > until_s:
                         break
-                    done[True, number] = one = real_case(number, args.seed, local, slurm)
-                    keep(one, work)
+                    one = real_case(number, args.seed, None if args.only == "slurm" else local, slurm)
+                    if one is not None:
+                        keep(one, work)
+            done = known(args.seed)
     kinds = {
         kind: [one for (is_real, _), one in done.items() if is_real == (kind == "real")] for kind in ("forked", "real")
     }

@@ -11,6 +11,7 @@ from .common import REPO, RESULTS
 from .gpu.tables import section as on_a_gpu
 from .markdown import interval, machine, mib, paragraph
 from .report_auto import auto
+from .report_crashes import crashes
 from .report_cuda import cuda_parity
 from .report_peers import peers
 from .report_plan_peers import plan_peers
@@ -340,6 +341,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "startup": startup,
     "checkpoint": checkpoint,
     "checkpoint_matrix": checkpoint_matrix,
+    "crashes": crashes,
     "cuda_parity": cuda_parity,
     "launch": launch,
     "plan": plan,

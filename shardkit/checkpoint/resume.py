@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,10 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
         try:
             action()
         except OSError as error:
-            problem = CheckpointError(f"{error.filename}: {error.strerror}", "check the owner and mode of run.dir")
+            where = f"{error.filename}: " if error.filename else "run.dir: "
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            fix = "make room on its disk" if is_full else "check the owner and mode of run.dir"
+            problem = CheckpointError(f"{where}{error.strerror}", fix)
     agreed(group, problem)
 
 
@@ -135,7 +139,11 @@ def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
         if (layout.step_of(path) or 0) > step:
             suffix = layout.CORRUPT if path in damaged else layout.SUPERSEDED
             _LOG.warning("%s is set aside as %s", path.name, layout.set_aside(path, suffix).name)
-    layout.point_latest(root)
+    try:
+        layout.point_latest(root)
+    except OSError as error:  # a full disk; whoever follows it must not find a checkpoint that was set aside
+        _LOG.warning("%s/%s cannot be written: %s", root, layout.LATEST, error.strerror)
+        (root / layout.LATEST).unlink(missing_ok=True)
 
 
 def _load(

@@ -147,7 +147,7 @@ class TestAFullDisk:
             report = checkpoints.save(RunState(step=4))
         assert report is not None
         assert report.error is not None
-        assert "GiB free" in report.error
+        assert "to write and 64.0 MiB to keep free, 0.0 MiB free in" in report.error
         assert checkpoints.failures == 1
         assert resumed(saved) == 3
         strategy.fill(5)
@@ -182,6 +182,23 @@ class TestAFullDisk:
         assert all("No space left" in error for error in errors if error)
         assert errors[0] is None and errors[-1] is None and errors.count(None) < len(errors) / 4
         print(f"{len(errors) - errors.count(None)} saves failed on a full disk, the checkpoint before stayed")
+
+    def test_a_resume_needs_no_room(
+        self, alone: None, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A job that Slurm starts again finds the disk as full as it left it."""
+        monkeypatch.setattr(writer_module, "check_space", lambda folder, needed: None)
+        strategy = fakes.Plain()
+        checkpoints = fakes.checkpointer(small_disk, strategy)
+        save(checkpoints, strategy, 1)
+        save(checkpoints, strategy, 2)
+        checkpoints.close()
+        leave_free(small_disk, 0)
+        assert resumed(small_disk) == 2 and "cannot be written" not in caplog.text
+        (small_disk / "step_00000002/manifest.json").write_text("{")
+        assert resumed(small_disk) == 1
+        assert any("latest cannot be written: No space left on device" in line for line in caplog.messages)
+        assert not (small_disk / layout.LATEST).exists(), "it named a checkpoint that was set aside"
 
     @pytest.mark.dist
     @pytest.mark.parametrize("async_save", [False, True])

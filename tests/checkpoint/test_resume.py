@@ -282,7 +282,7 @@ def test_a_full_disk_fails_the_saves_not_the_steps(fresh: Path, small_disk: Path
     assert "checkpoint of step 1 failed, the run goes on: rank 0" in done.stderr
     assert len(losses(fresh)) == 3
     saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
-    assert ["GiB free" in s["error"] for s in saves] == [True] * 3
+    assert ["64.0 MiB to keep free" in s["error"] for s in saves] == [True] * 3
     assert list(small_disk.iterdir()) == []
 
 

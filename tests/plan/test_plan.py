@@ -202,8 +202,13 @@ class Model(nn.Module):
         if branch == "recurrent":
             self.layers.append(Last(32, 32, batch_first=True))
         if branch.startswith("rates"):
-            rates = [rate.item() for rate in torch.linspace(0, 0.2, 3)]
+            given = torch.linspace(0, 0.2, 3)
+            rates = given.tolist() if branch.endswith("tolist") else [rate.item() for rate in given]
             self.layers.extend(nn.Sequential(nn.Linear(32, 32), nn.Dropout(rate)) for rate in rates if rate > 0)
+        if branch == "own weight":
+            self.scale = self.layers[0].weight.std().item()
+        if branch == "nowhere":
+            self.scale = torch.ones(3).sum().item() + torch.ones(1, device="nowhere")
 
     def forward(self, x):
         y = self.inner(x)
@@ -238,6 +243,9 @@ class Task:
         self.branch = branch
         if plan_loss:
             self.plan_loss = lambda model, batch: model.inner(batch).sum()
+        if branch.endswith(" drawn"):
+            self.branch = branch.removesuffix(" drawn")
+            self.init_parameter = lambda fqn, full, generator: full.normal_(generator=generator)
 
     def build_model(self):
         model = Model(self.branch)
@@ -293,16 +301,16 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:28 \(if self.branch", "plan_loss"),
+        ("value", r"needs the value of a tensor at .*users_task.py:33 \(if self.branch", "plan_loss"),
         pytest.param(
-            "shape", r"needs the values of a tensor at .*users_task.py:31 ", "plan_loss", marks=pytest.mark.slow
+            "shape", r"needs the values of a tensor at .*users_task.py:36 ", "plan_loss", marks=pytest.mark.slow
         ),
-        ("op", r"users.twice.* at .*users_task.py:33 .*no fake kernel", "register_fake"),
+        ("op", r"users.twice.* at .*users_task.py:38 .*no fake kernel", "register_fake"),
         pytest.param(
-            "custom", r"users::thrice at .*users_task.py:35 .*no fake kernel", "register_fake", marks=pytest.mark.slow
+            "custom", r"users::thrice at .*users_task.py:40 .*no fake kernel", "register_fake", marks=pytest.mark.slow
         ),
         pytest.param(
-            "array", r"numpy\(\) is not supported .* at .*users_task.py:37 ", "plan_loss", marks=pytest.mark.slow
+            "array", r"numpy\(\) is not supported .* at .*users_task.py:42 ", "plan_loss", marks=pytest.mark.slow
         ),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
@@ -331,15 +339,41 @@ def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Ask
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
-@pytest.mark.parametrize("branch", ["rates by item"])
+@pytest.mark.parametrize("branch", ["rates by item", "rates by tolist", "rates by tolist drawn"])
 def test_a_constructor_that_reads_values_is_given_the_true_ones(branch: str, strategy: str, for_users: Ask) -> None:
     """As models read their rates of dropout: a layer is made only where the rate is not 0."""
     assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
 
 
+def test_a_constructor_that_reads_its_own_weights_is_built_really(for_users: Ask) -> None:
+    assert for_users("own weight", "parallel.strategy=ddp").n_params == 4 * 32 * 33
+
+
+def test_a_constructor_that_reads_values_and_cannot_be_built_here_is_refused(for_users: Ask) -> None:
+    with pytest.raises(ConfigError, match=r"constructor needs .*users_task.py:\d+ \(self.scale.*\n  fix: .*numbers"):
+        for_users("nowhere", "parallel.strategy=ddp")
+
+
 def test_weights_that_are_on_the_cpu_already_count_once(on_a_cpu: Ask) -> None:
     estimate = on_a_cpu("plain")
     assert estimate.phases["wrap"].allocated < 1.2 * 4 * estimate.n_params
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mixture_of_experts_is_planned_in_every_precision(precision: str) -> None:
+    """Torch's kernel for grouped products of fake tensors knows bf16 alone."""
+    sizes = {
+        "model_type": "mixtral", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    mine = load_config(
+        None,
+        ["task.name=hf_causal_lm", f"model.hf={json.dumps(sizes)}", "run.device=cpu", "parallel.strategy=single",
+         "train.seq_len=32", "train.micro_batch_size=2", f"precision.mode={precision}"],
+    ).config  # fmt: skip
+    estimate = plan(mine, choose_target(mine))
+    experts = 2 * 4 * 3 * 64 * 128
+    assert estimate.n_params > experts and estimate.n_blocks == 2
 
 
 def test_recurrent_layers_are_less_certain(on_a_cpu: Ask) -> None:

@@ -19,6 +19,7 @@ from shardkit.run.watchdog import Watchdog, behind, dump_collectives
 from tests.commands import python_m
 from tests.launch.jobs import REPO, command, environment, losses, run, settings, with_marker
 from tests.launch.tasks import Troubled
+from tests.run.test_directory import until_step
 
 
 def state(rank: int, beats: int, waits: bool) -> dict[str, Any]:
@@ -120,24 +121,34 @@ def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_path: Path) -> None:
-    argv = settings(tmp_path / "run", "wait", train__max_steps=60, run__step_timeout_s=3)
+    """Rank 0 waits for rank 1 nearly all the time: a collective's own clock goes on while both are suspended."""
+    argv = settings(
+        tmp_path / "run", task__factory="tests.run.test_watchdog:Lagging", train__max_steps=20, logging__every=1,
+        run__step_timeout_s=3,
+    )  # fmt: skip
     marker = f"TEST_MARKER={tmp_path}"
     process = subprocess.Popen(
         command("--nproc-per-node", "2", *argv), cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)),
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("step 2/"):
-            break
+    until_step(process, 2)
     everyone = with_marker(marker)
+    assert len(everyone) >= 4, "the launcher, torchrun and two ranks"
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in everyone:
             os.kill(pid, number)
         time.sleep(8 if number == signal.SIGSTOP else 0)  # what is tested
-    error = process.stderr.read()
-    assert process.wait(60) == 0, error
-    assert sorted(losses(tmp_path / "run")) == list(range(1, 61))
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, error
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 21))
+
+
+class Lagging(Troubled):
+    """Rank 1 takes half a second for a loss."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5 if self.here else 0)
+        return super().loss(model, batch)
 
 
 @pytest.mark.dist

@@ -114,8 +114,10 @@ def point_latest(root: Path) -> None:
     if not newest:
         target.unlink(missing_ok=True)
         return
-    write_whole(target, newest[0].name + "\n", durable=True)
-    fsync_folder(root)
+    wanted = newest[0].name + "\n"
+    if not target.is_file() or target.read_bytes() != wanted.encode():
+        write_whole(target, wanted, durable=True)
+        fsync_folder(root)
 
 
 def remove(path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ...errors import gib
 from .layout import TMP, fsync_folder, publish
 from .manifest import BLOCK_BYTES, CHUNK_BYTES, FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
 from .planner import dtype_name
@@ -139,8 +140,8 @@ def check_space(folder: Path, needed: int) -> None:
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
     if free < needed + _SPARE_BYTES:
-        gib = 2**30
-        raise OSError(errno.ENOSPC, f"{needed / gib:.2f} GiB to write, {free / gib:.2f} GiB free in {folder}")
+        wanted = f"{gib(needed)} to write and {gib(_SPARE_BYTES)} to keep free"
+        raise OSError(errno.ENOSPC, f"{wanted}, {gib(free)} free in {folder}")
 
 
 def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:

@@ -58,6 +58,7 @@ resolve_process_group = PLANS.take("torch.distributed.distributed_c10d._resolve_
 PLANS.take("torch.ops.aten.add.Tensor._overloadpacket")
 LOCAL_SCALAR = PLANS.take("torch.ops.aten._local_scalar_dense.default")
 PIN_MEMORY = PLANS.take("torch.ops.aten._pin_memory.default")
+GROUPED_MM = PLANS.take("torch.ops.aten._grouped_mm.default")
 own_apply = PLANS.take("torch.nn.Module._apply")
 PLANS.take("torch.amp.grad_scaler.GradScaler._maybe_opt_step")
 _split = PLANS.use(f"{_FSDP}._fsdp_param._chunk_with_empty")

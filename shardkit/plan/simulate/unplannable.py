@@ -91,6 +91,17 @@ def of_deepspeed(frame: FrameType | None) -> bool:
     return frame is not None and _is_of("deepspeed", frame.f_code.co_filename)
 
 
+def constructor_reads(frame: FrameType | None) -> ConfigError:
+    """The error of a constructor that reads a tensor's value and cannot be built with real ones."""
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    where = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+    return ConfigError(
+        f"the model's constructor needs the value of a tensor{where}, and cannot be built on this machine's CPU",
+        "compute what it reads from numbers instead of tensors, or make the model's constructor work on the CPU",
+    )
+
+
 def _at(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
     found = ""

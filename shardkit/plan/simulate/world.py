@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...tracing.compat import DEVICE
 from .compat import (
+    GROUPED_MM,
     LOCAL_SCALAR,
     PIN_MEMORY,
     FakeStore,
@@ -40,7 +41,7 @@ from .compat import (
     unset_fake_temporarily,
 )
 from .ddp import StandInDDP
-from .unplannable import of_deepspeed, refuse_value
+from .unplannable import constructor_reads, of_deepspeed, refuse_value
 
 
 @contextmanager
@@ -107,6 +108,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten.is_pinned.default:
             return args[0].untyped_storage() in self._pinned
+        if func is GROUPED_MM and args[0].dtype is not torch.bfloat16:  # torch's own kernel for fakes wants it
+            return self._grouped_mm(*args, **(kwargs or {}))
         if func is PIN_MEMORY:
             return self._pin(self._run(torch.ops.aten.clone.default, types, args[:1], {}))
         if kwargs and kwargs.get("pin_memory"):
@@ -164,6 +167,24 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
         view = torch.empty(0, dtype=dtype, device="meta")
         return FakeTensor(self, view.set_(args[at].untyped_storage(), offset, shape, stride), device)
+
+    def _grouped_mm(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Matrix products of groups: of rows (2-d × 3-d), of columns (3-d × 2-d), or one each, cut out or given."""
+        rows, columns, dtype = left.size(-2), right.size(-1), out_dtype or left.dtype
+        pitch = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize if left.is_cuda else columns
+        groups: tuple[int, ...] = ()
+        if left.dim() == right.dim():
+            groups = (left.size(0) if offs is None or left.dim() == 3 else offs.size(0),)
+        strides = (*(rows * pitch for _ in groups), pitch, 1)
+        made = torch.empty_strided((*groups, rows, columns), strides, dtype=dtype, device="meta")
+        return FakeTensor(self, made, left.device)
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -298,8 +319,13 @@ class _ReadValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _read_whole() -> AbstractContextManager[Any]:
+    """Fake tensors' own `tolist` reads element by element, that of real ones at once."""
+    return patch.object(FakeTensor, "tolist", torch.Tensor.tolist)
+
+
 def _refused(read: Callable[[], Any]) -> Any:
-    raise RuntimeError("a constructor reads a tensor's value")
+    raise constructor_reads(sys._getframe(1))
 
 
 class _Chunks:
@@ -323,7 +349,7 @@ class FakeWeights(Weights):
     """Weights without values.
 
     A constructor that reads values (rates of layers from a `linspace`) gets the true ones: it is run once more before,
-    on real tensors, its parameters on meta.
+    on real tensors, its parameters on meta, or real where it reads those and training would make them real as well.
     """
 
     def build(
@@ -333,13 +359,13 @@ class FakeWeights(Weights):
         cut_up: bool = False,
     ) -> nn.Module:
         try:
-            with _ReadValues(_refused):
+            with _ReadValues(_refused), _read_whole():
                 return super().build(make_model, construction, cut_up)
         except Exception:  # the exception of a fake read depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
-        with _ReadValues(lambda read: values.pop(0) if values else _refused(read)):
+        with _ReadValues(lambda read: values.pop(0) if values else _refused(read)), _read_whole():
             return super().build(make_model, construction, cut_up)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
@@ -350,12 +376,16 @@ class FakeWeights(Weights):
             values.append(read())
             return values[-1]
 
-        try:
-            with no_modes(), _ReadValues(kept):
-                Weights(self.seed, lambda *_: None).build(make_model, None)
-        except Exception:  # that of the fake one is told: it may name an operator, and this one is of no run
-            return []
-        return values
+        def drawn(*_: object) -> None:
+            raise AssertionError("nothing is drawn while a model is built")
+
+        for init in (drawn, self.init_parameter):
+            values.clear()
+            with suppress(Exception):  # that of the fake one is told: it may name an operator, and this is of no run
+                with no_modes(), _ReadValues(kept):
+                    Weights(self.seed, init).build(make_model, None)
+                return values
+        return []
 
     def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32)

@@ -134,7 +134,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     stat = os.statvfs(tmp_path)
     full = os.statvfs_result((*stat[:3], 0, 0, *stat[5:]))
     monkeypatch.setattr(writer.os, "statvfs", lambda _: full)
-    assert "GiB free" in fails(capsys, plain_file, "--to", "torch", "--out", tmp_path / "out")
+    assert "64.0 MiB to keep free" in fails(capsys, plain_file, "--to", "torch", "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
