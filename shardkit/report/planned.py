@@ -13,9 +13,10 @@ from typing import Any
 from ..errors import ShardkitError, gib
 from ..html.page import LINES, Figure, unit_of
 from ..memory.rows import KINDS, RankRow
+from ..memory.spread import pressure
 from ..plan import history
 from .figures import COLOURS
-from .measure import REST, phase_peaks, shown
+from .measure import REST, phase_peaks
 from .read import Gather, Run, mapping, number, read_run, sequence
 from .traced import categories_of, peak_of
 
@@ -154,10 +155,12 @@ def close(run_dir: Path) -> None:
 
 
 def beside(found: Sequence[Compared], run: Run) -> str:
-    """One line per predicted figure with the ranks' measurements; of many ranks only the first few that are shown."""
+    """One line per predicted figure with the ranks' measurements; of many ranks those under most memory pressure."""
     from ..plan.show import columns  # a report without a plan need not load the planner
 
-    ranks = [row for row in shown(run.last_rows) if any(c.rank == row.identity.rank for c in found)][:RANKS]
+    compared_ranks = {c.rank for c in found}
+    ranks = [row for row in run.last_rows if row.identity.rank in compared_ranks]
+    ranks = sorted(sorted(ranks, key=pressure, reverse=True)[:RANKS], key=lambda row: row.identity.rank)
     lines = [("", "predicted", *(f"rank {row.name}" for row in ranks))]
     by_name = {(c.what, c.rank): c for c in found}
     for what in dict.fromkeys(c.what for c in found):

@@ -12,7 +12,7 @@ import pytest
 from shardkit.memory.rows import StateBytes
 from shardkit.report import figures, measure, planned, traced
 from shardkit.report.read import Run, read_run
-from tests.memory.samples import MIB
+from tests.memory.samples import MIB, gpu_row
 from tests.report.samples import EVIL, gpu_rows, plan, trace, write_run
 
 
@@ -170,3 +170,10 @@ def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
         run = read_run(path)
         assert f"{called}/s" in [t["name"] for t in figures.training({"": run}).data]
         assert f"{called} per second" in [found.label for found in measure.key_figures(run)]
+
+
+def test_of_many_ranks_those_with_the_largest_peaks_stand_beside_the_plan(gpu: Run) -> None:
+    rows = [gpu_row(rank, (10 + rank) * 2**30) for rank in range(7)]
+    found = [planned.Compared(row.identity.rank, "peak allocated", 2**30, float(row.identity.rank)) for row in rows]
+    heading = planned.beside(found, replace(gpu, gathers=[replace(gpu.gathers[-1], rows=rows)])).splitlines()[0]
+    assert [name for name in heading.split() if "@" in name] == ["3@node1", "4@node1", "5@node1", "6@node1"], heading

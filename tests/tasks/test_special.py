@@ -75,7 +75,7 @@ def test_batch_norm_warns_once_about_what_it_does_not_see(caplog: pytest.LogCapt
         job.wrap(special.Odd)
     said = [record.getMessage() for record in caplog.records if "batch norm" in record.getMessage()]
     assert len(said) == 1
-    assert "one micro-batch at a time: 2 accumulated" in said[0]
+    assert "one micro-batch at a time: it does not treat 2 accumulated" in said[0]
 
 
 def test_sync_batchnorm_without_a_batch_norm_is_refused() -> None:
