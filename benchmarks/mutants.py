@@ -204,7 +204,7 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> Outcome:
         raise NoResult(f"pytest found no tests to run:\n{text}")
     if ended == pytest.ExitCode.OK:
         return Outcome("survived", seconds)
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py.*?)(?: - |$)", text, re.MULTILINE)
     return Outcome("killed", seconds, failed[1] if failed else f"exit code {ended}")
 
 

@@ -61,7 +61,7 @@ def test_tests_that_do_not_end_are_ended(tmp_path: Path) -> None:
 )
 def test_tests_that_say_nothing_are_an_error(test: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(NoResult, match=problem):
-        run_module(toy(tmp_path), MODULE, [TEST], ALL, tmp_path / "kept.jsonl", time.monotonic() + 3600)
+        run_module(toy(tmp_path, test), MODULE, [TEST], ALL, tmp_path / "kept.jsonl", time.monotonic() + 3600)
 
 
 def outcome(one: Mutant, result: str) -> dict[str, Any]:
