@@ -34,8 +34,8 @@ def _intro(result: dict[str, Any], before: dict[str, Any] | None) -> str:
     return (
         f"`python -m benchmarks.mutants`: {result['count']} small errors in each module, drawn with seed "
         f"{result['seed']} from all that the operators of cosmic-ray {result['cosmic_ray']} make there (those on `|` "
-        "left out: it stands in annotations). Each error is put into a copy of the checkout, and the default tests "
-        "chosen for the module run there, their ranks included. A test that fails kills the mutant, and so do tests "
+        "left out: nearly all stand in annotations). Each error is put into a copy of the checkout, and the default "
+        "tests chosen for the module run there, their ranks included. A test that fails kills the mutant, and so do tests "
         f"that take {result['slower']} times as long as without it.{earlier} The shares leave out the equivalent "
         "mutants, which behave as the original does; goal: at least 85 %."
     )
