@@ -35,8 +35,8 @@ def _intro(result: dict[str, Any], before: dict[str, Any] | None) -> str:
         f"`python -m benchmarks.mutants`: {result['count']} small errors in each module, drawn with seed "
         f"{result['seed']} from all that the operators of cosmic-ray {result['cosmic_ray']} make there (those on `|` "
         "left out: nearly all stand in annotations). Each error is put into a copy of the checkout, and the default "
-        "tests chosen for the module run there, their ranks included. A test that fails kills the mutant, and so do tests "
-        f"that take {result['slower']} times as long as without it.{earlier} The shares leave out the equivalent "
+        "tests chosen for the module run there, their ranks included. A test that fails kills the mutant, and so do "
+        f"tests that take {result['slower']} times as long as without it.{earlier} The shares leave out the equivalent "
         "mutants, which behave as the original does; goal: at least 85 %."
     )
 
