@@ -26,6 +26,7 @@ ON_CPU: dict[str, list[str]] = {
     "auto": [],
     "activation": [],
     "gather": [],
+    "mutants": [],
 }
 ON_GPU = ("gpu", "cuda_parity")
 PAGE = "report"

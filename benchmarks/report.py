@@ -13,6 +13,7 @@ from .markdown import interval, machine, mib, paragraph
 from .report_auto import auto
 from .report_crashes import crashes
 from .report_cuda import cuda_parity
+from .report_mutants import mutants
 from .report_peers import peers
 from .report_plan_peers import plan_peers
 
@@ -350,6 +351,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "auto": auto,
     "activation": activation,
     "gather": gather,
+    "mutants": mutants,
 }
 
 

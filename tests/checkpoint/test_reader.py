@@ -41,25 +41,55 @@ def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> Non
     assert {n for n in found if not n.startswith("rng.")} == set(whole.wholes)
 
 
-def test_a_part_of_a_chunk_costs_no_more_than_its_blocks(
-    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
+    """A checkpoint with a tensor of one chunk and eight blocks, and the tensor."""
     from shardkit.checkpoint.format.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
     from shardkit.config.schema import CheckpointConfig
 
-    plain = fakes.Plain(n_elements=2**21)  # 8 MiB: one chunk, eight blocks
+    plain = fakes.Plain(n_elements=8 * BLOCK_BYTES // 4)
+    plain.wholes["model.0"].copy_(torch.arange(plain.wholes["model.0"].numel()))
     checkpoints = Checkpointer(plain, fakes.world(), CheckpointConfig(), tmp_path)  # type: ignore[arg-type]
     checkpoints.save(RunState(step=1))
     checkpoints.close()
-    read = []
+    return tmp_path / "step_00000001", plain.wholes["model.0"]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every read."""
+    read: list[int] = []
     real = reader_module.os.preadv
     monkeypatch.setattr(
         reader_module.os, "preadv", lambda fd, buffers, at: read.append(real(fd, buffers, at)) or read[-1]
     )
-    with CheckpointReader(tmp_path / "step_00000001") as checkpoint:
+    return read
+
+
+def test_a_part_of_a_chunk_costs_no_more_than_its_blocks(large: tuple[Path, torch.Tensor], counted: list[int]) -> None:
+    with CheckpointReader(large[0]) as checkpoint:
         checkpoint.read("model.0", 1000, 300_000)
-    assert 4 * 300_000 <= sum(read) <= 4 * 300_000 + 2 * BLOCK_BYTES
+    assert 4 * 300_000 <= sum(counted) <= 4 * 300_000 + 2 * BLOCK_BYTES
+
+
+def test_whole_blocks_are_read_together(large: tuple[Path, torch.Tensor], counted: list[int]) -> None:
+    with CheckpointReader(large[0]) as checkpoint:
+        assert torch.equal(checkpoint.read("model.0"), large[1])
+    assert counted == [8 * BLOCK_BYTES], "block by block, a large checkpoint would take longer"
+
+
+@pytest.mark.parametrize("most", [BLOCK_BYTES // 3, 2 * BLOCK_BYTES])
+def test_a_range_over_blocks_is_right_although_the_system_gives_less_than_was_asked_for(
+    most: int, large: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = large
+    real = reader_module.os.preadv
+    monkeypatch.setattr(reader_module.os, "preadv", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
+    block = BLOCK_BYTES // 4  # elements
+    with CheckpointReader(path) as checkpoint:
+        for start, length in ((block, 3 * block), (block + 7, 4 * block), (3 * block - 5, 10)):
+            assert torch.equal(checkpoint.read("model.0", start, length), whole[start : start + length])
 
 
 @pytest.mark.parametrize("args", [(-1, 2), (0, 50_001), (50_000, 1)])

@@ -69,6 +69,7 @@ def starts(run_dir: Path, *ended: tuple[int, str | None], job: str = "7") -> Non
         ([(0, "preempted"), (0, "preempted"), (0, "preempted"), (0, "preempted")], None),
         ([(0, None), (0, "preempted"), (0, None), (0, "preempted"), (0, None)], "made no step"),
         ([(0, "taken back by Slurm"), (0, "preempted"), (0, "taken back by Slurm")], None),
+        ([(step, "saved after USR2") for step in range(8)], None),
         ([(step, "saved after USR2") for step in range(9)], "was queued again 8 times"),
     ],
 )
@@ -138,6 +139,11 @@ def test_what_slurm_has_queued_again_by_itself_is_its_doing(scontrol: Callable[.
     assert requeue.reason("7", [], [USER], stopped=False, saved=None, restart=2) is None
     assert requeue.queue_again("7", restart=2) == "Slurm has queued it again"
     assert not calls.exists(), "a second requeue would be refused"
+
+
+def test_a_job_that_slurm_says_nothing_of_was_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requeue.commands, "ask", lambda *asked, **_: subprocess.CompletedProcess(asked, 1, "", ""))
+    assert requeue.taken_back("7", restart=2) is None
 
 
 @pytest.mark.parametrize(

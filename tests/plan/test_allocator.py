@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from shardkit.plan.model.allocator import CachingAllocator
+from shardkit.plan.model.allocator import CachingAllocator, replay
+from shardkit.tracing.events import EventLog
 
 MIB = 2**20
 
@@ -73,3 +74,20 @@ def test_whatever_comes_and_goes_nothing_overlaps_and_all_comes_back(expandable:
     for block in live:
         allocator.free(block)
     assert (allocator.allocated, allocator.required) == (0, 0)
+
+
+def test_a_log_is_replayed_for_one_device_with_growth_streams_and_phases() -> None:
+    log = EventLog()
+    grows = log.made("cuda:0", "op")
+    log.changed(grows, 3 * MIB)
+    log.mark(phase="forward")
+    log.changed(log.made("cpu", "op"), 100 * MIB)
+    log.changed(grows, 3 * MIB)
+    log.mark(phase="backward")
+    log.stream = lambda: 7
+    log.changed(log.made("cuda:0", "op"), 30 * MIB)
+    log.changed(grows, -6 * MIB)
+    found = replay(log, "cuda:0", expandable=False)
+    assert (found.allocated, found.reserved, found.required) == (36 * MIB, 50 * MIB, 50 * MIB)
+    assert found.reserved_by_phase == {"start": 20 * MIB, "forward": 20 * MIB, "backward": 50 * MIB}
+    assert found.arenas == {(0, False): 20 * MIB, (1, False): 30 * MIB}

@@ -1,0 +1,136 @@
+"""Ranks write every element once, in chunks, and read only what overlaps; whatever does not fit is named."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+
+from shardkit.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
+from shardkit.checkpoint.format.planner import (
+    RangeLoadPlanner,
+    RangeSavePlanner,
+    by_name,
+    matching_entry,
+    refuse_leftovers,
+)
+from shardkit.errors import CheckpointError
+from shardkit.strategies.base import Shard
+
+CHUNK_BYTES = 4000  # 1000 elements of fp32
+
+
+def shard(start: int, length: int, replica: int = 0, name: str = "model.w", total: int = 5000) -> Shard:
+    return Shard(name, (total,), start, torch.arange(start, start + length, dtype=torch.float32), replica)
+
+
+def planner(*shards: Shard) -> RangeSavePlanner:
+    made = RangeSavePlanner(CHUNK_BYTES)
+    made.set_up_planner(by_name(iter(shards)))
+    return made
+
+
+def ranges(plan: SavePlan) -> list[tuple[int, int]]:
+    """(first element, number of elements) of each item."""
+    found = []
+    for item in plan.items:
+        assert item.tensor_data is not None
+        found.append((item.tensor_data.chunk.offsets[0], item.tensor_data.chunk.sizes[0]))
+    return found
+
+
+def test_a_range_is_cut_into_chunks_and_each_holds_its_own_elements() -> None:
+    made = planner(shard(0, 2500), shard(3000, 2000))
+    plan = made.create_local_plan()
+    assert ranges(plan) == [(0, 1000), (1000, 1000), (2000, 500), (3000, 1000), (4000, 1000)]
+    for item, (start, length) in zip(plan.items, ranges(plan), strict=True):
+        data = made.resolve_data(item)
+        assert isinstance(data, torch.Tensor) and data.tolist() == list(range(start, start + length))
+
+
+def test_replicas_write_nothing_and_the_whole_is_described_once() -> None:
+    first, second = planner(shard(0, 3000)), planner(shard(3000, 2000), shard(0, 3000, replica=1))
+    plans = [second.create_local_plan(), first.create_local_plan()]
+    assert ranges(plans[0]) == [(3000, 1000), (4000, 1000)]
+    _, metadata = first.create_global_plan(plans)
+    assert metadata.planner_data == {"model.w": (5000,)}
+    starts = [chunk.offsets[0] for chunk in metadata.state_dict_metadata["model.w"].chunks]  # type: ignore[union-attr]
+    assert starts == [0, 1000, 2000, 3000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problem"),
+    [
+        ([[shard(0, 2000)], [shard(2001, 2999)]], "element 2000 of model.w is held by no rank, or by two"),
+        ([[shard(0, 2000)], [shard(1999, 3001)]], "element 1999 of model.w is held by no rank, or by two"),
+        ([[shard(0, 5000, replica=1)]], "element 0 of model.w is held by no rank"),
+        ([[shard(0, 2000)], [shard(2000, 3000, total=6000)]], "ranks disagree about the shape of model.w"),
+    ],
+)
+def test_a_save_that_would_lack_an_element_is_refused(ranks: list[list[Shard]], problem: str) -> None:
+    plans = [planner(*shards).create_local_plan() for shards in ranks]
+    with pytest.raises(CheckpointError, match=problem):
+        planner().create_global_plan(plans)
+
+
+def saved(name: str = "model.w", cuts: tuple[int, ...] = (0, 1000, 2000, 5000)) -> TensorEntry:
+    chunks = [Chunk(low, high - low, file=0, offset=4 * low, crcs=(0,)) for low, high in pairwise(cuts)]
+    return TensorEntry(name, "float32", (cuts[-1],), tuple(chunks))
+
+
+def reads(entry: TensorEntry, target: Shard) -> list[ReadItem]:
+    manifest = object.__new__(Manifest)
+    object.__setattr__(manifest, "tensors", {entry.name: entry})
+    made = RangeLoadPlanner(manifest)
+    made.set_up_planner(by_name(iter([target])))
+    items = made.create_local_plan().items
+    for item in items:
+        view = made.resolve_tensor(item)
+        assert view.tolist() == target.local[item.dest_offsets[0] :][: item.lengths[0]].tolist()
+    return items
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "wanted"),
+    [
+        (0, 5000, [(0, 0, 0, 1000), (1, 0, 1000, 1000), (2, 0, 2000, 3000)]),
+        (1000, 1000, [(1, 0, 0, 1000)]),
+        (999, 1002, [(0, 999, 0, 1), (1, 0, 1, 1000), (2, 0, 1001, 1)]),
+        (2500, 10, [(2, 500, 0, 10)]),
+    ],
+)
+def test_a_load_reads_the_parts_of_chunks_that_overlap_and_no_more(
+    start: int, length: int, wanted: list[tuple[int, int, int, int]]
+) -> None:
+    """(chunk, first element in it, first element of the target, number of elements)."""
+    items = reads(saved(), shard(start, length))
+    found = [(i.storage_index.index, i.storage_offsets[0], i.dest_offsets[0], i.lengths[0]) for i in items]
+    assert found == wanted
+
+
+def test_another_shape_or_type_is_never_reshaped_or_cast() -> None:
+    tensors = {"model.w": saved()}
+    with pytest.raises(CheckpointError, match=r"model\.w is \[5000\] in the checkpoint, \[6000\] in this run"):
+        matching_entry(tensors, shard(0, 10, total=6000))
+    half = Shard("model.w", (5000,), 0, torch.zeros(10, dtype=torch.float16))
+    with pytest.raises(CheckpointError, match=r"model\.w is float32 in the checkpoint, float16 in this run"):
+        matching_entry(tensors, half)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no model\.v"):
+        matching_entry(tensors, shard(0, 10, name="model.v"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        (["model.a", "model.b"], "model.c, which"),
+        (["model.a"], "model.b and 1 more, which"),
+        ([], "model.a and 2 more, which"),
+    ],
+)
+def test_what_a_run_would_drop_is_named_and_counted(wanted: list[str], left: str) -> None:
+    tensors = {name: saved(name) for name in ("model.c", "model.a", "model.b", "rng.0.cpu")}
+    with pytest.raises(CheckpointError, match=f"the checkpoint holds {left} this run has no place for"):
+        refuse_leftovers(tensors, wanted)
+    refuse_leftovers(tensors, ["model.a", "model.b", "model.c"])

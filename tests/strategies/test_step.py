@@ -1,0 +1,138 @@
+"""One step, without ranks: the scale of the loss, fillers, the last micro-batch, times, and updates left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigError
+from shardkit.strategies import step
+
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """One process's engine and ledger, which notes in `seen` the flags and phases of a step."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        self.seen: list[Any] = []
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        self.seen.append(is_last)
+        yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.seen.append(name)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+def accumulated(batches: list[step.MicroBatch], n_targets: float, world: int) -> tuple[Alone, float]:
+    alone = Alone()
+    total, forward = step.accumulate(
+        alone, alone, batches, lambda model, batch: model(batch).sum(), n_targets, world, CPU  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert 0 <= forward.seconds() < 60
+    return alone, total.item()
+
+
+@pytest.mark.parametrize(("world", "n_targets"), [(1, 4.0), (4, 10.0), (2, 0.0)])
+def test_gradients_are_those_of_the_global_sum_over_its_targets(world: int, n_targets: float) -> None:
+    batches = [(torch.full((2, 1), 3.0), False), (torch.full((1, 1), 5.0), False), (torch.full((7, 1), 1e6), True)]
+    alone, total = accumulated(batches, n_targets, world)
+    assert alone.model.weight.grad is not None
+    # The filler weighs nothing; engines average over ranks, so the sum is multiplied by their number.
+    assert alone.model.weight.grad.item() == pytest.approx((2 * 3 + 5) * world / max(n_targets, 1))
+    assert total == pytest.approx((2 * 3 + 5) * alone.model.weight.item())
+    assert alone.seen == [False, "forward", "backward"] * 2 + [True, "forward", "backward"]
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(1), 1.0])
+def test_a_loss_that_is_not_one_number_is_refused(loss: Any) -> None:
+    with pytest.raises(ConfigError, match="not one number") as error:
+        step.one_number(loss)
+    assert "loss.sum()" in error.value.fix
+    assert step.one_number(torch.ones((), dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_makes_no_update(bad: float) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for value, moves in ((1.0, True), (bad, False), (1.0, True)):
+        before = model.weight.detach().clone()
+        for param in model.parameters():
+            param.grad = torch.full_like(param, value)
+        norm = step.clip_and_step(model, optimizer, scaler, max_norm=1.0)
+        assert torch.equal(model.weight, before) is not moves
+        if moves:  # 4 gradients of 1: a norm of 2, clipped to 1
+            assert norm.item() == pytest.approx(2.0)
+            assert torch.allclose(model.weight, before - 0.25, atol=1e-5)
+        assert all(param.grad is None for param in model.parameters())
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+def test_a_batch_keeps_its_form_on_the_way_to_the_device() -> None:
+    ones = torch.ones(2)
+    moved = step.to_device({"a": [ones, "text"], "b": (ones, 1), "c": Pair(ones, {"d": ones})}, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["a"][1] == "text" and isinstance(moved["a"], list)
+    assert moved["b"][0].is_meta and moved["b"][1] == 1 and isinstance(moved["b"], tuple)
+    assert isinstance(moved["c"], Pair) and moved["c"].first.is_meta and moved["c"].second["d"].is_meta
+
+
+class Event:
+    """A CUDA event; `record` notes the milliseconds on this clock, `synchronize` that somebody waited."""
+
+    clock_ms = 0.0
+    waited: list[float] = []
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        self.at = Event.clock_ms
+
+    def synchronize(self) -> None:
+        Event.waited.append(self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "waited", [])
+    watch = step.Stopwatch(torch.device("cuda"))
+    for begin, end in ((0.0, 1500.0), (2000.0, 4500.0), (9000.0, 9250.0)):
+        monkeypatch.setattr(Event, "clock_ms", begin)
+        watch.start()
+        monkeypatch.setattr(Event, "clock_ms", end)
+        watch.stop()
+    assert watch.seconds() == pytest.approx(4.25)
+    assert Event.waited == [9250.0]
+
+
+def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 1.5, 4.0, 6.0])
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    watch = step.Stopwatch(CPU)
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+    assert watch.seconds() == pytest.approx(2.5)
