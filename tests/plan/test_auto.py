@@ -287,8 +287,11 @@ def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest
     assert (chosen.train.micro_batch_size, chosen.activation.policy, chosen.model.d_model) == (4, "none", 32)
     assert json.loads((tmp_path / "auto.json").read_text())["best"]["needed"] > 0
     assert "tokens/s" in (tmp_path / "auto.html").read_text()
-    assert run(["plan", "-", "--auto", *fixed, "parallel.strategy=fsdp", "--memory-cap", "1GiB"]) == 2
+    unused = tmp_path / "unused"
+    args_of_none = ["parallel.strategy=fsdp", "--memory-cap", "1GiB", "--out", str(unused)]
+    assert run(["plan", "-", "--auto", *fixed, *args_of_none]) == 2
     assert "no combination for world size 1 has all of" in capsys.readouterr().err
+    assert not unused.exists()
     (tmp_path / "file").write_text("")
     assert run(["plan", "-", "--auto", *fixed, "--memory-cap", "1GiB", "--out", str(tmp_path / "file")]) == 2
     assert "file cannot be written" in capsys.readouterr().err

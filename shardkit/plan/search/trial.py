@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,9 +24,12 @@ TRACED = 2  # step 1 creates the optimizer's state; step 2 is like all later ste
 def writing(folder: Path) -> Iterator[None]:
     """Create the folder for results and check that it is writable, before a long command and while it runs.
 
+    A command without results leaves no folder behind.
+
     Raises:
         ConfigError: the folder cannot be written, or its disk is full.
     """
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -37,6 +40,10 @@ def writing(folder: Path) -> Iterator[None]:
             f"--out {folder} cannot be written: {error.strerror or error}",
             "pass a directory you can write, with room in it",
         ) from error
+    finally:
+        if is_new:
+            with suppress(OSError):  # it has results, or could not be made
+                folder.rmdir()
 
 
 @dataclass(frozen=True)
