@@ -69,7 +69,13 @@ def check(got: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("strategies", [["ddp", "zero2"], ["fsdp", "zero3"]], ids="+".join)
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        pytest.param(["ddp", "zero2"], marks=pytest.mark.slow, id="ddp+zero2"),
+        pytest.param(["fsdp", "zero3"], id="fsdp+zero3"),
+    ],
+)
 def test_losses_and_norms_are_those_of_keeping_everything(strategies: list[str]) -> None:
     check(run_ranks(2, "tests.activation.test_strategies:curves", strategies=strategies, techniques=QUICK)[0])
 

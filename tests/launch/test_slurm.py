@@ -285,6 +285,7 @@ def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     assert caught.value.fix
 
 
+@pytest.mark.slow
 def test_submit_help_starts_about_as_fast_as_a_bare_typer_subcommands() -> None:
     ours = startup.SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")
     bare = startup.PLAIN_APP.replace('"--help"', '"one", "--help"')

@@ -152,6 +152,7 @@ def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, run: Path) -
     assert sum(stack) == last["device_mem"]["peak_allocated"]
 
 
+@pytest.mark.slow
 def test_a_narrow_window_keeps_the_plot_below_its_legend(opened: Opened, run: Path) -> None:
     opened.show(run / "report.html")
     sizes = """() => [...document.querySelectorAll('[id^=figure-]')].map(d => {

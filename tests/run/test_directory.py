@@ -353,6 +353,7 @@ def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
     assert saved == max(losses(tmp_path / "run")) >= 3
 
 
+@pytest.mark.slow
 def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=30, logging__every=1)
     process = subprocess.Popen(

@@ -98,6 +98,7 @@ def recorded_when_closing(folder: str) -> list[bool]:
     return ["the cat sat on the GPU" in text and text == error.read_text() for text in found]
 
 
+@pytest.mark.slow
 def test_a_long_export_of_a_profile_holds_up_no_save(tmp_path: Path) -> None:
     assert run_ranks(2, "tests.run.test_endings:profile_while_saving", folder=str(tmp_path)) == [[0, 0], [0, 0]]
     for rank in (0, 1):

@@ -93,6 +93,7 @@ def test_a_loss_finds_the_attributes_of_its_model_but_may_not_go_round_its_call(
         assert "call model(...) in the loss" in found[f"{name} round"], name
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_a_model_may_import_what_it_needs_when_it_is_built_under_zero3() -> None:
