@@ -19,8 +19,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 GRACE_S = 5.0
 """For threads and processes that were told to end and have not got there yet."""
-OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
-"""Those that pytest sets for each test, DeepSpeed when it is imported, and torch when it first needs its cache."""
+OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+"""How those begin that pytest sets for each test, DeepSpeed when it is imported, and torch's compiler for itself."""
 OWN_THREADS = {"tqdm_monitor"}
 """One for the whole process, which a library starts when it first needs it."""
 OWN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
@@ -52,7 +52,7 @@ def look() -> Seen:
     """A few file operations: less than a millisecond."""
     folder = os.getcwd()
     return Seen(
-        variables={name: value for name, value in os.environ.items() if name not in OWN_VARIABLES},
+        variables={name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)},
         handlers={number: signal.getsignal(number) for number in SIGNALS},
         blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         threads={thread for thread in threading.enumerate() if thread.name not in OWN_THREADS},
