@@ -45,9 +45,9 @@ def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[st
         steps = Trainer(job).steps()
         began = time.perf_counter()
         for record in steps:
+            took = time.perf_counter() - began  # up to the last record: nothing is recorded of what comes after it
             records.append(record)
             time.sleep(own_s)
-        took = time.perf_counter() - began
     gc.collect()
     return records, took
 
@@ -65,8 +65,7 @@ def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, st
     assert [record["step"] for record in records] == list(range(1, gradients.STEPS + 1))
     assert [record["step"] for record in records if "eval_s" in record] == [4, 8]
     assert [record["step"] for record in records if "save_s" in record] == [4, 7], "what the save before a step took"
-    last = OWN_S  # after the last record nothing is recorded
-    assert tiles(records) == pytest.approx(took - last, abs=0.005)
+    assert tiles(records) == pytest.approx(took, abs=0.01)
     for record in records:
         assert 0 <= record["data_wait_s"] <= record["step_time_s"]
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
