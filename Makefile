@@ -78,6 +78,7 @@ test-release: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
 
 # The real CUDA build of torch over an emulated GPU: tests/emulated_cuda/README.md.
+# ARGS='-m "(gpu or multigpu) and slow"' runs the long ones.
 test-cuda: $(CUDA_INSTALLED)
 	@# Every time, as its sources may have changed; what did not is not compiled again.
 	$(CUDA_BIN)/python -m tests.emulated_cuda.build
