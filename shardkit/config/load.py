@@ -170,7 +170,7 @@ def _read(path: FilePath) -> Document:
 
 def _nearby(path: FilePath) -> str:
     try:
-        names = sorted(item.name for item in path.parent.glob("*.yaml"))
+        names = sorted(item.name for item in path.parent.glob("[!.]*.yaml"))
     except (OSError, ValueError):
         names = []
     if not names:

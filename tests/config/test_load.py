@@ -596,3 +596,14 @@ def test_load_config_is_found_where_it_was_before() -> None:
     from shardkit.config_io import load_config as former
 
     assert former is load_config
+
+
+def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None:
+    (tmp_path / ".pre-commit-config.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "none.yaml")
+    assert caught.value.fix == "check the path; a relative one starts at the current directory"
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "none.yaml")
+    assert caught.value.fix == f"in {tmp_path}: mine.yaml"
