@@ -39,10 +39,10 @@ def main(path: str = "memory.jsonl") -> None:
         for step, rows in read_jsonl(path):
             optimizer_bytes = [row.state["optimizer"].total for row in rows if row.state is not None]
             print(f"step {step}: optimizer state of each rank {optimizer_bytes} bytes")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 examples/memory_ledger.py")
     main()
+    dist.destroy_process_group()  # after the model is gone: DDP, freed later, can wait for gloo's threads for ever
