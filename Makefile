@@ -19,7 +19,7 @@ CUDA_INSTALLED := $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Not from the environment: some systems have the host's name there.
 NAME := all
 
-.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu wheels lint format typecheck docs ci clean distclean
+.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu bench-emulated wheels lint format typecheck docs ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-cuda  run the tests that need GPUs, on emulated ones (once: 5 GB into $(CUDA_VENV))'
 	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
 	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
+	@echo 'make bench-emulated  the plan against CUDA'"'"'s allocator, on emulated cards'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make docs       build the site into build/docs; a broken link is an error'
@@ -113,6 +114,11 @@ bench: $(INSTALLED)
 # Nothing is installed here: the machine with the GPU may have no network. Without $(VENV) it runs PYTHON.
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(ARGS)
+
+# Memory alone, on emulated cards: the plan against torch's own allocator (docs/gpu.md).
+bench-emulated: $(CUDA_INSTALLED)
+	$(CUDA_BIN)/python -m tests.emulated_cuda.build
+	$(CUDA_BIN)/python -m benchmarks gpu --emulated --part accuracy --budget-s 3000 $(ARGS)
 
 wheels: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)

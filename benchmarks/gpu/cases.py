@@ -20,6 +20,7 @@ class Where:
         card: short name of the GPU (`shardkit.hardware.cards`).
         host_memory: bytes of host memory that a case may count on.
         folder: for temporary files.
+        emulated: on emulated cards that compute nothing (tests/emulated_cuda).
         predicted: the result of `Case.predict`, here or elsewhere.
         earlier: the result that this case kept when it was interrupted; `ended` is "host memory" if that ran out.
         keep: stores the result so far.
@@ -29,6 +30,7 @@ class Where:
     card: str
     host_memory: int
     folder: Path
+    emulated: bool = False
     predicted: Found = field(default_factory=dict)
     earlier: Found = field(default_factory=dict)
     keep: Callable[[Found], None] = lambda found: None

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import psutil
 
+from shardkit.hardware.cards import GPUS, Gpu
+
 from ..common import REPO
 from .cases import Found, Where
 
@@ -33,7 +35,8 @@ def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> t
     exchange.unlink(missing_ok=True)
     asked = {
         "part": part, "case": case, "what": what, "dry": where.dry, "card": where.card, "exchange": str(exchange),
-        "host_memory": where.host_memory, "predicted": where.predicted, "earlier": where.earlier,
+        "emulated": where.emulated, "host_memory": where.host_memory,
+        "predicted": where.predicted, "earlier": where.earlier,
     }  # fmt: skip
     request.write_text(json.dumps(asked))
     deadline, found, seen = time.monotonic() + limit_s, dict(where.earlier), 0
@@ -41,7 +44,7 @@ def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> t
     with log.open("wb") as said:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.child", str(request)], cwd=REPO,
-            env=_environment(where.dry), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+            env=_environment(where, what), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -63,11 +66,24 @@ def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> t
     return found, "done"
 
 
-def _environment(dry: bool) -> dict[str, str]:
+def _environment(where: Where, what: str) -> dict[str, str]:
     """An environment that finds ninja and other tools beside this interpreter; a dry run leaves GPUs alone."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    alone: dict[str, str] = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} if dry else {}
-    return {**os.environ, "PATH": path, "DEEPSPEED_LOG_LEVEL": "error", **alone}
+    device: dict[str, str] = {}
+    if where.dry:
+        device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    elif where.emulated:
+        device = {"OMP_NUM_THREADS": "1", **(_emulated(GPUS[where.card]) if what == "measured" else {})}
+    return {**os.environ, "PATH": path, "DEEPSPEED_LOG_LEVEL": "error", **device}
+
+
+def _emulated(card: Gpu) -> dict[str, str]:
+    """The variables by which torch finds such cards; kernels are launched and compute nothing."""
+    return {
+        "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "8", "EMUCUDA_NAME": card.device_name,
+        "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
+        "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
+    }  # fmt: skip
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -97,8 +113,8 @@ def _main(asked: dict[str, Any]) -> None:
 
     case = part_cases(asked["part"], asked["dry"])[asked["case"]]
     with tempfile.TemporaryDirectory(dir=exchange.parent) as folder:
-        where = Where(asked["dry"], asked["card"], asked["host_memory"], Path(folder), asked["predicted"])
-        where = replace(where, earlier=asked["earlier"], keep=write)
+        where = Where(asked["dry"], asked["card"], asked["host_memory"], Path(folder), asked["emulated"])
+        where = replace(where, predicted=asked["predicted"], earlier=asked["earlier"], keep=write)
         run = case.predict if asked["what"] == "predicted" else case.measure
         assert run is not None
         write(run(where))

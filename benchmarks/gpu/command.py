@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from types import FrameType
 import psutil
 
 from shardkit.errors import ConfigError, ShardkitError, report
-from shardkit.hardware.cards import GPUS, find_gpu, parse_bytes
+from shardkit.hardware.cards import GPUS, Gpu, find_gpu, parse_bytes
 
 from ..common import REPO, RESULTS, environment
 from . import PARTS, part_cases
@@ -24,6 +25,7 @@ from .child import HOST_RESERVE, run_case
 from .store import Store
 
 DRY = REPO / "build" / "gpu_dry_run"
+EMULATED = RESULTS / "emulated"
 DEFAULT_CARD = "h200"
 _LEAST_S = 15.0
 """With less time left, no case starts."""
@@ -36,6 +38,7 @@ class Asked:
     Attributes:
         predict: only ask the planner.
         only: run only cases whose names contain this.
+        emulated: measure on an emulated card that computes nothing.
     """
 
     dry: bool
@@ -46,6 +49,7 @@ class Asked:
     budget_s: float
     only: str = ""
     commit: str | None = None
+    emulated: bool = False
 
 
 class Part:
@@ -53,7 +57,8 @@ class Part:
 
     def __init__(self, name: str, asked: Asked, say: Callable[[str], None] = print) -> None:
         self.name, self.asked, self._say = name, asked, say
-        self.store = Store(name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit)
+        card = _described(GPUS[asked.card]) if asked.emulated else None
+        self.store = Store(name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit, card)
         self._deadline = time.monotonic() + asked.budget_s
 
     def run(self) -> bool:
@@ -81,7 +86,7 @@ class Part:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
             where = Where(
-                self.asked.dry, self.asked.card, self.asked.host_memory, Path(folder),
+                self.asked.dry, self.asked.card, self.asked.host_memory, Path(folder), self.asked.emulated,
                 predicted=predicted or {}, earlier=earlier,
                 keep=lambda found: self.store.put(name, what, found, complete=False),
             )  # fmt: skip
@@ -126,27 +131,43 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes, but the same code")
+    parser.add_argument(
+        "--emulated", action="store_true",
+        help="memory only, on emulated cards that compute nothing (needs the environment of `make test-cuda`)",
+    )  # fmt: skip
     parser.add_argument("--predict", action="store_true", help="only plan: needs no GPU")
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})"
     )
     parser.add_argument("--host-memory", metavar="120GiB", help="available to cases; default: the free memory here")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"default: {RESULTS.relative_to(REPO)}; dry: {DRY.relative_to(REPO)}"
-    )
+        "--out", type=Path, metavar="DIR",
+        help="default: " + "; ".join(str(folder.relative_to(REPO)) for folder in (RESULTS, EMULATED, DRY)),
+    )  # fmt: skip
     parser.add_argument("--commit", metavar="HASH", help="of this checkout, if there is no git")
     args = parser.parse_args(argv)
-    here = environment()["gpus"]
-    if not here and not (args.dry_run or args.predict):
+    if args.emulated and (args.dry_run or args.predict):
+        parser.error("--emulated measures: it does not go with --dry-run or --predict")
+    if args.emulated and importlib.util.find_spec("emucuda") is None:
+        parser.error("--emulated: this interpreter has no emulated card: take the one that `make test-cuda` makes")
+    here = [] if args.emulated else environment()["gpus"]
+    if not here and not (args.dry_run or args.predict or args.emulated):
         parser.error("there is no GPU here (nvidia-smi finds none): pass --dry-run, or --predict to plan only")
-    out = args.out or (DRY if args.dry_run else RESULTS)
-    if args.dry_run and out.resolve() == RESULTS:
-        parser.error(f"--out {out} is for measurements: a dry run writes elsewhere")
+    out = args.out or (DRY if args.dry_run else EMULATED if args.emulated else RESULTS)
+    if (args.dry_run or args.emulated) and out.resolve() == RESULTS:
+        parser.error(f"--out {out} is for measurements: a dry run and an emulated card write elsewhere")
     free = psutil.virtual_memory().available - 2 * HOST_RESERVE
     host = parse_bytes(args.host_memory, "--host-memory") if args.host_memory else free
     card = find_gpu(args.gpu or _card(here[0] if here else None)).name
     parts = [part for part in PARTS if args.part is None or part in args.part]
-    return parts, Asked(args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit)
+    return parts, Asked(
+        args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit, args.emulated
+    )
+
+
+def _described(card: Gpu) -> str:
+    """An emulated card, in the words and order of nvidia-smi."""
+    return f"emulated {card.device_name}, {card.memory >> 20} MiB, no driver"
 
 
 def _card(described: str | None) -> str:

@@ -26,6 +26,13 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+def kind(held: dict[str, Any]) -> str:
+    """The kind of a file's results."""
+    if held["dry_run"]:
+        return "a dry run"
+    return "an emulated card's results" if held.get("emulated") else "measurements"
+
+
 def _cards(environment: dict[str, Any]) -> list[str]:
     """Name and memory of each card, without the driver's version: a patch does not make it another card."""
     return [described.rpartition(",")[0] for described in environment["gpus"]]
@@ -37,26 +44,30 @@ class Store:
     Args:
         host_memory: available bytes; plans for more memory are made again.
         commit: the checkout's commit, if there is no git.
+        emulated: the emulated card, described as nvidia-smi does; `None`: results of a real one, or of a dry run.
 
     Raises:
-        ConfigError: the file holds a dry run and this is not one, or the other way round.
+        ConfigError: the file holds another kind of results: measurements, a dry run, or those of an emulated card.
     """
 
     def __init__(
-        self, part: str, folder: Path, dry: bool, card: str, host_memory: int, commit: str | None = None
-    ) -> None:
+        self, part: str, folder: Path, dry: bool, card: str, host_memory: int, commit: str | None = None,
+        emulated: str | None = None,
+    ) -> None:  # fmt: skip
         self._host_memory = host_memory
         self.path = folder / f"gpu_{part}.json"
         self._stamp: dict[str, Any] = {"card": card, "code": code_digest(), "environment": environment()}
         if commit is not None:
             self._stamp["environment"]["commit"] = commit
-        self._all: dict[str, Any] = {"part": part, "dry_run": dry, "cases": {}}
+        if emulated is not None:
+            self._stamp["environment"]["gpus"] = [emulated]
+        self._all: dict[str, Any] = {"part": part, "dry_run": dry, "emulated": emulated is not None, "cases": {}}
+        wanted = kind(self._all)
         if self.path.exists():
             self._all = json.loads(self.path.read_text())
-        if self._all["dry_run"] is not dry:
-            what, other = ("measurements", "a dry run") if dry else ("a dry run", "measurements")
+        if kind(self._all) != wanted:
             raise ConfigError(
-                f"{self.path} holds {what}", f"pass another folder for {other} (--out), or delete the file"
+                f"{self.path} holds {kind(self._all)}", f"pass another folder for {wanted} (--out), or delete the file"
             )
 
     def found(self, case: str, what: str) -> Found | None:

@@ -11,12 +11,13 @@ from typing import Any
 from ..common import median_ci
 from ..markdown import interval, machine, paragraph, table
 from . import PARTS, part_cases
-from .accuracy import MARGIN
+from .accuracy import MARGIN, TIGHT, TOO_LITTLE
 from .cases import Found
 from .categories import ARMS as CATEGORY_ARMS
 from .ladder import CARDS, KINDS, rungs
 from .largest import ARMS, BYTES_PER_PARAMETER
 from .mfu import CEILING, GOALS, MODELS
+from .store import kind
 
 MISSING = "not yet measured"
 GIB = 2**30
@@ -34,22 +35,22 @@ def section(results: Path) -> str:
             "result. Predicted columns are the planner's, made without the GPU."
         ),
         *_mfu(known["mfu"]), *_ladder(known["ladder"]), *_largest(known["largest"]), *_accuracy(known["accuracy"]),
-        *_categories(known["categories"]), *_provenance(known),
+        *_categories(known["categories"]), *_provenance(known), *_emulated(results / "emulated"),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
-def read(path: Path, part: str) -> Known:
+def read(path: Path, part: str, wanted: str = "measurements") -> Known:
     """The complete cases of a file, without those that the part no longer has.
 
     Raises:
-        ValueError: the file holds a dry run.
+        ValueError: the file holds results of another kind.
     """
     if not path.exists():
         return {}
     held = json.loads(path.read_text())
-    if held["dry_run"]:
-        raise ValueError(f"{path} holds a dry run, not measurements: delete it")
+    if kind(held) != wanted:
+        raise ValueError(f"{path} holds {kind(held)}, not {wanted}: delete it")
     names = part_cases(part, dry=False)
     complete = {
         name: {what: found for what, found in case.items() if found["complete"]} for name, case in held["cases"].items()
@@ -190,11 +191,38 @@ def _largest(known: Known) -> list[str]:
 
 
 def _accuracy(known: Known) -> list[str]:
+    about = paragraph(
+        "World size 1, GiB. Last columns: whether the run works on a card limited to this share of the predicted "
+        f"required bytes (goals: always with {MARGIN}, never with {TOO_LITTLE}). Goals: median error ≤ 1 % allocated, "
+        "≤ 5 % reserved."
+    )
+    return ["### Predicted against measured on a GPU", about, *_errors(known)]
+
+
+def _emulated(results: Path) -> list[str]:
+    """Memory alone: nothing that is measured on an emulated card says anything of speed."""
+    known = {"accuracy": read(results / "gpu_accuracy.json", "accuracy", "an emulated card's results")}
+    about = paragraph(
+        "`make bench-emulated`: the CUDA build of torch trains the same settings on a card that computes nothing "
+        "([gpu.md](gpu.md)). Both allocators, autograd and the engines are the real ones; scratch memory of cuDNN's "
+        "and cuBLAS's kernels beyond the workspace is missing by construction. Columns as above."
+    )
+    return ["### Predicted against an emulated card", about, *_errors(known["accuracy"]), *_provenance(known)]
+
+
+def _errors(known: Known) -> list[str]:
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    fitted: list[bool] = []
+    outcomes: dict[str, list[str]] = {limit: [] for limit in TIGHT}
+
+    def limited(name: str, limit: str) -> str:
+        found = _measured(known, f"{name}: {limit}")
+        if found is None:
+            return MISSING
+        outcomes[limit].append(found["outcome"])
+        return {"ok": "yes", "out of memory": "no"}.get(found["outcome"], str(found["outcome"]))
 
     def row(name: str) -> list[str]:
-        plan, found, tight = _predicted(known, name), _measured(known, name), _measured(known, f"{name}: required")
+        plan, found = _predicted(known, name), _measured(known, name)
 
         def cells(found: Found) -> list[str]:
             shown = []
@@ -203,28 +231,29 @@ def _accuracy(known: Known) -> list[str]:
                 shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %"]
             return shown
 
-        held = MISSING
-        if tight is not None:
-            held = {"ok": "yes", "out of memory": "no"}.get(tight["outcome"], str(tight["outcome"]))
-        fitted.extend([tight["outcome"] == "ok"] if tight is not None else [])
         planned = [_gib(plan.get(key)) for key in ("allocated", "reserved", "required")]
-        return [name, " / ".join(planned), *_cells(found, cells, 4), held]
+        return [name, " / ".join(planned), *_cells(found, cells, 4), *(limited(name, limit) for limit in TIGHT)]
 
-    rows = [row(name) for name in part_cases("accuracy", dry=False) if not name.endswith(": required")]
-    parts = [
-        "### Predicted against measured on a GPU",
-        paragraph(
-            "World size 1, GiB. Last column: whether the run works on a card limited to "
-            f"{MARGIN} × the predicted required bytes (goal: always). Goals: median error ≤ 1 % allocated, ≤ 5 % "
-            "reserved."
-        ),
-    ]
+    names = part_cases("accuracy", dry=False)
+    rows = [row(name) for name in names if not name.endswith(tuple(f": {limit}" for limit in TIGHT))]
+    parts = []
     if errors["allocated"]:
-        medians = ", ".join(f"{key} {100 * median(map(abs, found)):.2f} %" for key, found in errors.items())
-        parts.append(
-            f"Median error over {len(errors['allocated'])} settings: {medians}; {sum(fitted)} of {len(fitted)} worked."
+        medians = ", ".join(
+            f"{key} {100 * median(map(abs, found)):.2f} % ({100 * min(found):+.2f} to {100 * max(found):+.2f} %)"
+            for key, found in errors.items()
         )
-    head = ("setting", "predicted: allocated / reserved / required", "allocated", "error", "reserved", "error", "works")
+        worked = "; ".join(
+            f"with {share} × the required bytes {outcomes[limit].count('ok')} of {len(outcomes[limit])} work"
+            for limit, share in TIGHT.items()
+            if outcomes[limit]
+        )
+        parts.append(
+            f"Median error over {len(errors['allocated'])} settings (smallest to largest): {medians}; {worked}."
+        )
+    head = (
+        "setting", "predicted: allocated / reserved / required", "allocated", "error", "reserved", "error",
+        *(f"works with {share} × required" for share in TIGHT.values()),
+    )  # fmt: skip
     return [*parts, table(head, rows)]
 
 

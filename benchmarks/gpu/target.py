@@ -48,10 +48,11 @@ def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunCon
 
 
 def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
-    """Train a few steps in a separate process, in `folder/NAME`."""
+    """Train a few steps in a separate process, in `folder/NAME`; an emulated card has no speed."""
     from shardkit.plan.search.trial import run_trial
 
-    return run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
+    trial = run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
+    return replace(trial, tokens_per_s=None) if where.emulated else trial
 
 
 def predicted(estimate: MemoryEstimate) -> Found:

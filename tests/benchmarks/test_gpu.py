@@ -233,7 +233,7 @@ def test_a_dry_run_is_never_among_the_measurements(asked: Asked, capsys: pytest.
     for refused in (["--dry-run", "--out", str(RESULTS)], ["--dry-run", "--out", os.path.relpath(RESULTS)]):
         with pytest.raises(SystemExit):
             command.parse(refused)
-        assert "a dry run writes elsewhere" in capsys.readouterr().err
+        assert "is for measurements" in capsys.readouterr().err
     assert command.parse(["--dry-run"])[1].out != RESULTS
     Part("mfu", asked).store.put("a", "measured", {"outcome": "ok"}, complete=True)
     assert results(asked)["dry_run"] is True
@@ -241,6 +241,35 @@ def test_a_dry_run_is_never_among_the_measurements(asked: Asked, capsys: pytest.
         Part("mfu", replace(asked, dry=False))
     with pytest.raises(ValueError, match="holds a dry run"):
         tables.section(asked.out)
+
+
+def test_what_an_emulated_card_shows_is_never_among_the_measurements(
+    asked: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.parse(["--emulated"])
+    assert "this interpreter has no emulated card" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(SystemExit):
+        command.parse(["--emulated", "--out", str(RESULTS)])
+    assert "is for measurements" in capsys.readouterr().err
+    _, parsed = command.parse(["--emulated", "--host-memory", "100GiB"])
+    assert parsed.emulated and parsed.out == RESULTS / "emulated" and parsed.card == "h200"
+
+    there = Part("accuracy", replace(asked, dry=False, emulated=True))
+    there.store.put("gpt2", "measured", {"outcome": "ok"}, complete=True)
+    held = json.loads(there.store.path.read_text())["cases"]["gpt2"]["measured"]
+    assert held["environment"]["gpus"] == ["emulated NVIDIA H200, 143155 MiB, no driver"]
+    with pytest.raises(ConfigError, match="holds an emulated card's results"):
+        Part("accuracy", replace(asked, dry=False))
+    with pytest.raises(ValueError, match="holds an emulated card's results"):
+        tables.section(asked.out)
+    there.store.path.rename(asked.out.parent / "gpu_accuracy.json")
+    (asked.out / "emulated").mkdir()
+    there.store.path = asked.out / "emulated/gpu_accuracy.json"
+    there.store.put("gpt2, single, fp32, full", "measured", {"outcome": "failed", "message": "why"}, complete=True)
+    assert tables.section(asked.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
