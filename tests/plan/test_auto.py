@@ -262,6 +262,25 @@ def found_by(costs: dict[str, tuple[float, float, float, float]]) -> Found:
             return search.run()
 
 
+def test_a_smaller_micro_batch_is_traced_only_where_the_largest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def predict(self: FakePlanner, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+        if rough:
+            asked.append((config.parallel.strategy, config.train.micro_batch_size))
+        return FakePlanner.predict(self, config, timed=timed, rough=rough)
+
+    monkeypatch.setattr(searching, "Planner", type("Noting", (FakePlanner,), {"predict": predict}))
+    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 1.0, 0.01, 0.01))
+    FakePlanner.costs |= {key: (1.0, 20.0, 0.01, 0.01) for key in KEYS if key.startswith("ddp")}
+    with Search(load, target(), FIXED, 0.05, lambda said: None) as search:
+        found = search.run()
+    assert sorted(size for engine, size in asked if engine == "ddp") == [1] * 4 + [8] * 4
+    small = [engine for engine, size in asked if engine != "ddp" and size == 1]
+    assert small == [found.best.combination.engine], "only the best is shown at every size"
+    assert {setting.micro_batch for setting in found.sizes} == {1, 2, 4, 8}
+
+
 def test_it_says_why_not_something_else() -> None:
     found = found_by({
         "ddpnone": (100.0, 1.0, 0.0, 0.01),  # fastest, too large

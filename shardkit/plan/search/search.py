@@ -1,4 +1,8 @@
-"""Find the fastest setting that fits: trace every combination roughly at its ends, then the promising ones exactly."""
+"""Find the fastest setting that fits: trace every combination roughly, then the promising ones exactly.
+
+A combination is traced at its largest micro-batch, and at its smallest only if the largest does not fit. A larger
+micro-batch is never slower: the step has fewer passes, each with its gathers, its launches and its weights to read.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +140,8 @@ class Search:
         self._budget = budget
         self._begun = time.monotonic()
         self._known: dict[tuple[Combination, int], Setting] = {}
+        self._largest: dict[Combination, Setting] = {}
+        self._at_one_end: set[Combination] = set()
         self._refused: dict[Combination, str] = {}
         self._left_out: set[Combination] = set()
 
@@ -183,23 +189,36 @@ class Search:
         return self._sorted_out(stopped)
 
     def _look_roughly(self, every: Sequence[Combination]) -> None:
-        """Trace every combination at its smallest and largest micro-batch, as far as time allows."""
-        ends = sorted({self._sizes[0], self._sizes[-1]})
-        todo = [(combination, size) for combination in every for size in ends]
-        rough: dict[Combination, list[Setting]] = {}
+        """Trace every combination at its largest micro-batch, then the misfits at their smallest, while time allows."""
+        until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
         self._left_out = set(every)
-        for done, ((combination, _), answer) in enumerate(self._traced(todo, rough=True), 1):
+        self._trace_roughly(every, self._sizes[-1], until)
+        self._trace_roughly([one for one in self._largest if one in self._left_out], self._sizes[0], until)
+
+    def _trace_roughly(self, todo: Collection[Combination], size: int, until: float | None = None) -> None:
+        began = time.monotonic()
+        self._at_one_end -= set(todo)
+        asked = [(combination, size) for combination in todo]
+        for done, ((combination, _), answer) in enumerate(self._traced(asked, rough=True, until=until), 1):
             if isinstance(answer, str):
                 self._refused[combination] = answer
+                self._left_out.discard(combination)
             else:
-                rough.setdefault(combination, []).append(answer)
-            if combination in self._refused:
-                self._left_out.discard(combination)
-            elif len(rough[combination]) == len(ends):
-                self._left_out.discard(combination)
-                self._known |= {(s.combination, s.micro_batch): s for s in self._between(rough[combination])}
-            left = (len(todo) - done) * (time.monotonic() - self._begun) / done
-            self._tell(f"traced {done} of {len(todo)} roughly, {left:.0f} s for the others")
+                self._learn(combination, answer)
+            left = (len(asked) - done) * (time.monotonic() - began) / done
+            self._tell(f"traced {done} of {len(asked)} roughly, {left:.0f} s for the others")
+
+    def _learn(self, combination: Combination, rough: Setting) -> None:
+        """Keep a rough setting, and after that of the smallest micro-batch those between."""
+        if rough.micro_batch < self._sizes[-1]:
+            for setting in self._between(rough, self._largest[combination]):
+                self._known.setdefault((combination, setting.micro_batch), setting)
+        elif rough.filled <= 1 or len(self._sizes) == 1:
+            self._known[combination, rough.micro_batch] = replace(rough, estimate=None)
+            self._at_one_end |= {combination} if len(self._sizes) > 1 else set()
+        self._largest.setdefault(combination, rough)
+        if any((combination, size) in self._known for size in self._sizes):
+            self._left_out.discard(combination)
 
     def _look_exactly(self) -> None:
         """Replace rough figures by exact traces until the fastest setting that fits and the front are exact."""
@@ -214,6 +233,9 @@ class Search:
             if not hopes:
                 able = [s for s in best_of_each(known.values()) if s.filled <= 1]
                 hopes = [s for s in pareto(able) if s.estimate is None]
+            if not hopes and best is not None and best.combination in self._at_one_end:
+                self._trace_roughly([best.combination], self._sizes[0])  # it is shown at every micro-batch
+                continue
             if not hopes:
                 return
             todo = [(setting.combination, setting.micro_batch) for setting in hopes[: self._workers]]
@@ -224,6 +246,8 @@ class Search:
                     del known[key]
                 seen += 1
                 self._tell(f"traced {seen} exactly, at least {len(hopes) - len(todo)} to go")
+            misfits = [one for one, size in todo if (one, size) not in known or known[one, size].filled > 1]
+            self._trace_roughly(self._at_one_end.intersection(misfits), self._sizes[0])
 
     def _tell(self, what: str) -> None:
         if self._budget is not None:
@@ -235,15 +259,15 @@ class Search:
         self._told(what)
 
     def _traced(
-        self, todo: Sequence[tuple[Combination, int]], rough: bool = False
+        self, todo: Sequence[tuple[Combination, int]], rough: bool = False, until: float | None = None
     ) -> Iterator[tuple[tuple[Combination, int], Setting | str]]:
-        """Predictions in order, each a setting or the reason of a failure; rough ones only as long as time allows."""
+        """Predictions in order, each a setting or the reason of a failure; those not begun by `until` are left out."""
         end = None if self._budget is None else self._begun + self._budget
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
             try:
                 for asked, answer in zip(todo, answers, strict=True):
-                    if rough and self._budget and time.monotonic() > self._begun + _FOR_ROUGH * self._budget:
+                    if until is not None and time.monotonic() > until:
                         for waiting in answers:
                             waiting.cancel()
                     if not answer.cancelled():
@@ -280,18 +304,14 @@ class Search:
         limits = ((needed, self._target.device_memory), (on_host, self._target.host_memory))
         return max(need / (limit * usable) for need, limit in limits if limit is not None)
 
-    def _between(self, ends: Sequence[Setting]) -> Iterator[Setting]:
+    def _between(self, first: Setting, last: Setting) -> Iterator[Setting]:
         """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch.
 
         A phase's peak is the largest of several lines, therefore linear interpolation is never too low.
         """
-        first, last = ends[0], ends[-1]
         assert first.estimate is not None and last.estimate is not None
         for size in self._sizes:
             settings = self._settings(first.combination, size)
-            if first is last:
-                yield replace(first, micro_batch=size, settings=settings, estimate=None)
-                continue
             up = (size - first.micro_batch) / (last.micro_batch - first.micro_batch)
             in_time = (1 / size - 1 / first.micro_batch) / (1 / last.micro_batch - 1 / first.micro_batch)
             waits = {name: max(0.0, _line(first.waits[name], last.waits[name], in_time)) for name in first.waits}
