@@ -30,6 +30,12 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", **(extra or {})}
 
 
+class Done(subprocess.CompletedProcess[str]):
+    """How a command ended; `codes` has each rank's exit code, `None` where the rank had to be killed."""
+
+    codes: list[int | None]
+
+
 def python_m(
     module: str,
     *args: object,
@@ -37,7 +43,7 @@ def python_m(
     cwd: Path = REPO,
     env: dict[str, str] | None = None,
     timeout: float = 180,
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """`python -m module args`, or `ranks` of it with the variables that torchrun sets, in one group.
 
     A `module` that ends in .py is a script.
@@ -76,7 +82,9 @@ def python_m(
     command = [sys.executable, *(["-m"] * (not module.endswith(".py"))), module, *argv]
     if None in codes and not any(codes):
         raise subprocess.TimeoutExpired(command, timeout, out, err)
-    return subprocess.CompletedProcess(command, next((code for code in codes if code), 0), out, err)
+    done = Done(command, next((code for code in codes if code), 0), out, err)
+    done.codes = codes
+    return done
 
 
 def train_here(argv: list[str]) -> int:

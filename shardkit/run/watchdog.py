@@ -114,10 +114,7 @@ class Watchdog:
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
         while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
-            limit_s, signs = (
-                self._limit_s,
-                self._signs,
-            )  # read before the beats: `allowing` beats before it restores them
+            limit_s, signs = self._limit_s, self._signs  # before the beats: `allowing` beats, then restores these
             passed, now = time.monotonic() - now, time.monotonic()
             idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
             beats = self._beats
@@ -145,7 +142,7 @@ class Watchdog:
         threading.Thread(target=dump_collectives, args=(self._rank,), name="flight recorder", daemon=True).start()
         # Rank 0 reports first; the others end by themselves in case rank 0 is stuck.
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
-        if self._beats != where["beats"]:  # progress; a collective's timeout that ends the main thread is none
+        if self._beats != where["beats"]:  # progress after all; a collective's timeout would not have beaten
             return
         error = TrainingError(
             f"no progress for {self._limit_s:.0f} s at step {self._step} ({self._doing}); {behind(self._states())}",
