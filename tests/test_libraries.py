@@ -262,8 +262,9 @@ def run_without(tmp_path: Path, gone: str, ranks: int) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_training_goes_on_without_what_tracing_needs(tmp_path: Path, ranks: int) -> None:
     done = run_without(tmp_path, "tracker", ranks)
     assert done.returncode == 0, done.stderr[-3000:]

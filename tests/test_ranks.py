@@ -81,7 +81,7 @@ def test_a_crashed_rank_is_blamed_rather_than_its_peers() -> None:
 
 def test_a_hanging_rank_is_killed_and_its_stack_shown() -> None:
     with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not end[\s\S]*hang_on_rank_0"):
-        run_ranks(2, "tests.test_ranks:hang_on_rank_0", timeout=5)
+        run_ranks(2, "tests.test_ranks:hang_on_rank_0", timeout=3)
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.memory import read_jsonl
-from tests.launch.jobs import command, run
+from tests.commands import python_m
 
 BOUND_S = 90
 
@@ -37,7 +37,7 @@ def test_a_full_disk_costs_log_lines_and_checkpoints_but_not_the_run(small_disk:
         "logging.every=1", "logging.tensorboard=true", "checkpoint.every_steps=20",
     ]  # fmt: skip
     began = time.monotonic()
-    done = run(command("--nproc-per-node", "2", *argv), timeout=BOUND_S)
+    done = python_m("shardkit.train", *argv, "parallel.strategy=ddp", ranks=2, timeout=BOUND_S)
     assert time.monotonic() - began < BOUND_S
     assert done.returncode == 5, done.stderr + done.stdout[-2000:]
     assert "error: the last save, of step 40, failed: rank 0: " in done.stderr, "there was room for its last word"

@@ -31,8 +31,8 @@ def h100() -> Iterator[Planner]:
     "settings",
     [
         ["parallel.strategy=single", "optim.implementation=foreach"],
-        pytest.param(["parallel.strategy=zero2"], marks=pytest.mark.deepspeed),
-        pytest.param(["parallel.strategy=zero3"], marks=pytest.mark.deepspeed),
+        pytest.param(["parallel.strategy=zero2"], marks=[pytest.mark.deepspeed, pytest.mark.slow]),
+        pytest.param(["parallel.strategy=zero3"], marks=[pytest.mark.deepspeed, pytest.mark.slow]),
     ],
 )
 def test_a_planned_fp16_step_is_not_skipped(settings: list[str], h100: Planner) -> None:

@@ -104,6 +104,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_time_in_which_a_job_is_suspended_does_not_count_nor_that_of_a_save_that_grows(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SUSPENDED, str(tmp_path)], cwd=REPO, env=environment(PYTHONUNBUFFERED=""),

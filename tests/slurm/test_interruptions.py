@@ -229,6 +229,7 @@ def errors_of(run_dir: Path, job: str, restart: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text())["shardkit"] for path in folder.glob("*.json")]
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_room_is_no_reason_to_queue_again(
     cluster: Cluster, tmp_path: Path, small_disk: Path
 ) -> None:

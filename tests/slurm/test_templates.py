@@ -43,7 +43,8 @@ def test_both_templates_train_as_one_process_does(
     assert "step 5/5" in read(output)
 
 
-@pytest.mark.parametrize("style", [pytest.param("torchrun", marks=SLOW), "srun"])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["torchrun", "srun"])
 def test_a_user_error_ends_the_job_with_its_two_lines(style: str, cluster: Cluster, tmp_path: Path) -> None:
     output = tmp_path / "out"
     args = [*settings(tmp_path / "run", "refuse"), "train.micro_batch_size=2"]
