@@ -47,6 +47,12 @@ def test_a_toy_module_is_mutated_and_its_outcomes_are_kept(tmp_path: Path, monke
     assert run_module(copy, MODULE, [TEST], two, kept, forever) == found
 
 
+def test_a_mutant_that_cannot_be_imported_is_killed_also_where_one_test_is_named(tmp_path: Path) -> None:
+    copy = toy(tmp_path)
+    put(copy, MODULE, "raise ImportError\n")
+    assert run_tests(copy, [f"{TEST}::test_half"], 60).result == "killed"
+
+
 def test_tests_that_do_not_end_are_ended(tmp_path: Path) -> None:
     copy = toy(tmp_path)
     put(copy, MODULE, ALL[1].source)
