@@ -11,6 +11,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import cpuinfo
 import deepspeed
 import deepspeed.ops.adam
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - with torch.compile: by every ZeRO engine
@@ -23,8 +24,11 @@ import torch.utils.cpp_extension
 
 import shardkit.config.load
 import shardkit.run.trainer  # noqa: F401
+from shardkit.strategies.zero import cpu_adam
 
 torch.set_num_threads(1)
+cpu_adam.remember_cpu()
+cpuinfo.get_cpu_info()
 # A rank's collections would go through everything above, and copy the pages of it.
 gc.collect()
 gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -46,12 +47,21 @@ def _load(builder: Any) -> str:
     # deepspeed's ninja lies beside the interpreter: not on PATH unless the venv is activated.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     try:
+        remember_cpu()
         folder = _build_folder(builder)
         with nullcontext() if folder is None else sole_builder(folder):
             builder().load(verbose=False)
     except Exception as error:  # torch and deepspeed raise many kinds; all mean that the op is missing
         return first_compiler_error(str(error))
     return ""
+
+
+def remember_cpu() -> None:
+    """Make py-cpuinfo keep its answer: it takes a process of a second, and DeepSpeed asks for each optimizer."""
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def _is_built(builder: Any) -> bool:
