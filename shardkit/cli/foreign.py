@@ -1,0 +1,102 @@
+"""`shardkit plan --from`, `check` and `convert-config`: configs of other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config.foreign.combine import Said
+    from ..config.foreign.translate import Job
+
+_WIDTH = 46
+
+
+def mapping(job: Job) -> Iterator[str]:
+    """Line by line, where every key of the files ended."""
+    from ..config.foreign.files import family
+
+    for name in dict.fromkeys(said.file for said in job.said):
+        keys = [said for said in job.said if said.file == name]
+        yield name if "default" in name else f"{name} ({family(keys[0].tool)})"
+        yield from (_line(job, said) for said in keys if said.fate in ("mapped", "default", "auto"))
+        yield from _others(keys)
+    if job.added:
+        yield "set because their loop differs"
+        yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
+    yield "not part of the plan"
+    yield from (f"  {text}" for text in job.left_out)
+
+
+def _line(job: Job, said: Said) -> str:
+    ours = [_shown(job, key, value) for key, value in said.ours.items()]
+    text = ", ".join(dict.fromkeys(one for one in ours if one)) or ("nothing to set" if not said.note else "")
+    return _row(f"{said.key}: {_value(said.value)}", "→ " + "; ".join(filter(None, (text, said.note))))
+
+
+def _shown(job: Job, ours: str, value: Any) -> str:
+    """A setting as the plan has it; pseudo-keys as what they decided."""
+    if ours in ("fp16", "bf16", "tf32"):
+        return f"precision.mode={job.settings['precision.mode']}" if value else f"not {ours}"
+    if ours == "engine":
+        return f"parallel.strategy={job.settings['parallel.strategy']}"
+    if ours in ("gpus", "machines"):
+        return f"{value} {'ranks' if ours == 'gpus' else 'machines'}"
+    if ours.startswith("optim.betas."):
+        return f"optim.betas={_value(job.settings['optim.betas'])}" if "optim.betas" in job.settings else ""
+    if ours.startswith("parallel.ds_config.") and ours in job.settings:
+        return f"passed through as {_value(value)}"
+    if ours in job.settings and job.settings[ours] != value:
+        return f"{ours}={_value(job.settings[ours])}"
+    return f"{ours}={_value(value)}" + ("" if ours in job.settings or value in (None, "none") else " (no effect here)")
+
+
+def _others(keys: list[Said]) -> Iterator[str]:
+    from ..config.foreign.combine import unknown_key
+
+    plain = [said.key for said in keys if said.fate == "absent" and not said.note]
+    yield from (_row(said.key, f"no counterpart: {said.note}") for said in keys if said.fate == "absent" and said.note)
+    yield from (_row(said.key, f"ignored there: {said.note}") for said in keys if said.fate == "ignored")
+    for said in keys:
+        if said.fate == "unknown":
+            hint = f"; did you mean {said.note}?" if said.note else ""
+            yield _row(said.key, f"unknown: {unknown_key(said.tool, said.key)}{hint}")
+    if plain:
+        yield f"  no counterpart, no memory: {', '.join(plain)}"
+
+
+def _row(left: str, right: str) -> str:
+    return f"  {left:<{_WIDTH}}  {right}"
+
+
+def _value(value: Any) -> str:
+    from ..config.errors import shown
+
+    return value if isinstance(value, str) else shown(value)
+
+
+def as_json(job: Job) -> dict[str, Any]:
+    """The mapping for programs."""
+    return {
+        "keys": [
+            {"file": s.file, "key": s.key, "value": s.value, "fate": s.fate, "ours": s.ours, "note": s.note}
+            for s in job.said
+        ],
+        "settings": job.settings,
+        "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
+        "left_out": list(job.left_out),
+    }
+
+
+def save(job: Job, folder: Path) -> Path:
+    """Write the job's config here as `from.yaml`, for runs that need a file."""
+    import yaml
+
+    from ..config.foreign.translate import nested
+    from ..plan.search.trial import writing
+
+    path = folder / "from.yaml"
+    with writing(folder):
+        path.write_text(yaml.safe_dump(nested(job.settings), sort_keys=False), encoding="utf-8")
+    return path
