@@ -208,6 +208,7 @@ def _add_defaults(job: Together) -> None:
 
 def _settle(job: Together) -> None:
     """One value for each key here; two different ones are a problem, unless their tools let one win."""
+    _match_the_trainers_defaults(job)
     for said in job.said:
         if said.fate == "default":
             job.settings |= said.ours
@@ -224,6 +225,21 @@ def _settle(job: Together) -> None:
         auto = f' or {theirs} "auto"' if theirs else ""
         fix = f"make them equal{auto}; to plan anyway, set {key} on the command line"
         job.problem("contradiction", f"{first} contradicts {other}", fix, key, (first.key, other.key))
+
+
+def _match_the_trainers_defaults(job: Together) -> None:
+    """The Trainer compares DeepSpeed's values with its own arguments, those that its file leaves out too."""
+    trainer = job.file("trainer")
+    for said in job.said if trainer else ():
+        theirs = tables.MUST_MATCH.get(said.key) if said.fate == "mapped" else None
+        if theirs is None or trainer is None or trainer.values.get(theirs) is not None:
+            continue
+        default = tables.TRAINER_DEFAULTS.get(theirs, False)
+        if said.value != default:
+            fix = f'write {theirs}: {said.value} in {trainer.name}, or {said.key} "auto"'
+            cause = f"{said} contradicts the Trainer's default {theirs}={shown(default)}"
+            ours = next(iter(said.ours))
+            job.problem("contradiction", cause, fix, "precision.mode" if ours in PSEUDO else ours, (said.key, theirs))
 
 
 def _precision_wins(job: Together, ours: str, claims: list[Said]) -> bool:

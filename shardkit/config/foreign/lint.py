@@ -298,8 +298,9 @@ def _own_optimizer(job: Together) -> Iterator[Fault]:
 
 def _other_schedule(job: Together) -> Iterator[Fault]:
     theirs, wanted = job.value("deepspeed", "scheduler.type"), job.value("trainer", "lr_scheduler_type")
-    shape = {"constant_with_warmup": "constant"}.get(wanted, wanted)
-    if theirs and wanted and tables.DS_SCHEDULES.get(str(theirs).lower()) != shape:
+    shape = tables.SCHEDULES.get(str(wanted), {"optim.schedule": wanted})["optim.schedule"]
+    given = tables.DS_SCHEDULES.get(str(theirs).lower(), {}).get("optim.schedule")
+    if theirs and wanted and given != shape:
         yield (
             f"scheduler.type={theirs} wins over lr_scheduler_type={wanted}: the learning rate follows {theirs}",
             "remove the scheduler from the DeepSpeed file, and the Trainer makes its own",

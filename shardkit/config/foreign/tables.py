@@ -124,7 +124,11 @@ def recompute(value: Any) -> Settings:
 
 STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 DS_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw"}  # its Adam decays as AdamW does unless told otherwise
-DS_SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+DS_SCHEDULES: dict[str, Settings] = {
+    "warmuplr": {"optim.schedule": "constant"},
+    "warmupdecaylr": {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
+    "warmupcosinelr": {"optim.schedule": "cosine"},
+}
 
 
 def raw(key: str, convert: Callable[[Any], Any] = lambda value: value) -> Key:
@@ -181,7 +185,8 @@ DEEPSPEED: dict[str, Key] = {
     "optimizer.params.betas": many(_betas),
     "optimizer.params.eps": to("optim.eps", number),
     "optimizer.params.weight_decay": to("optim.weight_decay", number),
-    "scheduler.type": one_of("optim.schedule", DS_SCHEDULES),
+    "scheduler.type": many(lambda value: dict(_chosen(value, DS_SCHEDULES))),
+    "scheduler.params.cos_min_ratio": to("optim.min_lr_ratio", number),
     "scheduler.params.warmup_num_steps": to("optim.warmup_steps", whole),
     "scheduler.params.warmup_max_lr": to("optim.lr", number),
     "scheduler.params.total_num_steps": to("train.max_steps", whole),
@@ -236,8 +241,8 @@ DEEPSPEED_DEFAULTS: Settings = {
 """What DeepSpeed does if the file does not say, where it differs from shardkit."""
 STAGE3_DEFAULTS: Settings = {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000}
 _REMOVED = """
-    elasticity graph_harvesting nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
-    curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size
+    elasticity graph_harvesting nebula compression_training amp quantize_training sparse_gradients eigenvalue
+    sparse_attention curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size
     zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param
 """
 DEEPSPEED_REMOVED = _REMOVED.split()
@@ -264,7 +269,7 @@ def halves(value: Any) -> Settings:
 def sharding(value: Any) -> Settings:
     """FSDP1's strategy by name or number, or FSDP2's `reshard_after_forward`."""
     if isinstance(value, bool) or str(value).lower() in ("true", "false"):
-        return {"parallel.strategy": "fsdp", "parallel.reshard_after_forward": truth(value)}
+        return {"parallel.reshard_after_forward": truth(value)}
     name = SHARDING[int(value) - 1] if str(value) in tuple("12345") else str(value).upper()
     if name not in SHARDING:
         raise NoCounterpart(f"it is none of {', '.join(SHARDING)}")
@@ -276,6 +281,11 @@ def sharding(value: Any) -> Settings:
 
 def _offload_param(value: Any) -> Settings:
     return on("parallel.offload_param", "cpu", value)
+
+
+def _replicas(value: Any) -> Settings:
+    """Groups of FSDP2 that each hold the whole state; with 1 it is plain sharding."""
+    return {"parallel.strategy": "hsdp", "parallel.dp_replicate": whole(value)} if whole(value) > 1 else {}
 
 
 def _classes(value: Any) -> Settings:
@@ -313,6 +323,10 @@ ACCELERATE: dict[str, Key] = {
     "mixed_precision": many(halves),
     "num_processes": to("gpus", whole),
     "num_machines": to("machines", whole),
+    "parallelism_config.parallelism_config_dp_replicate_size": many(_replicas),
+    "parallelism_config.parallelism_config_dp_shard_size": many(
+        lambda value: {"parallel.dp_shard": whole(value)} if value > 1 else {}
+    ),
     "use_cpu": many(lambda value: on("run.device", "cpu", value)),
     **{f"fsdp_config.fsdp_{name}": key for name, key in _FSDP.items()},
     "fsdp_config.fsdp_offload_params": many(_offload_param),
@@ -379,6 +393,7 @@ OPTIMIZERS: dict[str, Settings] = {
 SCHEDULES: dict[str, Settings] = {
     "linear": {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0},
     "cosine": {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0},
+    "cosine_with_min_lr": {"optim.schedule": "cosine"},
     "constant": {"optim.schedule": "constant"},
     "constant_with_warmup": {"optim.schedule": "constant"},
 }
@@ -416,6 +431,7 @@ TRAINER: dict[str, Key] = {
     "adam_epsilon": to("optim.eps", number),
     "optim": many(lambda value: dict(_chosen(value, OPTIMIZERS))),
     "lr_scheduler_type": many(lambda value: dict(_chosen(value, SCHEDULES))),
+    "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
     "warmup_steps": many(_warmup),
     "seed": to("train.seed", whole),
     "full_determinism": to("train.deterministic", truth),
@@ -486,6 +502,20 @@ TRAINER_DEFAULTS: Settings = {
     "seed": 42,
 }
 
+MUST_MATCH = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "deepspeed_config.gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "deepspeed_config.gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+}
+"""Keys of DeepSpeed → the Trainer's argument that has to be equal."""
 KEYS: dict[str, dict[str, Key]] = {"accelerate": ACCELERATE, "deepspeed": DEEPSPEED, "trainer": TRAINER}
 RENAMED = {
     "accelerate": {

@@ -144,8 +144,7 @@ class _Translation:
 
     def strategy(self) -> None:
         stage, named = self.job.stage, self.settings.get("parallel.strategy")
-        sharded = any(said.ours.get("parallel.strategy") in _SHARDED for said in self.job.said)
-        if stage is not None and sharded:
+        if stage is not None and self.job.fsdp_version() is not None:
             self.job.problem(
                 "contradiction", "the files ask for FSDP and for DeepSpeed at once",
                 "remove one of the two, or set parallel.strategy on the command line", "parallel.strategy",
@@ -281,6 +280,7 @@ class _Translation:
         drop = {
             "parallel.find_unused": not self.is_strategy("ddp"),
             "parallel.bucket_mb": not self.is_strategy("ddp"),
+            "parallel.dp_shard": not self.is_strategy("hsdp"),
             "parallel.reshard_after_forward": not self.is_strategy(*_SHARDED),
             "parallel.nvme_path": "nvme" not in offloads,
             "parallel.hpz": settings.get("parallel.hpz") is None,

@@ -12,7 +12,6 @@ from shardkit.config.foreign import tables
 from shardkit.config.foreign.tables import find
 from shardkit.config.libraries import installed
 
-
 PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed", "trainer": "transformers"}
 pytestmark = pytest.mark.skipif(
     not all(installed(PACKAGES[tool]).startswith(version) for tool, version in tables.VERSIONS.items()),
