@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from ..config.foreign.combine import Said
     from ..config.foreign.translate import Job
+    from ..config.schema import RunConfig
 
 _WIDTH = 46
 
@@ -27,8 +28,16 @@ def mapping(job: Job) -> Iterator[str]:
     if job.added:
         yield "set because their loop differs"
         yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
+
+
+def left_out(job: Job, config: RunConfig, n_params: int) -> Iterator[str]:
+    """What the plan does not have, each with the bytes that it is at most."""
+    from ..errors import gib
+
     yield "not part of the plan"
-    yield from (f"  {text}" for text in job.left_out)
+    for one in job.left_out:
+        amount = one.amount(config, n_params)
+        yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
 
 
 def _line(job: Job, said: Said) -> str:
@@ -44,7 +53,7 @@ def _shown(job: Job, ours: str, value: Any) -> str:
     if ours == "engine":
         return f"parallel.strategy={job.settings['parallel.strategy']}"
     if ours in ("gpus", "machines"):
-        return f"{value} {'ranks' if ours == 'gpus' else 'machines'}"
+        return f"{value} {'rank' if ours == 'gpus' else 'machine'}{'' if value == 1 else 's'}"
     if ours.startswith("optim.betas."):
         return f"optim.betas={_value(job.settings['optim.betas'])}" if "optim.betas" in job.settings else ""
     if ours.startswith("parallel.ds_config.") and ours in job.settings:
@@ -65,7 +74,7 @@ def _others(keys: list[Said]) -> Iterator[str]:
             hint = f"; did you mean {said.note}?" if said.note else ""
             yield _row(said.key, f"unknown: {unknown_key(said.tool, said.key)}{hint}")
     if plain:
-        yield f"  no counterpart, no memory: {', '.join(plain)}"
+        yield f"  without a counterpart, and without memory: {', '.join(plain)}"
 
 
 def _row(left: str, right: str) -> str:
@@ -87,7 +96,7 @@ def as_json(job: Job) -> dict[str, Any]:
         ],
         "settings": job.settings,
         "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
-        "left_out": list(job.left_out),
+        "left_out": [{"text": one.text, "per": one.per, "bytes": one.n_bytes} for one in job.left_out],
     }
 
 

@@ -92,7 +92,7 @@ def plan(
     from ..plan.show import show, show_changes
     from ..plan.target import choose_target
     from .auto import plan_automatically
-    from .foreign import as_json, mapping, save
+    from .foreign import as_json, left_out, mapping, save
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
@@ -124,6 +124,8 @@ def plan(
     else:
         name = job.name if job else "the defaults" if path is None else Path(path).name
         typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
+        if job:
+            typer.echo("\n" + "\n".join(left_out(job, loaded, estimate.n_params)))
         if misfit and advice:
             typer.echo("\n" + show_changes(changes))
     raise typer.Exit(4 if misfit else 0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import ConfigError
 from ..errors import combined
 from ..layers import Layers, split_override
 from ..load import LoadedConfig
+from ..schema import RunConfig
 from ..yaml import Document
 from . import tables
 from .combine import PSEUDO, Said, Together, combine
@@ -31,6 +32,24 @@ _SHARDED = ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A difference that a plan does not have.
+
+    Attributes:
+        per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if nobody knows.
+    """
+
+    text: str
+    per: Literal["token", "parameter", ""] = ""
+    n_bytes: int = 0
+
+    def amount(self, config: RunConfig, n_params: int) -> int:
+        """Bytes of it at most; 0 if nobody knows."""
+        tokens = config.train.micro_batch_size * config.train.seq_len
+        return self.n_bytes * {"token": tokens, "parameter": n_params, "": 0}[self.per]
+
+
+@dataclass(frozen=True)
 class Job:
     """A job of other tools, in keys here.
 
@@ -48,7 +67,7 @@ class Job:
     said: tuple[Said, ...]
     settings: Settings
     added: tuple[tuple[str, Any, str], ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
     problems: tuple[Problem, ...]
     gpus: int
     gpus_per_node: int | None
@@ -131,6 +150,7 @@ class _Translation:
         self.tf32, self.engine, self.machines = pseudo["tf32"], pseudo["engine"], pseudo["machines"]
         self.gpus = gpus or max(1, pseudo["gpus"] or 1)
         self.added: list[tuple[str, Any, str]] = []
+        self.stored = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
         name = str((self.model.get("architectures") or ["ForCausalLM"])[0])
         self.task_name = next((task for end, task in TASKS.items() if name.endswith(end)), "")
         self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
@@ -174,10 +194,9 @@ class _Translation:
                 "turn one of the two off", "precision.mode", ("fp16", "bf16"),
             )  # fmt: skip
         half = self.halves[0] if self.halves else ""
-        stored = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
         self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
         upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED))
-        if stored == "bfloat16" and half != "fp16" and not upcast:
+        if self.stored == "bfloat16" and half != "fp16" and not upcast:
             self.set(
                 "precision.mode", "pure_bf16",
                 "the model's dtype is bfloat16, which from_pretrained keeps for weights, gradients and moments",
@@ -231,23 +250,29 @@ class _Translation:
             unused = self.settings.get("activation.policy") != "full"
             self.set("parallel.find_unused", unused, "the Trainer looks for unused parameters unless it recomputes")
 
-    def left_out(self) -> Iterator[str]:
+    def left_out(self) -> Iterator[LeftOut]:
         """What their loop does differently, and no key here can say."""
         job = self.job
+        stored = 2 if self.stored in ("bfloat16", "float16") else 4
+        trained = 2 if self.settings["precision.mode"] == "pure_bf16" else 4
         if self.model.get("auto_map"):
-            yield "the model folder's own code (auto_map): it is never run; transformers' class of that type is planned"
+            yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
         if self.is_strategy("ddp"):
-            yield "DDP's buckets lie beside the gradients there (gradient_as_bucket_view): 4 bytes a parameter more"
+            yield LeftOut(
+                "DDP's buckets lie beside the gradients there (gradient_as_bucket_view)", "parameter", trained
+            )
         if job.fsdp_version() == 1:
-            yield "FSDP1's flat parameters: planned as FSDP2, which shards each parameter"
+            yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
         if self.halves and job.stage is None and self.text:
-            yield "Accelerate copies half-precision outputs to fp32: 4 bytes more for each logit of a micro-batch"
+            vocabulary = int(self.model.get("vocab_size") or 0)
+            yield LeftOut("Accelerate copies half-precision logits to fp32 after forward", "token", 4 * vocabulary)
         if not job.has("trainer"):
-            yield "the script's own loop and optimizer: planned are transformers' forward and one AdamW"
-        rank = "rank 0 holds" if self._loads_once() else "every rank holds"
-        yield f"loading: {rank} the whole model in host memory for a while"
+            yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
+        rank = "rank 0" if self._loads_once() else "every rank"
+        yield LeftOut(f"loading: {rank} holds the whole model in host memory for a while", "parameter", stored)
         if self._saves_whole():
-            yield "saving: rank 0 gathers the whole model"
+            half = 2 if job.stage == 3 and self.halves else trained
+            yield LeftOut("saving: rank 0 gathers the whole model in host memory", "parameter", half)
 
     def _loads_once(self) -> bool:
         return any(

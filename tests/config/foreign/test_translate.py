@@ -208,7 +208,7 @@ def test_code_in_a_models_folder_is_never_run(tmp_path: Path) -> None:
     model = {**MODEL, "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
     found = job(tmp_path, model=model, args__yaml=TRAINER)
     found.load(OPEN[:1])
-    assert any("never run" in text for text in found.left_out)
+    assert any("never run" in one.text for one in found.left_out)
     assert not ran.exists()
 
 
@@ -216,6 +216,15 @@ def test_a_checkpoint_in_bf16_stays_bf16_where_their_tool_leaves_it_so(tmp_path:
     stored = {**MODEL, "dtype": "bfloat16"}
     for text, mode in ((DDP.replace("'no'", "bf16"), "pure_bf16"), (FSDP2, "bf16"), (ZERO2, "bf16")):
         assert job(tmp_path, model=stored, accelerate__yaml=text).load(OPEN).config.precision.mode == mode
+
+
+def test_what_a_plan_does_not_have_is_said_with_its_bytes(tmp_path: Path) -> None:
+    found = job(tmp_path, 2, args__yaml=TRAINER)
+    config = found.load(OPEN).config
+    amounts = {one.text.partition(" ")[0]: one.amount(config, 1000) for one in found.left_out}
+    assert amounts == {"DDP's": 4000, "Accelerate": 4 * 256 * 2 * 64, "loading:": 4000}
+    gathered = job(tmp_path, 2, ds__json=ZERO3, args__yaml=TRAINER)
+    assert {one.text.partition(" ")[0]: one.amount(config, 1000) for one in gathered.left_out}["saving:"] == 2000
 
 
 def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
