@@ -15,6 +15,11 @@ Fate = Literal["mapped", "default", "auto", "absent", "ignored", "unknown"]
 PSEUDO = ("fp16", "bf16", "tf32", "engine", "gpus", "machines")
 """Keys of `Together.settings` that are not keys here; `translate` turns them into such."""
 _SIZES = {"reduce_bucket_size": 1.0, "stage3_prefetch_bucket_size": 0.9}
+_FROM_A_SCRIPT = ("train_micro_batch_size_per_gpu",)
+_DUMMIES = (
+    "optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps",
+)  # fmt: skip
 _FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
 
 
@@ -236,7 +241,7 @@ def _match_the_trainers_defaults(job: Together) -> None:
             continue
         default = tables.TRAINER_DEFAULTS.get(theirs, False)
         if said.value != default:
-            fix = f'write {theirs}: {said.value} in {trainer.name}, or {said.key} "auto"'
+            fix = f'write {theirs}: {shown(said.value)} in {trainer.name}, or {said.key} "auto"'
             cause = f"{said} contradicts the Trainer's default {theirs}={shown(default)}"
             ours = next(iter(said.ours))
             job.problem("contradiction", cause, fix, "precision.mode" if ours in PSEUDO else ours, (said.key, theirs))
@@ -264,8 +269,9 @@ def _fill_auto(job: Together) -> None:
         ours = entry.only if entry else ""
         filled = _filled(job, said, ours)
         if filled is None:
+            kind = "unsaid" if said.key in _FROM_A_SCRIPT and job.has("accelerate") else "auto"
             cause = f'{said.file}: {said.key}="auto", but no other file says what it becomes'
-            job.problem("auto", cause, _who_fills(job, said), ours, (said.key,))
+            job.problem(kind, cause, _who_fills(job, said, ours), ours, (said.key,))
             continue
         settings, source = filled
         job.said[place] = replace(said, ours=settings, note=source)
@@ -286,6 +292,8 @@ def _filled(job: Together, said: Said, ours: str) -> tuple[Settings, str] | None
         return {}, "the product of micro-batch, accumulation and ranks"
     if not (trainer or accelerate):
         return None
+    if said.key in _DUMMIES:
+        return {}, "Accelerate takes it from DummyOptim and DummyScheduler in the script"
     if said.key in ("fp16.enabled", "bf16.enabled"):
         return {ours: False}, "no file turns it on"
     width, name = job.model.get("hidden_size"), said.key.removeprefix("zero_optimization.")
@@ -300,11 +308,13 @@ def _filled(job: Together, said: Said, ours: str) -> tuple[Settings, str] | None
     return None
 
 
-def _who_fills(job: Together, said: Said) -> str:
+def _who_fills(job: Together, said: Said, ours: str) -> str:
+    if said.key in _FROM_A_SCRIPT and job.has("accelerate"):
+        return f"the DataLoader in the script decides it: add it to the command, such as {ours}=4"
     if said.key.startswith("zero_optimization."):
         return "pass --model, whose hidden_size decides it, or write a number"
     if job.has("accelerate"):
-        return "write a number: only the Trainer, or a DataLoader in the script, fills it in"
+        return "write a number: only the Trainer fills it in, not Accelerate"
     return "pass the Trainer's or Accelerate's file too, or write a number: DeepSpeed itself takes auto for text"
 
 
@@ -332,6 +342,8 @@ def unknown_key(tool: str, key: str) -> str:
     }
     if key in tables.DEEPSPEED_REMOVED or section in tables.DEEPSPEED_REMOVED:
         return f"DeepSpeed {tables.VERSIONS['deepspeed']} refuses it: it was removed"
+    if any(name.startswith(f"{key}.") for name in tables.KEYS[tool]):
+        return "it is a section of keys, not a value; " + family(tool) + " refuses it"
     verb = "refuses" if strict[tool] else "ignores"
     return f"{family(tool)} {tables.VERSIONS[tool]} has no such key and {verb} it"
 
@@ -341,6 +353,10 @@ def meant(tool: str, key: str) -> str:
     if key in tables.RENAMED[tool]:
         return tables.RENAMED[tool][key]
     names = [name.removesuffix(".*") for name in tables.KEYS[tool]]
+    if tool == "trainer" and (inner := f"fsdp_config.{key.removeprefix('fsdp_')}") in names and key.startswith("fsdp_"):
+        return inner
+    if any(name.startswith(f"{key}.") for name in names):
+        return ""
     close = get_close_matches(key, names, n=1, cutoff=0.85)
     parts = key.split(".")
     for part in () if close else (parts[-1], *parts[1:-1]):  # a key, or a whole section, in the wrong section

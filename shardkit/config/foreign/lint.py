@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ..errors import shown
 from . import tables
 from .combine import Said, Together, combine, unknown_key
+from .files import File, family
 from .gather import gather, read_model
 from .tables import AUTO, NoCounterpart, find
 from .translate import translate
@@ -106,10 +107,40 @@ def _keys(job: Together) -> Iterator[Finding]:
                 "warning", f"{said.file}: {said.key}={shown(said.value)} does nothing: {said.note}", "remove it"
             )
     for file in job.files:
+        if file.tool != "model":
+            yield from _values(file)
         for key, text in file.text.items():
             if file.tool in ("deepspeed", "trainer") and _wants_a_number(file.tool, key, text):
                 fix = f"write {key}: {_with_a_point(text)}" if file.tool == "trainer" else f"remove the quotes: {text}"
                 yield Finding("error", f"{file.name}: {key}={text} is text for its reader, not a number", fix)
+
+
+def _values(file: File) -> Iterator[Finding]:
+    """Values that the tool does not have, and switches in quotes."""
+    for key, value in file.values.items():
+        known = tables.VALUES[file.tool].get(key)
+        written = "no" if value is False else str(value)
+        if known and value is not None and value != AUTO and written.lower() not in [one.lower() for one in known]:
+            close = get_close_matches(written, known, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"it has {', '.join(known[:12])}"
+            yield Finding("error", f"{file.name}: {key}={shown(value)}: {family(file.tool)} has no such value", fix)
+        if str(value).lower() in ("true", "false") and isinstance(value, str) and _taken_as_it_is(file.tool, key):
+            cause = f'{file.name}: {key}="{value}" is text, which counts as true there'
+            yield Finding("error", cause, f"remove the quotes: {value.lower()}")
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = file.values.get(key, 1)
+        if isinstance(value, int) and value < 1:
+            yield Finding(
+                "error", f"{file.name}: {key}={value}: it has to be 1 or more", "write 1 or more, or leave it out"
+            )
+
+
+def _taken_as_it_is(tool: str, key: str) -> bool:
+    """Whether the tool reads a switch without looking at text: DeepSpeed at the top, and the Trainer."""
+    section, _, rest = key.partition(".")
+    if tool == "trainer":
+        return not rest or (section == "fsdp_config" and rest in ("xla", "cpu_offload", "xla_fsdp_v2"))
+    return tool == "deepspeed" and not rest
 
 
 def _reported_by_a_rule(said: Said) -> bool:
