@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..config.foreign.combine import Said
     from ..config.foreign.translate import Job
     from ..config.schema import RunConfig
+    from ..plan.model.estimate import MemoryEstimate
 
 _WIDTH = 46
 
@@ -30,14 +31,19 @@ def mapping(job: Job) -> Iterator[str]:
         yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
 
 
-def left_out(job: Job, config: RunConfig, n_params: int) -> Iterator[str]:
-    """What the plan does not have, each with the bytes that it is at most."""
+def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
+    """What the plan does not have, each with the bytes that it is at most, and whether these still fit."""
     from ..errors import gib
 
     yield "not part of the plan"
+    more = 0
     for one in job.left_out:
-        amount = one.amount(config, n_params)
+        amount = one.amount(config, estimate.n_params)
+        more += amount if one.on_device else 0
         yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
+    limit, needed = estimate.device_memory, estimate.needed + more
+    if limit is not None and estimate.needed <= limit < needed:
+        yield f"it may not fit: with these it is {gib(needed)} of {gib(limit)} at most"
 
 
 def _line(job: Job, said: Said) -> str:

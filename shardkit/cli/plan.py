@@ -125,7 +125,7 @@ def plan(
         name = job.name if job else "the defaults" if path is None else Path(path).name
         typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
         if job:
-            typer.echo("\n" + "\n".join(left_out(job, loaded, estimate.n_params)))
+            typer.echo("\n" + "\n".join(left_out(job, loaded, estimate)))
         if misfit and advice:
             typer.echo("\n" + show_changes(changes))
     raise typer.Exit(4 if misfit else 0)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardkit.cli.foreign import left_out
 from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
 from shardkit.plan.client import plan
+from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
 from tests.config.foreign.test_lint import FSDP2, TRAINER, ZERO3, write
 from tests.config.foreign.test_translate import MODEL
@@ -53,6 +55,19 @@ def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: p
     assert shardkit("plan", *given) == 0
     assert "fsdp on 4 × cpu" in capsys.readouterr().out
     assert read_job([file], str(tmp_path), 2).gpus == 2
+
+
+def test_a_plan_that_fits_only_without_what_it_leaves_out_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    found = read_job(write(tmp_path, accelerate__yaml="distributed_type: MULTI_GPU\n"), str(tmp_path), 2)
+    config = found.load(["train.seq_len=64", "train.micro_batch_size=1", "run.device=cpu"]).config
+    peak = PeakEstimate(1000, 1000, 1000, "backward", "")
+    estimate = MemoryEstimate(
+        device="cpu", world_size=2, rank=0, n_params=100, n_blocks=1, method="cpu", phases={}, peak=peak, resident=0,
+        host_peak=0, categories={}, overhead=0, overhead_from="", uncertainty=0.03,
+    )  # fmt: skip
+    assert "it may not fit" in "\n".join(left_out(found, config, estimate.limited(1399, None)))
+    assert "it may not fit" not in "\n".join(left_out(found, config, estimate.limited(1400, None)))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ Fate = Literal["mapped", "default", "auto", "absent", "ignored", "unknown"]
 PSEUDO = ("fp16", "bf16", "tf32", "engine", "gpus", "machines")
 """Keys of `Together.settings` that are not keys here; `translate` turns them into such."""
 _SIZES = {"reduce_bucket_size": 1.0, "stage3_prefetch_bucket_size": 0.9}
+_NO_FSDP = "on CPUs Accelerate shards nothing and trains with DDP"
 _FROM_A_SCRIPT = ("train_micro_batch_size_per_gpu",)
 _DUMMIES = (
     "optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr",
@@ -81,8 +82,14 @@ class Together:
             return None
         return stage if stage in tables.STAGES else None
 
+    @property
+    def on_cpu(self) -> bool:
+        return any(str(self.value(tool, "use_cpu")).lower() == "true" for tool in ("accelerate", "trainer"))
+
     def fsdp_version(self) -> int | None:
-        """1 or 2; `None` without FSDP."""
+        """1 or 2; `None` without FSDP, which Accelerate leaves out on CPUs."""
+        if self.on_cpu:
+            return None
         if self.kind == "FSDP":
             return 2 if str(self.value("accelerate", "fsdp_config.fsdp_version", 1)) == "2" else 1
         if self.value("trainer", "fsdp"):
@@ -149,6 +156,8 @@ def _ignored(job: Together, tool: str, key: str) -> str:
 
 
 def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
+    if section == "fsdp_config" and job.on_cpu:
+        return _NO_FSDP
     wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(section)
     if wanted is not None and job.kind != wanted:
         return f"distributed_type is {job.kind}"
@@ -163,6 +172,8 @@ def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
 
 
 def _ignored_by_trainer(job: Together, section: str, key: str) -> str:
+    if section in ("fsdp", "fsdp_config") and job.on_cpu:
+        return _NO_FSDP
     if section == "fsdp_config" and not job.value("trainer", "fsdp"):
         return "fsdp is off"
     if key.removeprefix("fsdp_config.") in _FSDP1_ONLY and job.fsdp_version() == 2:
@@ -185,7 +196,7 @@ def _add_defaults(job: Together) -> None:
         chosen.append(
             ("trainer", {k: v for k, v in tables.TRAINER_DEFAULTS.items() if not _ignored(job, "trainer", k)})
         )
-    if job.kind == "FSDP":
+    if job.kind == "FSDP" and not job.on_cpu:
         chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["fsdp"]))
     if job.kind == "DEEPSPEED" and not job.has("deepspeed"):
         chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["deepspeed"]))

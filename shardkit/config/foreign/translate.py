@@ -37,11 +37,13 @@ class LeftOut:
 
     Attributes:
         per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if nobody knows.
+        on_device: whether they lie on the device, and while it trains.
     """
 
     text: str
     per: Literal["token", "parameter", ""] = ""
     n_bytes: int = 0
+    on_device: bool = False
 
     def amount(self, config: RunConfig, n_params: int) -> int:
         """Bytes of it at most; 0 if nobody knows."""
@@ -178,7 +180,7 @@ class _Translation:
             )  # fmt: skip
         if stage is not None:
             named = tables.STAGES[stage]
-        elif named is None and self.engine in _SHARDED:
+        elif named is None and self.engine in _SHARDED and not self.job.on_cpu:
             named = self.engine
         if named is not None:
             self.settings["parallel.strategy"] = named
@@ -246,6 +248,8 @@ class _Translation:
         """What their loop does differently, as far as keys here can say it."""
         if self.text:
             self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
+        if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
+            self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
         if self.is_strategy("ddp") and self.job.has("trainer") and "parallel.find_unused" not in self.settings:
             unused = self.settings.get("activation.policy") != "full"
             self.set("parallel.find_unused", unused, "the Trainer looks for unused parameters unless it recomputes")
@@ -259,13 +263,15 @@ class _Translation:
             yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
         if self.is_strategy("ddp"):
             yield LeftOut(
-                "DDP's buckets lie beside the gradients there (gradient_as_bucket_view)", "parameter", trained
+                "DDP's buckets lie beside the gradients there (gradient_as_bucket_view)", "parameter", trained, True
             )
         if job.fsdp_version() == 1:
             yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
         if self.halves and job.stage is None and self.text:
             vocabulary = int(self.model.get("vocab_size") or 0)
-            yield LeftOut("Accelerate copies half-precision logits to fp32 after forward", "token", 4 * vocabulary)
+            yield LeftOut(
+                "Accelerate copies half-precision logits to fp32 after forward", "token", 4 * vocabulary, True
+            )
         if not job.has("trainer"):
             yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
         rank = "rank 0" if self._loads_once() else "every rank"

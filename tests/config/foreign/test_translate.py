@@ -227,6 +227,16 @@ def test_what_a_plan_does_not_have_is_said_with_its_bytes(tmp_path: Path) -> Non
     assert {one.text.partition(" ")[0]: one.amount(config, 1000) for one in gathered.left_out}["saving:"] == 2000
 
 
+def test_fsdp_on_cpus_is_what_accelerate_makes_of_it(tmp_path: Path) -> None:
+    for files in (
+        {"args__yaml": TRAINER + "use_cpu: true\nfsdp: true\nfsdp_config: {reshard_after_forward: false}\n"},
+        {"accelerate__yaml": FSDP2 + "use_cpu: true\n"},
+    ):
+        found = job(tmp_path, 2, **files)
+        assert found.load(OPEN).config.parallel.strategy == "ddp"
+        assert any("trains with DDP" in said.note for said in found.said if said.fate == "ignored")
+
+
 def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     folder = tmp_path / "configs"
