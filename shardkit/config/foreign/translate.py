@@ -269,9 +269,7 @@ class _Translation:
             yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
         if self.halves and job.stage is None and self.text:
             vocabulary = int(self.model.get("vocab_size") or 0)
-            yield LeftOut(
-                "Accelerate copies half-precision logits to fp32 after forward", "token", 4 * vocabulary, True
-            )
+            yield LeftOut("Accelerate copies half-precision logits to fp32", "token", 4 * vocabulary, True)
         if not job.has("trainer"):
             yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
         rank = "rank 0" if self._loads_once() else "every rank"
