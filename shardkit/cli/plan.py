@@ -104,7 +104,8 @@ def plan(
     if job and not json_output:
         typer.echo("\n".join(mapping(job)) + "\n")
     loaded = load().config
-    ranks, per_node = gpus or (job.gpus if job else 1), gpus_per_node or (job and job.gpus_per_node) or 8
+    ranks = gpus if gpus is not None else job.gpus if job else 1
+    per_node = gpus_per_node if gpus_per_node is not None else (job.gpus_per_node if job else None) or 8
     target = choose_target(loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
     if auto:
         path = str(save(job, out)) if job else path
