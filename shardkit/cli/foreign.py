@@ -107,15 +107,16 @@ def as_json(job: Job) -> dict[str, Any]:
 
 
 def save(job: Job, folder: Path) -> Path:
-    """Write the job's config here as `from.yaml`, for runs that need a file."""
+    """Write the job's config as `from.yaml`, for a search over engines: without keys that only some of them take."""
     import yaml
 
-    from ..config.foreign.translate import nested
+    from ..config.foreign.translate import OF_ONE_ENGINE, nested
     from ..plan.search.trial import writing
 
     path = folder / "from.yaml"
+    kept = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}
     with writing(folder):
-        path.write_text(yaml.safe_dump(nested(job.settings), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(nested(kept), sort_keys=False), encoding="utf-8")
     return path
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardkit.cli.foreign import left_out
+from shardkit.cli.foreign import left_out, save
+from shardkit.config import capability
 from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
 from shardkit.plan.client import plan
@@ -55,6 +56,17 @@ def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: p
     assert shardkit("plan", *given) == 0
     assert "fsdp on 4 × cpu" in capsys.readouterr().out
     assert read_job([file], str(tmp_path), 2).gpus == 2
+
+
+def test_a_search_starts_from_a_config_that_every_engine_takes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    found = read_job(write(tmp_path, accelerate__yaml=FSDP2, args__yaml=TRAINER), str(tmp_path))
+    assert found.settings["precision.autocast"] is True
+    path = str(save(found, tmp_path / "auto"))
+    for strategy in ("ddp", "fsdp", "zero3"):
+        config = load_config(path, {"parallel.strategy": strategy, "train.seq_len": 64}).config
+        capability.check(config, device="cuda", world_size=2, local_world_size=2)
+    assert config.train.micro_batch_size == 8
 
 
 def test_a_plan_that_fits_only_without_what_it_leaves_out_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from ..errors import one_line, section_fields, shown
 from ..yaml import read_yaml
 from .tables import KEYS, RENAMED, find
 
-OWN_SECTIONS = ("deepspeed_config", "fsdp_config", "dynamo_config")
 _MARKS = {
     "accelerate": ("compute_environment", "distributed_type"),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),

@@ -27,6 +27,11 @@ TASKS = {
     "ForImageSuperResolution": "super_resolution",
 }
 """How a class in a model's `architectures` ends → the built-in task with that head."""
+OF_ONE_ENGINE = (
+    "precision.autocast", "precision.reduce_dtype", "parallel.find_unused", "parallel.bucket_mb", "parallel.hpz",
+    "parallel.reshard_after_forward", "parallel.dp_replicate", "parallel.dp_shard", "parallel.ds_config.",
+)  # fmt: skip
+"""Keys that other engines refuse; a search over engines leaves them out."""
 _ZERO = ("zero1", "zero2", "zero3")
 _SHARDED = ("fsdp", "hsdp")
 
@@ -250,9 +255,6 @@ class _Translation:
             self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
         if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
             self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
-        if self.is_strategy("ddp") and self.job.has("trainer") and "parallel.find_unused" not in self.settings:
-            unused = self.settings.get("activation.policy") != "full"
-            self.set("parallel.find_unused", unused, "the Trainer looks for unused parameters unless it recomputes")
 
     def left_out(self) -> Iterator[LeftOut]:
         """What their loop does differently, and no key here can say."""
