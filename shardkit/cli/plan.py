@@ -32,7 +32,7 @@ BUDGET_S = 120.0
 def plan(
     config: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(metavar="[CONFIG]", help="A YAML file; - for the defaults."),
+        typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
     ] = None,
     overrides: Overrides = None,
     theirs: Annotated[
@@ -111,7 +111,7 @@ def plan(
         path = str(save(job, out)) if job else path
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
-    with Planner(target) as planner:
+    with Planner(target, bucket_views=job is None) as planner:
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
         changes = []

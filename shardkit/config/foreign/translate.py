@@ -78,6 +78,8 @@ class Job:
     problems: tuple[Problem, ...]
     gpus: int
     gpus_per_node: int | None
+    bucket_views = False
+    """For `Planner`: their DDP keeps gradients beside its buckets."""
 
     @property
     def name(self) -> str:
@@ -263,10 +265,6 @@ class _Translation:
         trained = 2 if self.settings["precision.mode"] == "pure_bf16" else 4
         if self.model.get("auto_map"):
             yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
-        if self.is_strategy("ddp"):
-            yield LeftOut(
-                "DDP's buckets lie beside the gradients there (gradient_as_bucket_view)", "parameter", trained, True
-            )
         if job.fsdp_version() == 1:
             yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
         if self.halves and job.stage is None and self.text:
