@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..errors import shown
 from . import tables
 from .files import File, family
-from .tables import AUTO, NoCounterpart, Problem, Settings, find
+from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue, find
 
 Fate = Literal["mapped", "default", "auto", "absent", "ignored", "unknown"]
 PSEUDO = ("fp16", "bf16", "tf32", "engine", "gpus", "machines")
@@ -80,7 +80,7 @@ class Together:
             stage = self.value("accelerate", "deepspeed_config.zero_stage", 2)
         else:
             return None
-        return stage if stage in tables.STAGES else None
+        return stage if isinstance(stage, int) and stage in tables.STAGES else None
 
     @property
     def on_cpu(self) -> bool:
@@ -136,9 +136,10 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
     try:
         return ended("mapped", entry.ours(value))
     except NoCounterpart as error:
-        ours = _key_for(file.tool, key)
-        cause = f"{file.name}: {key}={shown(value)} has no counterpart here: {error}"
-        job.problem("no counterpart", cause, f"correct it, or set {ours} on the command line", ours, (key,))
+        ours, wrong = _key_for(file.tool, key), isinstance(error, WrongValue)
+        kind = "wrong value" if wrong else "no counterpart"
+        cause = f"{file.name}: {key}={shown(value)} {'is wrong' if wrong else 'has no counterpart here'}: {error}"
+        job.problem(kind, cause, f"correct it, or set {ours} on the command line", ours, (key,))
         return ended("absent", note=str(error))
 
 

@@ -63,6 +63,7 @@ def check(names: Sequence[str], model: str | None = None, gpus: int | None = Non
     ranks = gpus or job.settings.get("gpus")
     translated = translate(job, model, gpus)
     found = [*_keys(job)]
+    reported = {key for file in files for key in (*file.text, *tables.VALUES.get(file.tool, ()))}
     for problem in translated.problems:
         if problem.kind in ("unsaid", "no counterpart") or (
             problem.kind == "auto" and _filled_by_a_model(job, problem)
@@ -70,7 +71,9 @@ def check(names: Sequence[str], model: str | None = None, gpus: int | None = Non
             continue
         if problem.keys == ("train_batch_size",) and not ranks and _divides(job):
             continue  # true for some number of ranks
-        found.append(Finding("error", problem.cause, problem.fix.partition("; to plan")[0]))
+        if problem.kind == "wrong value" and reported.issuperset(problem.keys):
+            continue  # reported as text, or with the values that there are
+        found.append(Finding("error", problem.cause, re.split("; to plan|, or set .* on the command", problem.fix)[0]))
     for rule in RULES:
         found += [Finding(rule.level, cause, fix, rule.thread) for cause, fix in rule.faults(job)]
     return sorted(found, key=lambda finding: finding.level != "error")
@@ -283,7 +286,7 @@ def _wrapped_class(job: Together) -> Iterator[Fault]:
     known = classes(str(job.model.get("model_type", "")))
     if not names or not known or not job.fsdp_version():
         return
-    for name in names if isinstance(names, list) else [part.strip() for part in str(names).split(",")]:
+    for name in map(str, names) if isinstance(names, list) else [part.strip() for part in str(names).split(",")]:
         if name not in known:
             blocks = [one for one in known if re.search(r"(Layer|Block)$", one)]
             close = get_close_matches(name, blocks, n=1, cutoff=0.5) or blocks[:1]

@@ -22,12 +22,16 @@ class NoCounterpart(Exception):
     """A value that shardkit cannot train, and therefore not plan."""
 
 
+class WrongValue(NoCounterpart):
+    """A value that their own tool does not take either."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A reason not to plan what the files say.
 
     Attributes:
-        kind: `contradiction`, `auto`, `no counterpart`, `missing file`, or `unsaid`.
+        kind: `contradiction`, `auto`, `no counterpart`, `wrong value`, `missing file`, or `unsaid`.
         ours: the key here that settles it if it is set on the command line.
         keys: the keys of theirs that it is about.
     """
@@ -83,19 +87,19 @@ def truth(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("true", "yes", "1", "false", "no", "0"):
         return value.lower() in ("true", "yes", "1")
     if not isinstance(value, (bool, int)):
-        raise NoCounterpart("it is neither true nor false")
+        raise WrongValue("it is neither true nor false")
     return bool(value)
 
 
 def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise NoCounterpart("it is not a whole number")
+        raise WrongValue("it is not a whole number")
     return int(value)
 
 
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise NoCounterpart("it is not a number")
+        raise WrongValue("it is not a number")
     return value
 
 
@@ -105,6 +109,8 @@ def norm(value: Any) -> float | None:
 
 
 def _chosen(value: Any, values: Mapping[Any, Any]) -> Any:
+    if not isinstance(value, (str, int)):
+        raise WrongValue("it is neither a word nor a number")
     found = values.get(value.lower() if isinstance(value, str) else value)
     if found is None:
         raise NoCounterpart(f"shardkit has only {', '.join(dict.fromkeys(map(str, values)))}")
@@ -136,9 +142,15 @@ def raw(key: str, convert: Callable[[Any], Any] = lambda value: value) -> Key:
     return to(f"parallel.ds_config.{key}", convert)
 
 
+def _stage(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
+        raise WrongValue("it is none of the stages 0, 1, 2, 3")
+    return STAGES[value]
+
+
 def _betas(value: Any) -> Settings:
     if not isinstance(value, list) or len(value) != 2:
-        raise NoCounterpart("it is not a pair of numbers")
+        raise WrongValue("it is not a pair of numbers")
     return {"optim.betas.0": value[0], "optim.betas.1": value[1]}
 
 
@@ -158,7 +170,7 @@ DEEPSPEED: dict[str, Key] = {
     "train_batch_size": to("train.global_batch_size", whole),
     "gradient_accumulation_steps": to("train.grad_accum_steps", whole),
     "gradient_clipping": to("train.max_norm", norm),
-    "zero_optimization.stage": one_of("parallel.strategy", STAGES),
+    "zero_optimization.stage": to("parallel.strategy", _stage),
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", whole) for key in _BUCKETS.split()},
     **{f"zero_optimization.{key}": raw(f"zero_optimization.{key}", truth) for key in _SWITCHES.split()},
     "zero_optimization.offload_optimizer.device": to("parallel.offload_optimizer"),
@@ -261,8 +273,8 @@ def halves(value: Any) -> Settings:
         return {"precision.mode": "fp8"}
     if value is False:  # an unquoted no
         value = "no"
-    if value not in known:
-        raise NoCounterpart("it is none of no, fp16, bf16, fp8")
+    if not isinstance(value, str) or value not in known:
+        raise WrongValue("it is none of no, fp16, bf16, fp8")
     return dict(zip(("fp16", "bf16"), known[value], strict=True))
 
 
@@ -272,7 +284,7 @@ def sharding(value: Any) -> Settings:
         return {"parallel.reshard_after_forward": truth(value)}
     name = SHARDING[int(value) - 1] if str(value) in tuple("12345") else str(value).upper()
     if name not in SHARDING:
-        raise NoCounterpart(f"it is none of {', '.join(SHARDING)}")
+        raise WrongValue(f"it is none of {', '.join(SHARDING)}")
     if name == "NO_SHARD":
         return {"parallel.strategy": "ddp"}
     strategy = "hsdp" if name.startswith("HYBRID") else "fsdp"
@@ -325,12 +337,12 @@ ACCELERATE: dict[str, Key] = {
     "num_machines": to("machines", whole),
     "parallelism_config.parallelism_config_dp_replicate_size": many(_replicas),
     "parallelism_config.parallelism_config_dp_shard_size": many(
-        lambda value: {"parallel.dp_shard": whole(value)} if value > 1 else {}
+        lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}
     ),
     "use_cpu": many(lambda value: on("run.device", "cpu", value)),
     **{f"fsdp_config.fsdp_{name}": key for name, key in _FSDP.items()},
     "fsdp_config.fsdp_offload_params": many(_offload_param),
-    "deepspeed_config.zero_stage": one_of("parallel.strategy", STAGES),
+    "deepspeed_config.zero_stage": to("parallel.strategy", _stage),
     "deepspeed_config.gradient_accumulation_steps": to("train.grad_accum_steps", whole),
     "deepspeed_config.gradient_clipping": to("train.max_norm", norm),
     "deepspeed_config.offload_optimizer_device": to("parallel.offload_optimizer"),

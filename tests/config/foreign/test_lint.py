@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from shardkit.config.foreign import tables
 from shardkit.config.foreign.lint import Finding, check
+from shardkit.config.foreign.translate import read_job
 from shardkit.errors import ConfigError
 
 BROKEN = Path(__file__).parent / "broken"
@@ -152,6 +155,7 @@ DEEPSPEED = [
     ({**ZERO3, "gradient_cliping": 1.0}, ["ignores", "gradient_clipping"]),
     ({**ZERO3, "bf16": {"enabled": "auto", "loss_scale_window": 100}}, ["refuses", "bf16.loss_scale_window"]),
     ({**ZERO3, "train_batch_size": 7, "gradient_accumulation_steps": 4}, ["gradient_accumulation_steps"]),
+    ({**ZERO3, "zero_optimization": {**ZERO3["zero_optimization"], "stage": 4}}, ["stage=4", "none of the stages"]),
     ({**ZERO3, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, ["warmup_num_steps=0"]),
 ]
 ARGUMENTS = [
@@ -161,6 +165,7 @@ ARGUMENTS = [
     ("fp16: true\n", ["fp16=true", "bf16=true"]),
     ("deepspeed: {zero_optimization: {stage: 2, offload_param: {device: cpu}}}\n", ["offload_param", "stage is 2"]),
     ("no_cuda: true\n", ["refuses", "use_cpu"]),
+    ("gradient_accumulation_steps: 1.5\n", ["gradient_accumulation_steps=1.5", "not a whole number"]),
     ("optim: adamw_hf\n", ["optim='adamw_hf'", "no such value"]),
     ("gradient_checkpointing: 'false'\n", ["gradient_checkpointing", "counts as true"]),
     ("fsdp_version: 2\n", ["fsdp_config.version"]),
@@ -236,3 +241,33 @@ def test_a_binary_or_missing_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             check([str(tmp_path / name)])
         assert caught.value.fix
+
+
+STRANGE = [True, "x", [1], -1, {"a": 1}]
+BASES = {
+    "accelerate": [{"distributed_type": kind} for kind in ("FSDP", "DEEPSPEED")],
+    "deepspeed": [{"zero_optimization": {"stage": 3}}],
+    "trainer": [{"output_dir": "out", "fsdp": True}],
+}
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_no_value_of_any_key_is_a_traceback(tool: str, tmp_path: Path) -> None:
+    """Nobody checks the types of these files before: every key gets values of every kind."""
+    model = tmp_path / "config.json"
+    model.write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
+    for key in tables.KEYS[tool]:
+        for base in BASES[tool]:
+            for value in STRANGE:
+                tree = json.loads(json.dumps(base))
+                *sections, name = key.replace(".*", ".other").split(".")
+                inner = tree
+                for section in sections:
+                    inner[section] = inner[section] if isinstance(inner.get(section), dict) else {}
+                    inner = inner[section]
+                inner[name] = value
+                names = write(tmp_path, file__json=tree)
+                with contextlib.suppress(ConfigError):
+                    check(names, str(model))
+                with contextlib.suppress(ConfigError):
+                    read_job(names, str(model), 2).load(["train.seq_len=8", "train.micro_batch_size=1"])
