@@ -32,7 +32,7 @@ def mapping(job: Job) -> Iterator[str]:
 
 
 def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
-    """What the plan does not have, each with the bytes that it is at most, and whether these still fit."""
+    """Differences that the plan does not have, each with its most bytes, and whether these still fit."""
     from ..errors import gib
 
     yield "not part of the plan"
@@ -43,7 +43,7 @@ def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[
         yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
     limit, needed = estimate.device_memory, estimate.needed + more
     if limit is not None and estimate.needed <= limit < needed:
-        yield f"it may not fit: with these it is {gib(needed)} of {gib(limit)} at most"
+        yield f"the job may not fit: it needs up to {gib(needed)} of {gib(limit)}"
 
 
 def _line(job: Job, said: Said) -> str:

@@ -69,7 +69,7 @@ def test_a_search_starts_from_a_config_that_every_engine_takes(tmp_path: Path) -
     assert config.train.micro_batch_size == 8
 
 
-def test_a_plan_that_fits_only_without_what_it_leaves_out_says_so(tmp_path: Path) -> None:
+def test_a_plan_that_fits_only_without_other_copies_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     found = read_job(
         write(tmp_path, accelerate__yaml="distributed_type: MULTI_GPU\nmixed_precision: bf16\n"), str(tmp_path), 2
@@ -81,8 +81,8 @@ def test_a_plan_that_fits_only_without_what_it_leaves_out_says_so(tmp_path: Path
         host_peak=0, categories={}, overhead=0, overhead_from="", uncertainty=0.03,
     )  # fmt: skip
     whole = 1000 + 4 * 256 * 64  # the logits of a micro-batch in fp32
-    assert "it may not fit" in "\n".join(left_out(found, config, estimate.limited(whole - 1, None)))
-    assert "it may not fit" not in "\n".join(left_out(found, config, estimate.limited(whole, None)))
+    assert "may not fit" in "\n".join(left_out(found, config, estimate.limited(whole - 1, None)))
+    assert "may not fit" not in "\n".join(left_out(found, config, estimate.limited(whole, None)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_plan_of_nothing_is_a_user_error(
     assert "\n  fix: " in error
 
 
-def test_what_the_files_leave_open_is_one_line_each(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_points_are_one_line_each(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert shardkit("plan", "--from", files[1]) == 2
     error = capsys.readouterr().err
     assert '"auto", but no other file says what it becomes' in error
@@ -124,9 +124,7 @@ def test_check_exits_as_linters_do(files: list[str], tmp_path: Path, capsys: pyt
     assert "ends early" in capsys.readouterr().err
 
 
-def test_convert_config_writes_the_file_and_lists_what_it_cannot_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_config_writes_the_file_and_lists_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "accelerate.yaml"
     assert shardkit("convert-config", "configs/fsdp.yaml", "--to", "accelerate", "--gpus", 8, "--out", out) == 0
     error = capsys.readouterr().err

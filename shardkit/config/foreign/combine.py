@@ -1,4 +1,4 @@
-"""What the files of one job say together: which value holds, what contradicts, what `auto` becomes."""
+"""Put the files of one job together: settle each value, find contradictions, fill in `auto`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Said:
     """A key of a file, and where it ended.
 
     Attributes:
-        ours: keys here with their values; for `auto`, what it becomes.
+        ours: keys here with their values; for `auto`, those that it becomes.
         note: why it is absent or ignored, the key that was probably meant, or the file that fills in `auto`.
     """
 
@@ -291,7 +291,7 @@ def _fill_auto(job: Together) -> None:
 
 
 def _filled(job: Together, said: Said, ours: str) -> tuple[Settings, str] | None:
-    """What `auto` becomes, and from where; `None` if nothing says it."""
+    """The value of an `auto` and its source; `None` if no file has it."""
     trainer, accelerate = job.has("trainer"), job.has("accelerate")
     if said.key == "optimizer.params.betas":
         return ({}, "from the Trainer: adam_beta1, adam_beta2") if trainer else None
@@ -345,7 +345,7 @@ def _key_for(tool: str, key: str) -> str:
 
 
 def unknown_key(tool: str, key: str) -> str:
-    """What their tool does with a key that it does not know."""
+    """The fate of an unknown key in their tool: refused, or ignored."""
     section, _, rest = key.partition(".")
     strict = {
         "accelerate": not rest,

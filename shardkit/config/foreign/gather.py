@@ -103,9 +103,9 @@ def read_model(path: str) -> dict[str, Any]:
     place = Path(path).expanduser()
     file = place / "config.json" if place.is_dir() else place
     if not file.is_file():
-        what = "has no config.json" if place.is_dir() else "does not exist"
+        fault = "has no config.json" if place.is_dir() else "does not exist"
         raise ConfigError(
-            f"--model {one_line(path)} {what}", "name a transformers config.json, or the folder that holds one"
+            f"--model {one_line(path)} {fault}", "name a transformers config.json, or the folder that holds one"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"))

@@ -28,7 +28,7 @@ class WrongValue(NoCounterpart):
 
 @dataclass(frozen=True)
 class Problem:
-    """A reason not to plan what the files say.
+    """A reason not to plan the files' job.
 
     Attributes:
         kind: `contradiction`, `auto`, `no counterpart`, `wrong value`, `missing file`, or `unsaid`.
@@ -250,7 +250,7 @@ DEEPSPEED_DEFAULTS: Settings = {
     "zero_optimization.allgather_bucket_size": 500_000_000,
     "zero_optimization.contiguous_gradients": True,
 }
-"""What DeepSpeed does if the file does not say, where it differs from shardkit."""
+"""DeepSpeed's own defaults, where they differ from shardkit's."""
 STAGE3_DEFAULTS: Settings = {"zero_optimization.stage3_prefetch_bucket_size": 50_000_000}
 _REMOVED = """
     elasticity graph_harvesting nebula compression_training amp quantize_training sparse_gradients eigenvalue
@@ -594,7 +594,7 @@ RENAMED = {
         "fsdp_min_num_params": "fsdp_config.min_num_params",
     },
 }
-"""Names of earlier versions, or of a neighbour's file, and what to write instead."""
+"""Names of earlier versions, or of a neighbour's file → the names to write instead."""
 
 
 def find(tool: str, key: str) -> Key | None:

@@ -41,7 +41,7 @@ class LeftOut:
     """A difference that a plan does not have.
 
     Attributes:
-        per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if nobody knows.
+        per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if the size is unknown.
         on_device: whether they lie on the device, and while it trains.
     """
 
@@ -51,7 +51,7 @@ class LeftOut:
     on_device: bool = False
 
     def amount(self, config: RunConfig, n_params: int) -> int:
-        """Bytes of it at most; 0 if nobody knows."""
+        """Bytes of it at most; 0 if the size is unknown."""
         tokens = config.train.micro_batch_size * config.train.seq_len
         return self.n_bytes * {"token": tokens, "parameter": n_params, "": 0}[self.per]
 
@@ -86,7 +86,7 @@ class Job:
         return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
 
     def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
-        """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles what they leave open.
+        """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points.
 
         Raises:
             ConfigError: the files contradict each other or leave something open, or a value is refused.
@@ -235,9 +235,11 @@ class _Translation:
         if self.text and "train.seq_len" not in self.settings:
             self.unsaid("train.seq_len", "how many tokens a sample has", 2048)
 
-    def unsaid(self, ours: str, what: str, example: int) -> None:
+    def unsaid(self, ours: str, missing: str, example: int) -> None:
         if not any(problem.ours == ours for problem in self.job.problems):
-            self.job.problem("unsaid", f"no file says {what}", f"add it to the command, such as {ours}={example}", ours)
+            self.job.problem(
+                "unsaid", f"no file says {missing}", f"add it to the command, such as {ours}={example}", ours
+            )
 
     def task(self) -> None:
         if self.path is None:
@@ -252,14 +254,14 @@ class _Translation:
         self.settings["model.hf_config"] = str(Path(self.path).expanduser().resolve())
 
     def loop(self) -> None:
-        """What their loop does differently, as far as keys here can say it."""
+        """Set the differences of their loop that keys here can express."""
         if self.text:
             self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
         if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
             self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
 
     def left_out(self) -> Iterator[LeftOut]:
-        """What their loop does differently, and no key here can say."""
+        """Differences of their loop that no key here can express."""
         job = self.job
         stored = 2 if self.stored in ("bfloat16", "float16") else 4
         trained = 2 if self.settings["precision.mode"] == "pure_bf16" else 4

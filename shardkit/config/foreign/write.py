@@ -40,7 +40,8 @@ def write(config: RunConfig, to: To, gpus: int = 1, gpus_per_node: int = 8) -> W
     """
     ours = _Ours(config, to)
     accum = resolve_batch(config, gpus)
-    ours.used |= {"train.grad_accum_steps", "train.global_batch_size"}
+    if to != "accelerate" or config.parallel.strategy in _STAGE:
+        ours.used |= {"train.grad_accum_steps", "train.global_batch_size"}
     if to == "accelerate":
         tree = _accelerate(ours, accum, gpus, gpus_per_node)
     elif to == "deepspeed":

@@ -33,7 +33,7 @@ def fates(found: Job) -> dict[str, str]:
     return {said.key: said.fate for said in found.said}
 
 
-def test_auto_becomes_what_the_other_file_says(tmp_path: Path) -> None:
+def test_auto_becomes_the_other_files_value(tmp_path: Path) -> None:
     found = job(
         tmp_path, 8, ds__json=ZERO3, args__yaml=TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
     )
@@ -49,7 +49,7 @@ def test_auto_becomes_what_the_other_file_says(tmp_path: Path) -> None:
     assert "default: gradient_accumulation_steps" in sources["gradient_accumulation_steps"]
 
 
-def test_auto_is_what_transformers_itself_fills_in(tmp_path: Path) -> None:
+def test_auto_is_filled_in_as_transformers_does(tmp_path: Path) -> None:
     deepspeed = pytest.importorskip("transformers.integrations.deepspeed")
     found = job(
         tmp_path, 1, ds__json=ZERO3, args__yaml=TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
@@ -176,7 +176,7 @@ def test_a_contradiction_names_both_values_and_the_command_line_settles_it(tmp_p
         ({"args__yaml": TRAINER, "ds__json": {**ZERO3, "zero_optimization": {"stage": 0}}}, "stage is 0", "stage 1"),
     ],
 )
-def test_what_the_files_leave_open_is_refused(files: dict[str, Any], cause: str, fix: str, tmp_path: Path) -> None:
+def test_open_points_are_refused(files: dict[str, Any], cause: str, fix: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         job(tmp_path, 2, **files).load()
     assert cause in str(caught.value)
@@ -218,7 +218,7 @@ def test_a_checkpoint_in_bf16_stays_bf16_where_their_tool_leaves_it_so(tmp_path:
         assert job(tmp_path, model=stored, accelerate__yaml=text).load(OPEN).config.precision.mode == mode
 
 
-def test_what_a_plan_does_not_have_is_said_with_its_bytes(tmp_path: Path) -> None:
+def test_differences_that_a_plan_does_not_have_are_said_with_their_bytes(tmp_path: Path) -> None:
     found = job(tmp_path, 2, args__yaml=TRAINER)
     config = found.load(OPEN).config
     amounts = {one.text.partition(" ")[0]: one.amount(config, 1000) for one in found.left_out}
@@ -227,7 +227,7 @@ def test_what_a_plan_does_not_have_is_said_with_its_bytes(tmp_path: Path) -> Non
     assert {one.text.partition(" ")[0]: one.amount(config, 1000) for one in gathered.left_out}["saving:"] == 2000
 
 
-def test_fsdp_on_cpus_is_what_accelerate_makes_of_it(tmp_path: Path) -> None:
+def test_fsdp_on_cpus_is_planned_as_ddp(tmp_path: Path) -> None:
     for files in (
         {"args__yaml": TRAINER + "use_cpu: true\nfsdp: true\nfsdp_config: {reshard_after_forward: false}\n"},
         {"accelerate__yaml": FSDP2 + "use_cpu: true\n"},
