@@ -16,6 +16,7 @@ from ..files import outlive_full_disks
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
+from .foreign import check, convert_config
 from .plan import ladder, max_model, plan
 from .report import profile
 from .report import report as report_command
@@ -90,6 +91,8 @@ app.command()(profile)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app)
 app.command()(convert)
+app.command()(check)
+app.command("convert-config")(convert_config)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

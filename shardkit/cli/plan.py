@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 if TYPE_CHECKING:
+    from ..config.foreign.translate import Job
+    from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
@@ -17,7 +19,6 @@ Overrides = Annotated[
     typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
 ]
 Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job, one rank each.")]
-GpusPerNode = Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")]
 GpuName = Annotated[Optional[str], typer.Option("--gpu", metavar="NAME", help="h100, a100-40gb, l4, …")]  # noqa: UP045
 GpuMemory = Annotated[Optional[str], typer.Option(metavar="80GB", help="Per GPU, if not the card's.")]  # noqa: UP045
 HostMemory = Annotated[Optional[str], typer.Option(metavar="1TB", help="Per machine.")]  # noqa: UP045
@@ -29,10 +30,27 @@ BUDGET_S = 120.0
 
 
 def plan(
-    config: Config,
+    config: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
+    ] = None,
     overrides: Overrides = None,
-    gpus: Gpus = 1,
-    gpus_per_node: GpusPerNode = 8,
+    theirs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
+    ] = None,
+    gpus: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
+    ] = None,
+    gpus_per_node: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]"),
+    ] = None,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     host_memory: HostMemory = None,
@@ -60,6 +78,9 @@ def plan(
     predicted to be fastest among those that fit. The samples per step, and every key set on the command line, stay
     unchanged. After --budget seconds, or at Ctrl-C, the best so far is the result.
 
+    With --from, plan the job that files of Accelerate, DeepSpeed or transformers' Trainer describe together, and first
+    say what each of their keys becomes here.
+
     Exit code 0 if it fits, 4 if it does not.
     """
     import json
@@ -71,31 +92,66 @@ def plan(
     from ..plan.show import show, show_changes
     from ..plan.target import choose_target
     from .auto import plan_automatically
+    from .foreign import as_json, left_out, mapping, save
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
-    path, given = (None if config == "-" else config), list(overrides or [])
-    loaded = load_config(path, given).config
-    target = choose_target(loaded, gpus, gpus_per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
+    job, path, given = _asked(config, list(overrides or []), theirs or [], model, gpus)
+
+    def load(more: Sequence[str] = ()) -> LoadedConfig:
+        return job.load([*given, *more]) if job else load_config(path, [*given, *more])
+
+    if job and not json_output:
+        typer.echo("\n".join(mapping(job)) + "\n")
+    loaded = load().config
+    ranks = gpus if gpus is not None else job.gpus if job else 1
+    per_node = gpus_per_node if gpus_per_node is not None else (job.gpus_per_node if job else None) or 8
+    target = choose_target(loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
     if auto:
+        path = str(save(job, out)) if job else path
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
-    with Planner(target) as planner:
+    with Planner(target, bucket_views=job is None) as planner:
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
         changes = []
         if misfit and advice:
-            changes = changes_that_fit(lambda more: load_config(path, [*given, *more]).config, estimate, planner)
+            changes = changes_that_fit(lambda more: load(more).config, estimate, planner)
     if json_output:
         tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
                   "verdict": c.estimate.verdict} for c in changes]  # fmt: skip
-        typer.echo(json.dumps({**estimate.to_json(), "changes": tried}, indent=1))
+        found: dict[str, Any] = {**estimate.to_json(), "changes": tried}
+        typer.echo(json.dumps({**found, "from": as_json(job)} if job else found, indent=1))
     else:
-        name = "the defaults" if path is None else Path(path).name
+        name = job.name if job else "the defaults" if path is None else Path(path).name
         typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
+        if job:
+            typer.echo("\n" + "\n".join(left_out(job, loaded, estimate)))
         if misfit and advice:
             typer.echo("\n" + show_changes(changes))
     raise typer.Exit(4 if misfit else 0)
+
+
+def _asked(
+    config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None
+) -> tuple[Job | None, str | None, list[str]]:
+    """The job of other tools' files or the path of a config (`None`: the defaults), and the overrides."""
+    from ..config.foreign.translate import read_job
+    from ..errors import ConfigError
+
+    if not theirs:
+        if model is not None:
+            raise ConfigError(
+                f"--model {model} belongs to --from; a config has model.hf_config", f"add model.hf_config={model}"
+            )
+        if config is None:
+            raise ConfigError(
+                "no config is named", "name a YAML file, - for the defaults, or --from with another tool's file"
+            )
+        return None, None if config == "-" else config, overrides
+    words = [*([] if config is None else [config]), *overrides]
+    files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
+    return read_job([*theirs, *files], model, gpus), None, [word for word in words if "=" in word]
 
 
 def ladder(

@@ -26,12 +26,17 @@ class Planner:
     The process tries a fake CUDA device first. If the device fails or crashes it, another process traces CPU tensors
     instead, and the estimates say so.
 
+    Args:
+        niceness: of that process.
+        bucket_views: whether ddp's gradients are views of its buckets, as shardkit has them; other loops keep both.
+
     Raises:
         ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.
     """
 
-    def __init__(self, target: Target, niceness: int = 0) -> None:
+    def __init__(self, target: Target, niceness: int = 0, bucket_views: bool = True) -> None:
         self.target = target
+        self._bucket_views = bucket_views
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._lock, self._stopped = threading.Lock(), False
@@ -67,7 +72,8 @@ class Planner:
         if self._process is None:
             self._start()
         how = {"whole": whole, "timed": timed, "rough": rough}
-        said = self._talk(json.dumps({"config": config.model_dump(mode="json"), "how": how}))
+        asked = {"config": config.model_dump(mode="json"), "how": how, "bucket_views": self._bucket_views}
+        said = self._talk(json.dumps(asked))
         if "error" in said:
             name, cause, fix = said["error"]
             kind = getattr(errors, name, ShardkitError)
@@ -164,7 +170,7 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def plan(config: RunConfig, target: Target, *, whole: bool = False) -> MemoryEstimate:
+def plan(config: RunConfig, target: Target, *, whole: bool = False, bucket_views: bool = True) -> MemoryEstimate:
     """Predict the memory of one rank; see `Planner`."""
-    with Planner(target) as planner:
+    with Planner(target, bucket_views=bucket_views) as planner:
         return planner.predict(config, whole=whole)

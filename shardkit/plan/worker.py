@@ -24,6 +24,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.flush()
 
         from .model.predict import predict, prepare
+        from .simulate.ddp import bucket_views
         from .simulate.unplannable import Untraceable, explained
         from .target import Target
 
@@ -37,7 +38,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             asked = json.loads(line)
             config = RunConfig.model_validate(asked["config"])
             try:
-                with explained():
+                with explained(), bucket_views(asked["bucket_views"]):
                     answer({"estimate": predict(config, target, method, **asked["how"]).to_json()})
             except ShardkitError as error:
                 said = [type(error).__name__, error.cause, error.fix]

@@ -13,13 +13,26 @@ from torch import nn
 from ...strategies.ddp import own_or_models
 
 _FIRST_BUCKET_MB = 1.0
+_views = True
+
+
+@contextmanager
+def bucket_views(on: bool) -> Iterator[None]:
+    """Whether gradients become views of their buckets (`gradient_as_bucket_view`); other tools' loops keep both."""
+    global _views
+    before, _views = _views, on
+    try:
+        yield
+    finally:
+        _views = before
 
 
 class StandInDDP(nn.Module):
     """Takes the arguments that the ddp strategy passes to `DistributedDataParallel`; every parameter gets a gradient.
 
     Gradient buckets of `bucket_cap_mb` MiB (the first: 1 MiB) are allocated with the wrapper and live as long as it.
-    A finished gradient is copied into its bucket and becomes a view of it; a full bucket goes to the hook.
+    A finished gradient is copied into its bucket and becomes a view of it, unless `bucket_views` is off; a full bucket
+    goes to the hook.
     """
 
     __getattr__ = own_or_models
@@ -68,7 +81,8 @@ class StandInDDP(nn.Module):
         assert param.grad is not None
         if param.grad.untyped_storage() is not view.untyped_storage():
             view.copy_(param.grad)
-            param.grad = view
+            if _views:
+                param.grad = view
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = bucket.waits_for

@@ -1,0 +1,202 @@
+"""`shardkit plan --from`, `check` and `convert-config`: configs of other tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from ..config.foreign.combine import Said
+    from ..config.foreign.translate import Job
+    from ..config.schema import RunConfig
+    from ..plan.model.estimate import MemoryEstimate
+
+_WIDTH = 46
+
+
+def mapping(job: Job) -> Iterator[str]:
+    """Line by line, where every key of the files ended."""
+    from ..config.foreign.files import family
+
+    for name in dict.fromkeys(said.file for said in job.said):
+        keys = [said for said in job.said if said.file == name]
+        yield name if "default" in name else f"{name} ({family(keys[0].tool)})"
+        yield from (_line(job, said) for said in keys if said.fate in ("mapped", "default", "auto"))
+        yield from _others(keys)
+    if job.added:
+        yield "set because their loop differs"
+        yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
+
+
+def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
+    """Differences that the plan does not have, each with its most bytes, and whether these still fit."""
+    from ..errors import gib
+
+    yield "not part of the plan"
+    more = 0
+    for one in job.left_out:
+        amount = one.amount(config, estimate.n_params)
+        more += amount if one.on_device else 0
+        yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
+    limit, needed = estimate.device_memory, estimate.needed + more
+    if limit is not None and estimate.needed <= limit < needed:
+        yield f"the job may not fit: it needs up to {gib(needed)} of {gib(limit)}"
+
+
+def _line(job: Job, said: Said) -> str:
+    ours = [_shown(job, key, value) for key, value in said.ours.items()]
+    text = ", ".join(dict.fromkeys(one for one in ours if one)) or ("nothing to set" if not said.note else "")
+    return _row(f"{said.key}: {_value(said.value)}", "→ " + "; ".join(filter(None, (text, said.note))))
+
+
+def _shown(job: Job, ours: str, value: Any) -> str:
+    """A setting as the plan has it; pseudo-keys as what they decided."""
+    if ours in ("fp16", "bf16", "tf32"):
+        return f"precision.mode={job.settings['precision.mode']}" if value else f"not {ours}"
+    if ours == "engine":
+        return f"parallel.strategy={job.settings['parallel.strategy']}"
+    if ours in ("gpus", "machines"):
+        return f"{value} {'rank' if ours == 'gpus' else 'machine'}{'' if value == 1 else 's'}"
+    if ours.startswith("optim.betas."):
+        return f"optim.betas={_value(job.settings['optim.betas'])}" if "optim.betas" in job.settings else ""
+    if ours.startswith("parallel.ds_config.") and ours in job.settings:
+        return f"passed through as {_value(value)}"
+    if ours in job.settings and job.settings[ours] != value:
+        return f"{ours}={_value(job.settings[ours])}"
+    return f"{ours}={_value(value)}" + ("" if ours in job.settings or value in (None, "none") else " (no effect here)")
+
+
+def _others(keys: list[Said]) -> Iterator[str]:
+    from ..config.foreign.combine import unknown_key
+
+    plain = [said.key for said in keys if said.fate == "absent" and not said.note]
+    yield from (_row(said.key, f"no counterpart: {said.note}") for said in keys if said.fate == "absent" and said.note)
+    yield from (_row(said.key, f"ignored there: {said.note}") for said in keys if said.fate == "ignored")
+    for said in keys:
+        if said.fate == "unknown":
+            hint = f"; did you mean {said.note}?" if said.note else ""
+            yield _row(said.key, f"unknown: {unknown_key(said.tool, said.key)}{hint}")
+    if plain:
+        yield f"  without a counterpart, and without memory: {', '.join(plain)}"
+
+
+def _row(left: str, right: str) -> str:
+    return f"  {left:<{_WIDTH}}  {right}"
+
+
+def _value(value: Any) -> str:
+    from ..config.errors import shown
+
+    return value if isinstance(value, str) else shown(value)
+
+
+def as_json(job: Job) -> dict[str, Any]:
+    """The mapping for programs."""
+    return {
+        "keys": [
+            {"file": s.file, "key": s.key, "value": s.value, "fate": s.fate, "ours": s.ours, "note": s.note}
+            for s in job.said
+        ],
+        "settings": job.settings,
+        "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
+        "left_out": [{"text": one.text, "per": one.per, "bytes": one.n_bytes} for one in job.left_out],
+    }
+
+
+def save(job: Job, folder: Path) -> Path:
+    """Write the job's config as `from.yaml`, for a search over engines: without keys that only some of them take."""
+    import yaml
+
+    from ..config.foreign.translate import OF_ONE_ENGINE, nested
+    from ..plan.search.trial import writing
+
+    path = folder / "from.yaml"
+    kept = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}
+    with writing(folder):
+        path.write_text(yaml.safe_dump(nested(kept), sort_keys=False), encoding="utf-8")
+    return path
+
+
+def check(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="The files of one job.")],
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR|config.json", help="The transformers model: finds what does not go with it."),
+    ] = None,
+    gpus: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="GPUs of the whole job, if no file says it."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Look for faults in configs of Accelerate, DeepSpeed and transformers' Trainer that are used together.
+
+    Typos, keys that do nothing, pairs that do not go together, and values that silently change the mathematics.
+
+    Exit code 0 if there is no finding, 1 if there is one, 2 if a file cannot be read.
+    """
+    import dataclasses
+    import json
+
+    from ..config.foreign.lint import check as lint
+    from ..errors import printable
+
+    found = lint(files, model, gpus)
+    if json_output:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
+    for finding in () if json_output else found:
+        typer.echo(printable(f"{finding.level}: {finding.cause}"))
+        typer.echo(printable(f"  fix: {finding.fix}"))
+        if finding.thread:
+            typer.echo(f"  see: {finding.thread}")
+    if not json_output:
+        errors = sum(finding.level == "error" for finding in found)
+        typer.echo(f"errors: {errors}, warnings: {len(found) - errors}")
+    raise typer.Exit(1 if found else 0)
+
+
+def convert_config(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of shardkit; - for the defaults.")],
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
+    ] = None,
+    to: Annotated[str, typer.Option(metavar="accelerate|deepspeed|trainer", help="Whose file to write.")] = "",
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Where to write it; default: print it."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")] = 8,
+) -> None:
+    """Write CONFIG as a file of Accelerate, DeepSpeed or transformers' Trainer.
+
+    A setting that decides what is trained and that the tool cannot say is refused; others without a key there are
+    listed on stderr.
+    """
+    from typing import cast, get_args
+
+    from ..config.foreign.write import To, write
+    from ..config.load import load_config
+    from ..errors import ConfigError
+    from ..files import write_whole
+
+    if to not in get_args(To):
+        raise ConfigError(f"--to {to or 'is missing'}", f"pass one of {', '.join(get_args(To))}")
+    if gpus < 1 or gpus_per_node < 1:
+        raise ConfigError(f"--gpus {gpus} --gpus-per-node {gpus_per_node}: not numbers of GPUs", "ask for 1 or more")
+    loaded = load_config(None if config == "-" else config, overrides or []).config
+    written = write(loaded, cast(To, to), gpus, gpus_per_node)
+    if out is None:
+        typer.echo(written.text, nl=False)
+    else:
+        try:
+            write_whole(out, written.text)
+        except OSError as error:
+            raise ConfigError(f"--out {out} cannot be written: {error.strerror}", "name another file") from None
+        typer.echo(f"written: {out}", err=True)
+    for setting in written.unsaid:
+        typer.echo(f"not said there: {setting}", err=True)

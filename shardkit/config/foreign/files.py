@@ -1,0 +1,172 @@
+"""Read another tool's file: which tool's it is, its keys dotted, and where each stands. Nothing is executed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import ConfigError
+from ..errors import one_line, section_fields, shown
+from ..yaml import read_yaml
+from .tables import KEYS, RENAMED, find
+
+_MARKS = {
+    "accelerate": ("compute_environment", "distributed_type"),
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    "model": ("model_type", "architectures"),
+}
+_NAMES = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "transformers' Trainer", "model": "a model"}
+_SIZE = 2**24
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of another tool.
+
+    Attributes:
+        name: as the user named it, or a key that holds another tool's config whole.
+        tool: `accelerate`, `deepspeed`, `trainer`, or `model` for a transformers `config.json`.
+        values: dotted key → value; sections without keys are left out.
+        text: keys whose value looks like a number, but which the file's own reader takes for text.
+    """
+
+    name: str
+    tool: str
+    values: dict[str, Any]
+    text: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Keys of a section, without its name."""
+        return {key[len(name) + 1 :]: value for key, value in self.values.items() if key.startswith(f"{name}.")}
+
+
+def read(name: str) -> File:
+    """Read a JSON or YAML file and recognise its tool.
+
+    Raises:
+        ConfigError: the file cannot be read, is cut off or is not a mapping, or no tool has its keys.
+    """
+    path = Path(name)
+    shown_name = one_line(name)
+    try:
+        if path.is_dir():
+            raise ConfigError(
+                f"{shown_name} is a directory", "name the file in it; a model's folder belongs to --model"
+            )
+        if path.stat().st_size > _SIZE:
+            raise ConfigError(f"{shown_name} is larger than {_SIZE >> 20} MiB", "name a config file")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL byte in the name
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{shown_name} cannot be read: {reason}", "check the path and its permissions") from None
+    value = parse(text, shown_name)
+    tool = recognise(value, shown_name)
+    flat = {} if tool == "model" else flatten(value)
+    return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), path.parent)
+
+
+def parse(text: str, name: str) -> dict[str, Any]:
+    """The mapping in a JSON or YAML text.
+
+    Raises:
+        ConfigError: the text is neither, or ends early, or sets a key twice, or is not a mapping.
+    """
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            value = json.loads(text, object_pairs_hook=_once)
+        except ValueError as error:
+            at = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
+            fix = "the file ends early: write it anew" if cut else "correct it there; JSON has no trailing commas"
+            raise ConfigError(f"{at}: not JSON: {one_line(reason)}", fix) from None
+        except RecursionError:
+            raise ConfigError(f"{name} is nested too deep", "name a config file") from None
+    else:
+        value = read_yaml(text, name).value
+    if not isinstance(value, dict) or not value:
+        found = "empty" if not value else f"a {type(value).__name__}"
+        raise ConfigError(f"{name} is {found}, not a mapping of keys", "name a config file of one of the tools")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {shown(key)} is set twice, which DeepSpeed refuses")
+        found[key] = value
+    return found
+
+
+def recognise(value: dict[str, Any], name: str) -> str:
+    """The tool whose file this is.
+
+    Raises:
+        ConfigError: it is shardkit's own, or no tool's.
+    """
+    sections = section_fields()
+    if all(key in sections and isinstance(keys, (dict, type(None))) for key, keys in value.items()):
+        raise ConfigError(
+            f"{name} is a config of shardkit itself", "pass it without --from, or to shardkit convert-config"
+        )
+    for tool, marks in _MARKS.items():
+        if any(mark in value for mark in marks):
+            return tool
+    if any(isinstance(value.get(half), dict) for half in ("fp16", "bf16")):
+        return "deepspeed"
+    keys = flatten(value)
+    scores = {tool: sum(bool(find(tool, key)) or key in RENAMED[tool] for key in keys) for tool in KEYS}
+    best = max(scores, key=lambda tool: scores[tool])
+    if not scores[best]:
+        some = ", ".join(shown(key) for key in list(value)[:3])
+        raise ConfigError(
+            f"{name} is no config of Accelerate, DeepSpeed or transformers' Trainer: none has {some}",
+            "name one of their files; of another tool, its DeepSpeed or Accelerate file",
+        )
+    return best
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of all values; a mapping is never a value, and an empty one nothing."""
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            found |= flatten(inner, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = inner
+    return found
+
+
+def _text_numbers(text: str, values: dict[str, Any]) -> dict[str, str]:
+    """Numbers that the tools' own reader takes for text: PyYAML's `1e-5`, and numbers in quotes."""
+    quoted = {key: value for key, value in values.items() if isinstance(value, str) and _is_number(value)}
+    if text.lstrip().startswith(("{", "[")):
+        return quoted
+    try:
+        theirs = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ours is stricter: it read the text
+        return quoted
+    flat = flatten(theirs) if isinstance(theirs, dict) else {}
+    unquoted = {
+        key: flat[key] for key, value in values.items() if isinstance(value, float) and isinstance(flat.get(key), str)
+    }
+    return {**quoted, **unquoted}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def family(tool: str) -> str:
+    """The tool's name in messages."""
+    return _NAMES[tool]

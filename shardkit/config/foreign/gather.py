@@ -1,0 +1,118 @@
+"""The files of one job: those that a user names, those that they name, and the model's own config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ..errors import one_line
+from .files import File, family, flatten, parse, read
+from .tables import DEEPSPEED, Problem
+
+
+def gather(names: Iterable[str]) -> tuple[list[File], list[Problem]]:
+    """The files, those that they name, and configs inside them as files of their own.
+
+    Raises:
+        ConfigError: a file cannot be read, or there are two of one tool.
+    """
+    given = [read(name) for name in names]
+    found: list[File] = []
+    problems: list[Problem] = []
+    for file in given:
+        values, place = dict(file.values), len(found)
+        for key, tool in (("deepspeed", "trainer"), ("deepspeed_config.deepspeed_config_file", "accelerate")):
+            off = tool == "accelerate" and str(values.get("distributed_type")).upper() != "DEEPSPEED"
+            if file.tool != tool or off:
+                continue
+            inner = replace(file, values=values).section(key)
+            if inner:  # a whole DeepSpeed config in place of a path
+                found.append(File(f"{file.name}: {key}", "deepspeed", inner))
+                values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
+            elif values.get(key) and not any(other.tool == "deepspeed" for other in given):
+                _follow(file, key, str(values[key]), found, problems)
+        if file.tool == "trainer" and isinstance(values.get("fsdp_config"), str):
+            values |= _fsdp_file(file, values, problems)
+        found.insert(place, replace(file, values=_prefixed(file.tool, values)))
+    for tool in ("accelerate", "deepspeed", "trainer", "model"):
+        same = [file.name for file in found if file.tool == tool]
+        if len(same) > 1:
+            raise ConfigError(
+                f"{' and '.join(same)} are both files of {family(tool)}", "name the files of one job: one of each tool"
+            )
+    return found, problems
+
+
+def _follow(file: File, key: str, path: str, found: list[File], problems: list[Problem]) -> None:
+    for place in (Path(path), file.folder / path):
+        if place.is_file():
+            found.append(read(str(place)))
+            return
+    problems.append(_missing(file, key, path))
+
+
+def _missing(file: File, key: str, path: str) -> Problem:
+    return Problem(
+        "missing file", f"{file.name}: {key}={one_line(path)} names a file that does not exist",
+        "correct the path, or pass that file too", keys=(key,),
+    )  # fmt: skip
+
+
+def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    path = values.pop("fsdp_config")
+    if path.startswith("{"):
+        return flatten({"fsdp_config": parse(path, f"{file.name}: fsdp_config")})
+    for place in (Path(path), file.folder / path):
+        if place.is_file():
+            return flatten({"fsdp_config": parse(place.read_text(encoding="utf-8-sig"), str(place))})
+    problems.append(_missing(file, "fsdp_config", path))
+    return {}
+
+
+def _prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Every key as the tables spell it.
+
+    Accelerate adds the prefixes `fsdp_` and `dynamo_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of
+    stage 3 without `stage3_`.
+    """
+
+    def name(key: str) -> str:
+        section, _, rest = key.partition(".")
+        if tool == "trainer" and section == "fsdp_config":
+            return f"{section}.{rest.removeprefix('fsdp_')}" if rest else key
+        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and rest:
+            prefix = section.removesuffix("config")
+            return key if rest.startswith(prefix) else f"{section}.{prefix}{rest}"
+        if tool == "deepspeed" and f"{section}.stage3_{rest}" in DEEPSPEED and key not in DEEPSPEED:
+            return f"{section}.stage3_{rest}"
+        return key
+
+    return {name(key): value for key, value in values.items()}
+
+
+def read_model(path: str) -> dict[str, Any]:
+    """A model's `config.json`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read, or only code of its own could build the model.
+    """
+    place = Path(path).expanduser()
+    file = place / "config.json" if place.is_dir() else place
+    if not file.is_file():
+        fault = "has no config.json" if place.is_dir() else "does not exist"
+        raise ConfigError(
+            f"--model {one_line(path)} {fault}", "name a transformers config.json, or the folder that holds one"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {file} cannot be read: {one_line(str(error))}", "write it anew") from None
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
+        raise ConfigError(
+            f"--model {file} is no transformers config: it has no model_type", "name the model's own config.json"
+        )
+    return config

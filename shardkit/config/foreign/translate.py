@@ -1,0 +1,337 @@
+"""The config here that trains as the files of another tool's job say, and how far it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import ConfigError
+from ..errors import combined
+from ..layers import Layers, split_override
+from ..load import LoadedConfig
+from ..schema import RunConfig
+from ..yaml import Document
+from . import tables
+from .combine import PSEUDO, Said, Together, combine
+from .files import File
+from .gather import gather, read_model
+from .tables import Problem, Settings
+
+TASKS = {
+    "ForCausalLM": "hf_causal_lm",
+    "LMHeadModel": "hf_causal_lm",
+    "ForMaskedLM": "hf_masked_lm",
+    "ForImageClassification": "image_classification",
+    "ForImageSuperResolution": "super_resolution",
+}
+"""How a class in a model's `architectures` ends → the built-in task with that head."""
+OF_ONE_ENGINE = (
+    "precision.autocast", "precision.reduce_dtype", "parallel.find_unused", "parallel.bucket_mb", "parallel.hpz",
+    "parallel.reshard_after_forward", "parallel.dp_replicate", "parallel.dp_shard", "parallel.ds_config.",
+)  # fmt: skip
+"""Keys that other engines refuse; a search over engines leaves them out."""
+_ZERO = ("zero1", "zero2", "zero3")
+_SHARDED = ("fsdp", "hsdp")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A difference that a plan does not have.
+
+    Attributes:
+        per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if the size is unknown.
+        on_device: whether they lie on the device, and while it trains.
+    """
+
+    text: str
+    per: Literal["token", "parameter", ""] = ""
+    n_bytes: int = 0
+    on_device: bool = False
+
+    def amount(self, config: RunConfig, n_params: int) -> int:
+        """Bytes of it at most; 0 if the size is unknown."""
+        tokens = config.train.micro_batch_size * config.train.seq_len
+        return self.n_bytes * {"token": tokens, "parameter": n_params, "": 0}[self.per]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of other tools, in keys here.
+
+    Attributes:
+        said: every key of every file, and defaults of their tools that differ from shardkit's.
+        settings: dotted keys here → values.
+        added: settings without a key in any file, each with its reason.
+        left_out: differences that a plan does not have.
+        problems: reasons not to plan; empty if the files say everything.
+        gpus: ranks of the job.
+        gpus_per_node: ranks on one machine; `None` if no file says it.
+    """
+
+    files: tuple[File, ...]
+    said: tuple[Said, ...]
+    settings: Settings
+    added: tuple[tuple[str, Any, str], ...]
+    left_out: tuple[LeftOut, ...]
+    problems: tuple[Problem, ...]
+    gpus: int
+    gpus_per_node: int | None
+    bucket_views = False
+    """For `Planner`: their DDP keeps gradients beside its buckets."""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
+
+    def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
+        """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points.
+
+        Raises:
+            ConfigError: the files contradict each other or leave something open, or a value is refused.
+        """
+        keys = {str(split_override(item)[0]) for item in overrides}
+        still = [problem for problem in self.problems if problem.ours not in keys]
+        if still:
+            raise combined([ConfigError(problem.cause, problem.fix) for problem in still])
+        layers = Layers()
+        layers.add_file(self.name, Document(nested(self.settings)))
+        for item in overrides:
+            dotted, value = split_override(item)
+            layers.add_override(dotted, value, raw=True)
+        return LoadedConfig(*layers.resolve())
+
+
+def read_job(names: Sequence[str], model: str | None = None, gpus: int | None = None) -> Job:
+    """Read files of Accelerate, DeepSpeed and transformers' Trainer that are used together in one job.
+
+    Args:
+        names: the files; one that another names is read too.
+        model: a transformers `config.json`, or a folder that holds one.
+        gpus: ranks of the job; default: what the files say, else 1.
+
+    Raises:
+        ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
+    """
+    files, problems = gather(names)
+    if model is None:
+        model = next((file.name for file in files if file.tool == "model"), None)
+    config = {} if model is None else read_model(model)
+    return translate(combine(files, config, problems), model, gpus)
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """Dotted keys as a tree."""
+    tree: dict[str, Any] = {}
+    for dotted, value in settings.items():
+        *sections, key = dotted.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = value
+    return tree
+
+
+def translate(job: Together, model: str | None, gpus: int | None) -> Job:
+    """The job in keys here."""
+    work = _Translation(job, model, gpus)
+    work.strategy()
+    work.precision()
+    work.batch()
+    work.task()
+    work.loop()
+    work.drop_what_does_nothing()
+    machines = work.machines or 1
+    return Job(
+        tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()),
+        tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
+    )  # fmt: skip
+
+
+class _Translation:
+    """The steps of `translate`."""
+
+    def __init__(self, job: Together, model: str | None, gpus: int | None) -> None:
+        self.job, self.settings, self.model, self.path = job, job.settings, job.model, model
+        pseudo = {key: self.settings.pop(key, None) for key in PSEUDO}
+        self.halves = [half for half in ("fp16", "bf16") if pseudo[half]]
+        self.tf32, self.engine, self.machines = pseudo["tf32"], pseudo["engine"], pseudo["machines"]
+        self.gpus = gpus or max(1, pseudo["gpus"] or 1)
+        self.added: list[tuple[str, Any, str]] = []
+        self.stored = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
+        name = str((self.model.get("architectures") or ["ForCausalLM"])[0])
+        self.task_name = next((task for end, task in TASKS.items() if name.endswith(end)), "")
+        self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
+
+    def set(self, ours: str, value: Any, why: str) -> None:
+        self.settings[ours] = value
+        self.added.append((ours, value, why))
+
+    def is_strategy(self, *names: str) -> bool:
+        return self.settings["parallel.strategy"] in names
+
+    def strategy(self) -> None:
+        stage, named = self.job.stage, self.settings.get("parallel.strategy")
+        if stage is not None and self.job.fsdp_version() is not None:
+            self.job.problem(
+                "contradiction", "the files ask for FSDP and for DeepSpeed at once",
+                "remove one of the two, or set parallel.strategy on the command line", "parallel.strategy",
+            )  # fmt: skip
+        if stage == 0 and self.halves:
+            self.job.problem(
+                "no counterpart", "zero_optimization.stage is 0: DeepSpeed in half precision then keeps whole fp32 "
+                "copies in an optimizer of its own, which shardkit does not have",
+                "set stage 1 or higher, or parallel.strategy on the command line",
+                "parallel.strategy", ("zero_optimization.stage",),
+            )  # fmt: skip
+        if stage is not None:
+            named = tables.STAGES[stage]
+        elif named is None and self.engine in _SHARDED and not self.job.on_cpu:
+            named = self.engine
+        if named is not None:
+            self.settings["parallel.strategy"] = named
+        else:
+            found = "ddp" if self.gpus > 1 else "single"
+            self.set("parallel.strategy", found, "no file shards anything; " + _ranks(self.gpus))
+
+    def precision(self) -> None:
+        if len(self.halves) == 2:
+            both = [next(str(said) for said in self.job.said if said.ours.get(half)) for half in self.halves]
+            self.job.problem(
+                "contradiction", f"{both[0]} and {both[1]}: only one half-precision type can be on",
+                "turn one of the two off", "precision.mode", ("fp16", "bf16"),
+            )  # fmt: skip
+        half = self.halves[0] if self.halves else ""
+        self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
+        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED))
+        if self.stored == "bfloat16" and half != "fp16" and not upcast:
+            self.set(
+                "precision.mode", "pure_bf16",
+                "the model's dtype is bfloat16, which from_pretrained keeps for weights, gradients and moments",
+            )  # fmt: skip
+        elif half and self.is_strategy(*_SHARDED):
+            self.set("precision.reduce_dtype", half, "Accelerate reduces FSDP's gradients in that type")
+            self.set("precision.autocast", True, "Accelerate runs FSDP's forward under autocast too")
+
+    def batch(self) -> None:
+        total, micro = self.settings.pop("train.global_batch_size", None), self.settings.get("train.micro_batch_size")
+        accum = self.settings.get("train.grad_accum_steps")
+        if total is not None and micro and accum and total != micro * accum * self.gpus:
+            product = micro * accum * self.gpus
+            self.job.problem(
+                "contradiction",
+                f"train_batch_size={total}, but micro-batch × accumulation × ranks = "
+                f"{micro} × {accum} × {self.gpus} = {product}",
+                f"set train_batch_size={product}, or leave it out; --gpus sets the ranks",
+                "train.micro_batch_size", ("train_batch_size",),
+            )  # fmt: skip
+        elif total is not None and not micro:
+            self.settings["train.micro_batch_size"] = max(1, total // (self.gpus * (accum or 1)))
+        elif total is not None and micro and not accum:
+            self.settings["train.grad_accum_steps"] = max(1, total // (self.gpus * micro))
+        if "train.micro_batch_size" not in self.settings:
+            self.unsaid("train.micro_batch_size", "how many samples a micro-batch has", 4)
+        if self.text and "train.seq_len" not in self.settings:
+            self.unsaid("train.seq_len", "how many tokens a sample has", 2048)
+
+    def unsaid(self, ours: str, missing: str, example: int) -> None:
+        if not any(problem.ours == ours for problem in self.job.problems):
+            self.job.problem(
+                "unsaid", f"no file says {missing}", f"add it to the command, such as {ours}={example}", ours
+            )
+
+    def task(self) -> None:
+        if self.path is None:
+            self.job.problem("unsaid", "no file says which model it is", "pass --model, its config.json or its folder")
+            return
+        if not self.task_name:
+            self.job.problem(
+                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}",
+                "set task.name=hf_causal_lm on the command line to plan its body with that head", "task.name",
+            )  # fmt: skip
+        self.settings["task.name"] = self.task_name or "hf_causal_lm"
+        self.settings["model.hf_config"] = str(Path(self.path).expanduser().resolve())
+
+    def loop(self) -> None:
+        """Set the differences of their loop that keys here can express."""
+        if self.text:
+            self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
+        if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
+            self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
+
+    def left_out(self) -> Iterator[LeftOut]:
+        """Differences of their loop that no key here can express."""
+        job = self.job
+        stored = 2 if self.stored in ("bfloat16", "float16") else 4
+        trained = 2 if self.settings["precision.mode"] == "pure_bf16" else 4
+        if self.model.get("auto_map"):
+            yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
+        if job.fsdp_version() == 1:
+            yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
+        if self.halves and job.stage is None and self.text:
+            vocabulary = int(self.model.get("vocab_size") or 0)
+            yield LeftOut("Accelerate copies half-precision logits to fp32", "token", 4 * vocabulary, True)
+        if not job.has("trainer"):
+            yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
+        rank = "rank 0" if self._loads_once() else "every rank"
+        yield LeftOut(f"loading: {rank} holds the whole model in host memory for a while", "parameter", stored)
+        if self._saves_whole():
+            half = 2 if job.stage == 3 and self.halves else trained
+            yield LeftOut("saving: rank 0 gathers the whole model in host memory", "parameter", half)
+
+    def _loads_once(self) -> bool:
+        return any(
+            self.job.value(tool, key) in (True, "true", "True")
+            for tool, key in (
+                ("accelerate", "fsdp_config.fsdp_cpu_ram_efficient_loading"),
+                ("trainer", "fsdp_config.cpu_ram_efficient_loading"),
+            )
+        )
+
+    def _saves_whole(self) -> bool:
+        if self.is_strategy(*_SHARDED):
+            tool = "accelerate" if self.job.kind == "FSDP" else "trainer"
+            prefix = "fsdp_config.fsdp_" if tool == "accelerate" else "fsdp_config."
+            default = (
+                "SHARDED_STATE_DICT" if tool == "accelerate" and self.job.fsdp_version() == 2 else "FULL_STATE_DICT"
+            )
+            return str(self.job.value(tool, f"{prefix}state_dict_type", default)) == "FULL_STATE_DICT"
+        inline = self.job.value("accelerate", "deepspeed_config.zero3_save_16bit_model")
+        return self.job.stage == 3 and bool(self.job.value("deepspeed", tables.GATHER) or inline)
+
+    def drop_what_does_nothing(self) -> None:
+        """Remove settings that have no effect in this job: shardkit would refuse them."""
+        settings, zero = self.settings, self.is_strategy(*_ZERO)
+        offloads = [settings.get(f"parallel.offload_{part}") for part in ("optimizer", "param")]
+        adam = str(settings.get("optim.name", "adamw")).startswith("adamw")
+        betas = [settings.pop(f"optim.betas.{place}", None) for place in (0, 1)]
+        if adam and None not in betas:
+            settings["optim.betas"] = betas
+        drop = {
+            "parallel.find_unused": not self.is_strategy("ddp"),
+            "parallel.bucket_mb": not self.is_strategy("ddp"),
+            "parallel.dp_shard": not self.is_strategy("hsdp"),
+            "parallel.reshard_after_forward": not self.is_strategy(*_SHARDED),
+            "parallel.nvme_path": "nvme" not in offloads,
+            "parallel.hpz": settings.get("parallel.hpz") is None,
+            "precision.loss_scale_init_power": settings["precision.mode"] != "fp16",
+            "precision.loss_scale_window": settings["precision.mode"] != "fp16",
+            "precision.reduce_dtype": self.is_strategy("single"),
+            "activation.block_classes": settings.get("activation.policy") is None,
+            "compile.mode": not settings.get("compile.enabled"),
+            "optim.implementation": settings.get("optim.name") not in ("adamw", "sgd") or (zero and any(
+                place not in (None, "none") for place in offloads[:1]
+            )),
+            "optim.min_lr_ratio": settings.get("optim.schedule") == "constant",
+            "optim.eps": not adam,
+            "train.seq_len": not self.text,
+        }  # fmt: skip
+        for key in [*settings]:
+            if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
+                del settings[key]
+        self.added = [one for one in self.added if one[0] in settings]
+
+
+def _ranks(gpus: int) -> str:
+    return "there is 1 rank" if gpus == 1 else f"there are {gpus} ranks"

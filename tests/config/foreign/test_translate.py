@@ -1,0 +1,256 @@
+"""Files of other tools become a config here: key by key, `auto` filled in, contradictions refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.config.foreign.translate import Job, read_job
+from shardkit.errors import ConfigError
+
+from .test_lint import DDP, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+ARGUMENTS = TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
+OPEN = ["train.seq_len=64", "train.micro_batch_size=2"]
+
+
+def job(folder: Path, gpus: int | None = None, model: dict[str, Any] = MODEL, **files: Any) -> Job:
+    (folder / "config.json").write_text(json.dumps(model))
+    return read_job(write(folder, **files), str(folder), gpus)
+
+
+def fates(found: Job) -> dict[str, str]:
+    return {said.key: said.fate for said in found.said}
+
+
+def test_auto_becomes_the_other_files_value(tmp_path: Path) -> None:
+    found = job(
+        tmp_path, 8, ds__json=ZERO3, args__yaml=TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
+    )
+    config = found.load(OPEN[:1]).config
+    assert (config.train.micro_batch_size, config.train.max_norm) == (3, 0.5)
+    assert (config.precision.mode, config.parallel.strategy) == ("bf16", "zero3")
+    zero = config.parallel.ds_config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 64 * 64
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
+    assert zero["stage3_param_persistence_threshold"] == 640
+    sources = {said.key: said.note for said in found.said if said.fate == "auto"}
+    assert sources["train_micro_batch_size_per_gpu"].endswith("args.yaml: per_device_train_batch_size")
+    assert "default: gradient_accumulation_steps" in sources["gradient_accumulation_steps"]
+
+
+def test_auto_is_filled_in_as_transformers_does(tmp_path: Path) -> None:
+    deepspeed = pytest.importorskip("transformers.integrations.deepspeed")
+    found = job(
+        tmp_path, 1, ds__json=ZERO3, args__yaml=TRAINER + "per_device_train_batch_size: 3\nmax_grad_norm: 0.5\n"
+    )
+    theirs = deepspeed.HfTrainerDeepSpeedConfig(json.loads(json.dumps(ZERO3)))
+
+    class Arguments:
+        world_size, per_device_train_batch_size, gradient_accumulation_steps, max_grad_norm = 1, 3, 1, 0.5
+        learning_rate, adam_beta1, adam_beta2, adam_epsilon, weight_decay = 2e-5, 0.9, 0.999, 1e-8, 0.0
+        fp16, fp16_full_eval, bf16, bf16_full_eval, save_on_each_node = False, False, True, False, False
+
+        def get_warmup_steps(self, steps: int) -> int:
+            return 0
+
+    class Model:
+        config = type("Config", (), {"hidden_size": 64})
+
+    theirs.trainer_config_process(Arguments())
+    theirs.trainer_config_finalize(Arguments(), Model(), 10)
+    config = found.load(OPEN[:1]).config
+    assert theirs.config["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
+    assert theirs.config["gradient_accumulation_steps"] == config.train.grad_accum_steps
+    assert theirs.config["gradient_clipping"] == config.train.max_norm
+    assert theirs.config["bf16"]["enabled"] is (config.precision.mode == "bf16")
+    ours = config.parallel.ds_config["zero_optimization"]
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        assert theirs.config["zero_optimization"][key] == ours[key], key
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy", "precision", "gpus"),
+    [
+        (FSDP2, "fsdp", "bf16", 16),
+        (FSDP1, "hsdp", "bf16", 16),
+        (ZERO2, "zero2", "bf16", 8),
+        (ZERO2.replace("zero_stage: 2", "zero_stage: 1"), "zero1", "bf16", 8),
+        (DDP, "ddp", "fp32", 2),
+        (DDP.replace("'no'", "fp16"), "ddp", "fp16", 2),
+        ("distributed_type: 'NO'\nmixed_precision: bf16\n", "single", "bf16", 1),
+    ],
+)
+def test_accelerates_file_names_the_engine(text: str, strategy: str, precision: str, gpus: int, tmp_path: Path) -> None:
+    found = job(tmp_path, accelerate__yaml=text)
+    config = found.load(OPEN).config
+    assert (config.parallel.strategy, config.precision.mode, found.gpus) == (strategy, precision, gpus)
+    assert config.model.loss_chunk_size == 0, "transformers computes whole logits"
+
+
+def test_accelerates_fsdp_computes_as_accelerate_does(tmp_path: Path) -> None:
+    config = job(tmp_path, accelerate__yaml=FSDP2.replace("forward: true", "forward: false")).load(OPEN).config
+    assert (config.precision.reduce_dtype, config.precision.autocast) == ("bf16", True)
+    assert config.parallel.reshard_after_forward is False
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value"),
+    [
+        ("fsdp: true\n", "parallel.strategy", "fsdp"),
+        ("fsdp: full_shard auto_wrap offload\n", "parallel.offload_param", "cpu"),
+        ("fsdp: true\nfsdp_config: {fsdp_reshard_after_forward: false}\n", "parallel.reshard_after_forward", False),
+        ("fsdp: true\nfsdp_config: {activation_checkpointing: true}\n", "activation.policy", "full"),
+        ("gradient_checkpointing: true\n", "activation.policy", "full"),
+        ("optim: adafactor\n", "optim.name", "adafactor"),
+        ("optim: adamw_torch\n", "optim.implementation", "foreach"),
+        ("max_grad_norm: 0\n", "train.max_norm", None),
+        ("torch_compile: true\n", "compile.enabled", True),
+        ("ddp_bucket_cap_mb: 50\n", "parallel.bucket_mb", 50),
+        ("use_cpu: true\n", "run.device", "cpu"),
+        ("max_length: 96\n", "train.seq_len", 96),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 5\n", "optim.warmup_steps", 5),
+    ],
+)
+def test_a_training_argument_has_its_key_here(more: str, key: str, value: Any, tmp_path: Path) -> None:
+    text = "\n".join(line for line in TRAINER.splitlines() if not more.startswith(line.partition(":")[0])) + "\n"
+    found = job(tmp_path, 2, args__yaml=text + more)
+    config = found.load([] if "max_length" in more else OPEN[:1]).config
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+    assert config.optim.betas == (0.9, 0.999) or config.optim.name == "adafactor"
+
+
+def test_every_key_ends_in_one_place(tmp_path: Path) -> None:
+    deepspeed = {**ZERO3, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}, "typo": 1}
+    found = job(
+        tmp_path, 2, ds__json=deepspeed, args__yaml=TRAINER + "report_to: none\nper_device_eval_batch_size: 4\n"
+    )
+    ends = fates(found)
+    assert len(found.said) == len({(said.file, said.key) for said in found.said})
+    assert ends["zero_optimization.stage"] == "mapped"
+    assert ends["zero_optimization.stage3_max_live_parameters"] == "ignored"
+    assert ends["gradient_clipping"] == "auto"
+    assert ends["report_to"] == ends["per_device_eval_batch_size"] == "absent"
+    assert ends["typo"] == "unknown"
+    assert ends["max_grad_norm"] == "default"
+
+
+def test_a_value_that_the_trainer_compares_with_its_default_has_to_be_equal(tmp_path: Path) -> None:
+    deepspeed = {**ZERO3, "gradient_accumulation_steps": 4}
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=4 contradicts the Trainer's default"):
+        job(tmp_path, 2, ds__json=deepspeed, args__yaml=TRAINER).load(OPEN[:1])
+    same = job(tmp_path, 2, ds__json=deepspeed, args__yaml=TRAINER + "gradient_accumulation_steps: 4\n")
+    assert same.load(OPEN[:1]).config.train.grad_accum_steps == 4
+
+
+def test_a_contradiction_names_both_values_and_the_command_line_settles_it(tmp_path: Path) -> None:
+    found = job(tmp_path, accelerate__yaml=ZERO2, args__yaml=TRAINER + "gradient_accumulation_steps: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        found.load(OPEN)
+    assert "gradient_accumulation_steps=4" in caught.value.cause
+    assert "gradient_accumulation_steps=2" in caught.value.cause
+    assert found.load([*OPEN, "train.grad_accum_steps=2"]).config.train.grad_accum_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("files", "cause", "fix"),
+    [
+        ({"ds__json": ZERO3}, '="auto", but no other file', "pass the Trainer's"),
+        ({"args__yaml": TRAINER + "optim: lion_32bit\n"}, "optim='lion_32bit' has no counterpart", "optim.name"),
+        ({"args__yaml": TRAINER}, "how many tokens", "train.seq_len=2048"),
+        ({"accelerate__yaml": DDP}, "how many samples", "train.micro_batch_size=4"),
+        ({"args__yaml": TRAINER + "deepspeed: gone.json\n"}, "does not exist", "path"),
+        ({"args__yaml": TRAINER + "fsdp: true\n", "ds__json": ZERO3}, "FSDP and for DeepSpeed", "remove"),
+        ({"accelerate__yaml": DDP.replace("MULTI_GPU", "MEGATRON_LM")}, "MEGATRON_LM", "parallel.strategy"),
+        ({"args__yaml": TRAINER, "ds__json": {**ZERO3, "zero_optimization": {"stage": 0}}}, "stage is 0", "stage 1"),
+    ],
+)
+def test_open_points_are_refused(files: dict[str, Any], cause: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(tmp_path, 2, **files).load()
+    assert cause in str(caught.value)
+    assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "cause"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": "{"}, "cannot be read"),
+        ({"config.json": '{"a": 1}'}, "no model_type"),
+    ],
+)
+def test_a_folder_without_a_models_config_is_refused(files: dict[str, str], cause: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_job(write(tmp_path, args__yaml=TRAINER), str(folder))
+    assert cause in caught.value.cause
+    assert caught.value.fix
+
+
+def test_code_in_a_models_folder_is_never_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "modeling_mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    model = {**MODEL, "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    found = job(tmp_path, model=model, args__yaml=TRAINER)
+    found.load(OPEN[:1])
+    assert any("never run" in one.text for one in found.left_out)
+    assert not ran.exists()
+
+
+def test_a_checkpoint_in_bf16_stays_bf16_where_their_tool_leaves_it_so(tmp_path: Path) -> None:
+    stored = {**MODEL, "dtype": "bfloat16"}
+    for text, mode in ((DDP.replace("'no'", "bf16"), "pure_bf16"), (FSDP2, "bf16"), (ZERO2, "bf16")):
+        assert job(tmp_path, model=stored, accelerate__yaml=text).load(OPEN).config.precision.mode == mode
+
+
+def test_differences_that_a_plan_does_not_have_are_said_with_their_bytes(tmp_path: Path) -> None:
+    found = job(tmp_path, 2, args__yaml=TRAINER)
+    config = found.load(OPEN).config
+    amounts = {one.text.partition(" ")[0]: one.amount(config, 1000) for one in found.left_out}
+    assert amounts == {"Accelerate": 4 * 256 * 2 * 64, "loading:": 4000}
+    gathered = job(tmp_path, 2, ds__json=ZERO3, args__yaml=TRAINER)
+    assert {one.text.partition(" ")[0]: one.amount(config, 1000) for one in gathered.left_out}["saving:"] == 2000
+
+
+def test_fsdp_on_cpus_is_planned_as_ddp(tmp_path: Path) -> None:
+    for files in (
+        {"args__yaml": TRAINER + "use_cpu: true\nfsdp: true\nfsdp_config: {reshard_after_forward: false}\n"},
+        {"accelerate__yaml": FSDP2 + "use_cpu: true\n"},
+    ):
+        found = job(tmp_path, 2, **files)
+        assert found.load(OPEN).config.parallel.strategy == "ddp"
+        assert any("trains with DDP" in said.note for said in found.said if said.fate == "ignored")
+
+
+def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(ZERO3))
+    found = job(folder, 2, args__yaml=TRAINER + "deepspeed: ds.json\n")
+    assert found.load(OPEN[:1]).config.parallel.strategy == "zero3"
+
+
+def test_reading_imports_none_of_the_tools(tmp_path: Path) -> None:
+    names = write(tmp_path, ds__json=ZERO3, args__yaml=TRAINER, accelerate__yaml=DDP)
+    code = (
+        "import sys; from shardkit.config.foreign.lint import check; check(sys.argv[1:]);"
+        "print(sorted({'accelerate', 'deepspeed', 'transformers', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,58 @@
+"""docs/integrations.md: every example runs as it stands there and prints what stands below it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the examples run one after the other, with a `shardkit` of this checkout."""
+    folder = tmp_path_factory.mktemp("integrations")
+    (folder / "bin").mkdir()
+    command = folder / "bin" / "shardkit"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
+    command.chmod(0o755)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    path = f"{folder / 'bin'}{os.pathsep}{clean['PATH']}"
+    return {**clean, "PATH": path, "PYTHONPATH": str(REPO), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+@pytest.mark.parametrize("number", range(3), ids=["plan", "check", "convert"])
+def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> None:
+    assert len(EXAMPLES) == 3
+    script, shown = EXAMPLES[number]
+    done = subprocess.run(
+        ["bash", "-eu", "-c", script], cwd=folder, env=environment(folder), timeout=240,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    rest = done.stdout
+    for line in (line for line in shown.splitlines() if line != "…"):
+        assert line in rest, f"{line}\nis not, or not in this order, in\n{done.stdout}"
+        rest = rest.partition(line)[2]
+
+
+def test_the_python_example_runs(folder: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    files = EXAMPLES[0][0].rpartition("shardkit plan")[0]
+    subprocess.run(["bash", "-eu", "-c", files], cwd=folder, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment(folder), timeout=240, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fits ")

@@ -1,0 +1,66 @@
+"""Plans from a Trainer's file are those of its real runs, in its own loop."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.config.foreign.translate import read_job
+from shardkit.plan.client import plan
+from shardkit.plan.target import choose_target
+from tests.commands import python_m
+
+pytest.importorskip("transformers")
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+SEQ_LEN = 128
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+SMALL = {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+ZERO2 = {**AUTO, "zero_optimization": {"stage": 2, **SMALL}}
+ZERO2_BF16 = {**ZERO2, "bf16": {"enabled": "auto"}}
+ZERO3 = {**AUTO, "zero_optimization": {"stage": 3, **SMALL, "stage3_param_persistence_threshold": 0}}
+slow = pytest.mark.slow
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("given", "model", "ranks"),
+    [
+        pytest.param({"bf16": True, "gradient_checkpointing": True}, {}, 1, id="bf16"),
+        pytest.param({"gradient_accumulation_steps": 4}, {"vocab_size": 8192}, 1, id="accumulation", marks=slow),
+        pytest.param({"bf16": True}, {"dtype": "bfloat16"}, 1, id="bf16-weights", marks=slow),
+        pytest.param({"optim": "adamw_torch"}, {}, 1, id="adamw-torch", marks=slow),
+        pytest.param({"optim": "adafactor"}, {}, 1, id="adafactor", marks=slow),
+        pytest.param({}, {}, 2, id="ddp", marks=slow),
+        pytest.param({"gradient_checkpointing": True}, {}, 2, id="ddp-checkpointing", marks=slow),
+        pytest.param({"deepspeed": ZERO2}, {}, 2, id="zero2", marks=slow),
+        pytest.param({"deepspeed": ZERO2_BF16, "bf16": True}, {}, 2, id="zero2-bf16", marks=slow),
+        pytest.param({"deepspeed": ZERO3}, {}, 2, id="zero3", marks=slow),
+    ],
+)  # fmt: skip
+def test_the_peak_of_the_trainers_own_loop_is_predicted(
+    given: dict[str, Any], model: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    arguments = tmp_path / "args.json"
+    arguments.write_text(
+        json.dumps({"output_dir": str(tmp_path / "out"), "use_cpu": True, "per_device_train_batch_size": 2, **given})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **model}))
+    done = python_m(
+        "tests.plan.trainer_run", arguments, tmp_path, SEQ_LEN, ranks=0 if ranks == 1 else ranks,
+        env={"DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (measured,) = map(int, re.findall(r"^peak (\d+)$", done.stdout, re.MULTILINE))
+    job = read_job([str(arguments)], str(tmp_path), ranks)
+    config = job.load([f"train.seq_len={SEQ_LEN}"]).config
+    estimate = plan(config, choose_target(config, ranks), bucket_views=job.bucket_views)
+    assert measured == pytest.approx(estimate.peak.allocated, rel=0.03)
