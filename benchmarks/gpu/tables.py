@@ -242,14 +242,12 @@ def _errors(known: Known) -> list[str]:
             f"{key} {100 * median(map(abs, found)):.2f} % ({100 * min(found):+.2f} to {100 * max(found):+.2f} %)"
             for key, found in errors.items()
         )
-        worked = "; ".join(
-            f"with {share} × the required bytes {outcomes[limit].count('ok')} of {len(outcomes[limit])} work"
+        worked = "".join(
+            f"; with {share} × the required bytes {outcomes[limit].count('ok')} of {len(outcomes[limit])} work"
             for limit, share in TIGHT.items()
             if outcomes[limit]
         )
-        parts.append(
-            f"Median error over {len(errors['allocated'])} settings (smallest to largest): {medians}; {worked}."
-        )
+        parts.append(f"Median error over {len(errors['allocated'])} settings (smallest to largest): {medians}{worked}.")
     head = (
         "setting", "predicted: allocated / reserved / required", "allocated", "error", "reserved", "error",
         *(f"works with {share} × required" for share in TIGHT.values()),

@@ -49,6 +49,7 @@ def test_a_plan_from_files_says_every_key_and_is_that_of_the_same_config_here(
     assert {said["fate"] for said in found["from"]["keys"]} >= {"mapped", "default", "auto", "absent"}
 
 
+@pytest.mark.slow
 def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (file,) = write(tmp_path, accelerate__yaml=FSDP2.replace("num_processes: 16", "num_processes: 4"))

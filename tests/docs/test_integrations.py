@@ -47,6 +47,7 @@ def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> Non
         rest = rest.partition(line)[2]
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(folder: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     files = EXAMPLES[0][0].rpartition("shardkit plan")[0]
