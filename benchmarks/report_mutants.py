@@ -30,7 +30,10 @@ def mutants(result: dict[str, Any]) -> str:
 
 
 def _intro(result: dict[str, Any], before: dict[str, Any] | None) -> str:
-    earlier = f" Before: the tests of commit {before['tests_commit'][:10]}, on the same code." if before else ""
+    earlier = ""
+    if before:
+        commit = before["tests_commit"][:10]
+        earlier = f" Before: commit {commit}, whose modules differ from today's in the text of messages only."
     return (
         f"`python -m benchmarks.mutants`: {result['count']} small errors in each module, drawn with seed "
         f"{result['seed']} from all that the operators of cosmic-ray {result['cosmic_ray']} make there (those on `|` "

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpuinfo
 import pytest
 import torch
 
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
 from shardkit.strategies.zero.config import build_ds_config
-from shardkit.strategies.zero.cpu_adam import first_compiler_error, sole_builder
+from shardkit.strategies.zero.cpu_adam import first_compiler_error, remember_cpu, sole_builder
 from shardkit.strategies.zero.state import masters, share_rates, zero3_shards, zero_scalars
 from tests.commands import python_m
 from tests.run.test_train import REPO, user_error
@@ -34,6 +35,20 @@ def test_batch_accumulation_and_clipping_reach_the_engine() -> None:
     assert made["train_batch_size"] == 24
     assert made["gradient_clipping"] == 0.7
     assert built(train__max_norm=None)["gradient_clipping"] == 0.0
+
+
+def test_the_processor_is_looked_at_once_however_many_optimizers_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def look() -> dict[str, str]:
+        looked.append("once")
+        return {"vendor_id_raw": "a vendor"}
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", look)
+    for _ in range(2):  # each build of an engine
+        remember_cpu()
+        assert cpuinfo.get_cpu_info()["vendor_id_raw"] == "a vendor"
+    assert looked == ["once"]
 
 
 def test_buckets_are_no_larger_than_the_model() -> None:
