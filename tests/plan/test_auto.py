@@ -281,6 +281,22 @@ def test_a_smaller_micro_batch_is_traced_only_where_the_largest_does_not_fit(mon
     assert {setting.micro_batch for setting in found.sizes} == {1, 2, 4, 8}
 
 
+def test_a_best_that_is_certain_is_not_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its other micro-batches are missing when the time is over."""
+
+    class NoSmallOnes(StuckPlanner):
+        def predict(self, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+            if config.train.micro_batch_size == 1:
+                assert self.stopped.wait(60), "nobody stopped it"
+            return FakePlanner.predict(self, config, timed=timed, rough=rough)
+
+    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 1.0, 0.01, 0.01))
+    monkeypatch.setattr(searching, "Planner", NoSmallOnes)
+    with Search(load, target(), FIXED, 0.05, lambda said: None, 3.0) as search:
+        found = search.run()
+    assert (found.stopped, found.left_out, found.best.micro_batch) == ("", 0, 8)
+
+
 def test_it_says_why_not_something_else() -> None:
     found = found_by({
         "ddpnone": (100.0, 1.0, 0.0, 0.01),  # fastest, too large

@@ -234,7 +234,10 @@ class Search:
                 able = [s for s in best_of_each(known.values()) if s.filled <= 1]
                 hopes = [s for s in pareto(able) if s.estimate is None]
             if not hopes and best is not None and best.combination in self._at_one_end:
-                self._trace_roughly([best.combination], self._sizes[0])  # it is shown at every micro-batch
+                try:
+                    self._trace_roughly([best.combination], self._sizes[0])  # it is shown at every micro-batch
+                except _OutOfTime:
+                    return  # and is certain without that
                 continue
             if not hopes:
                 return
