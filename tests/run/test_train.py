@@ -334,7 +334,8 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     ]
     done = run(args, ranks=2, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[5-9]\d × the median", done.stdout), done.stdout
+    # Between the limit and 2: of two ranks, and with what the machine adds to both.
+    assert re.search(r"slow: rank 1@\S+ is busy for 1\.[2-9]\d × the median", done.stdout), done.stdout
 
 
 RAGGED_TASK = '''
