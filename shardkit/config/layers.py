@@ -150,6 +150,15 @@ class Layers:
         return f"{self._file}:{line}" if line else self._file
 
 
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Two trees as one; where both have a value, that of `over`."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
 def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     """The mapping that holds the path's last key; an empty one if there is none."""
     for part in path[:-1]:

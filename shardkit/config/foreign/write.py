@@ -10,6 +10,7 @@ import yaml
 
 from ...errors import ConfigError
 from ..errors import shown
+from ..layers import merged
 from ..load import resolve_batch
 from ..schema import RunConfig
 from .files import family
@@ -228,15 +229,7 @@ def _engine(ours: _Ours) -> dict[str, Any]:
         tree["bf16"] = {"enabled": True}
     if ours("precision.reduce_dtype") != "auto":
         tree["communication_data_type"] = ours("precision.reduce_dtype")
-    return _merged(tree, ours("parallel.ds_config"))
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if both else value
-    return out
+    return merged(tree, ours("parallel.ds_config"))
 
 
 def _schedule(ours: _Ours) -> dict[str, Any]:

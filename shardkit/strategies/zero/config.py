@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...config.layers import merged
 from ...config.schema import PrecisionConfig, RunConfig
 from ...errors import ConfigError
 
@@ -58,7 +59,7 @@ def build_ds_config(
     _refuse_other_optimizer(config, raw)
     ours = _owned_values(config, world_size, accum, on_cuda)
     _refuse_conflicts(raw, ours)
-    return _merge(_merge(_defaults(config, on_cuda, model_numel), raw), ours)
+    return merged(merged(_defaults(config, on_cuda, model_numel), raw), ours)
 
 
 def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
@@ -162,11 +163,3 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merge(out[key], value) if both else value
-    return out
