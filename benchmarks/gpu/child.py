@@ -73,13 +73,18 @@ def _environment(where: Where, what: str) -> dict[str, str]:
     if where.dry:
         device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     elif where.emulated:
-        device = {"OMP_NUM_THREADS": "1", **(_emulated(GPUS[where.card]) if what == "measured" else {})}
+        device = {"OMP_NUM_THREADS": "1", **(emulated_card(GPUS[where.card]) if what == "measured" else {})}
     return {**os.environ, "PATH": path, "DEEPSPEED_LOG_LEVEL": "error", **device}
 
 
-def _emulated(card: Gpu) -> dict[str, str]:
-    """The variables by which torch finds such cards; kernels are launched and compute nothing."""
+def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:
+    """The variables by which torch finds such cards; kernels are launched and compute nothing.
+
+    Args:
+        expandable: as the launcher sets it where the driver has GPUs.
+    """
     return {
+        "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}",
         "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "8", "EMUCUDA_NAME": card.device_name,
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
         "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
@@ -101,9 +106,9 @@ def _last_line(log: Path) -> str:
 
 
 def _main(asked: dict[str, Any]) -> None:
-    from . import PARTS, part_cases
+    from . import EMULATED_ONLY, PARTS, part_cases
 
-    assert asked["part"] in PARTS
+    assert asked["part"] in (*PARTS, *EMULATED_ONLY)
     exchange = Path(asked["exchange"])
 
     def write(found: Found) -> None:

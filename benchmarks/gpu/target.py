@@ -47,11 +47,13 @@ def load(where: Where, *base: Sequence[str]) -> Callable[[Sequence[str]], RunCon
     return lambda more: load_config(None, settings(where, *base, more)).config
 
 
-def train(where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run") -> Trial:
-    """Train a few steps in a separate process, in `folder/NAME`; an emulated card has no speed."""
+def train(
+    where: Where, overrides: Sequence[str], cap: str | None = None, steps: int = 4, name: str = "run", ranks: int = 1
+) -> Trial:
+    """Train a few steps in processes of their own, in `folder/NAME`; an emulated card has no speed."""
     from shardkit.plan.search.trial import run_trial
 
-    trial = run_trial(None, settings(where, overrides), 1, where.folder / name, steps, cap)
+    trial = run_trial(None, settings(where, overrides), ranks, where.folder / name, steps, cap)
     return replace(trial, tokens_per_s=None) if where.emulated else trial
 
 

@@ -25,7 +25,9 @@ CORE = [
     "counters", "lost", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
     "runtime_streams", "runtime_kernels", "driver", "driver_memory",
 ]  # fmt: skip
-OPERATORS = ["ops/bridge", "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]
+SHARED = ["ops/bridge", "ops/boxed", "ops/record"]
+OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]
+NO_COMPUTE = [*SHARED, "ops/no_compute", "ops/control", "ops/validity"]
 
 
 class BuildError(Exception):
@@ -62,7 +64,7 @@ class Build:
         shutil.rmtree(self.package, ignore_errors=True)
         shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
         self.lib.mkdir()
-        names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, "ops/no_compute"]
+        names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, *NO_COMPUTE[len(SHARED) :]]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.compile, names))
         self.compile("cublas", "cublasLt", "-DLT")
@@ -110,7 +112,7 @@ class Build:
         torch = ["-L" + str(SITE / "torch/lib"), "-ltorch_cpu", "-lc10", "-lc10_cuda", "-Wl,--no-as-needed"]
         torch += ["-ltorch_cuda", "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
         self.link("libemucuda_operators.so", [self.object(name) for name in OPERATORS], "", uses=[cudart], also=torch)
-        no_compute = [self.object("ops/no_compute"), self.object("ops/bridge")]
+        no_compute = [self.object(name) for name in NO_COMPUTE]
         self.link("libemucuda_no_compute.so", no_compute, "", uses=[cudart], also=torch)
         preload = [cudart, "libcuda.so.1", "libnvidia-ml.so.1", cupti.name, nccl.name]
         lines = [f"always {name}" for name in preload] + [f"no-compute libcublasLt.so.{self.major}"]

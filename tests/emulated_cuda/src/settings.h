@@ -74,7 +74,7 @@ struct Settings {
     kernel_ms = static_cast<double>(size_from_env("EMUCUDA_KERNEL_US", 0)) / 1e3;
     const char* product = std::getenv("EMUCUDA_GEMM_US");
     product_ms = product && *product ? static_cast<double>(size_from_env("EMUCUDA_GEMM_US", 0)) / 1e3 : kernel_ms;
-    skip_above = compute ? static_cast<size_t>(-1) : size_from_env("EMUCUDA_SKIP_ABOVE", 32 << 10);
+    skip_above = compute ? static_cast<size_t>(-1) : size_from_env("EMUCUDA_SKIP_ABOVE", 1 << 20);
   }
 };
 

@@ -45,8 +45,9 @@ static c10::DispatchKeySet above_kernels() {
          c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch});
 }
 
-Kernel::Kernel(const char* name, c10::Device device, Kind kind)
-    : below_(above_kernels()), name_(name), device_(device) {
+BelowAutograd::BelowAutograd() : below_(above_kernels()) {}
+
+Kernel::Kernel(const char* name, c10::Device device, Kind kind) : recorded_(name), name_(name), device_(device) {
   double called = emucuda_now_ms();
   drain_current_stream(device);
   emucuda_spend(current_stream(device), called, kind == PRODUCT);
@@ -75,11 +76,11 @@ static uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-uint64_t draw_seed(const std::optional<at::Generator>& given, c10::Device device) {
+uint64_t draw_seed(const std::optional<at::Generator>& given, c10::Device device, bool moves) {
   at::Generator generator = given && given->defined() ? *given : at::globalContext().defaultGenerator(device);
   std::lock_guard<std::mutex> lock(generator.mutex());
   uint64_t seed = generator.current_seed(), offset = generator.get_offset();
-  generator.set_offset(offset + 4);  // a multiple of 4, as CUDA's generator demands
+  if (moves) generator.set_offset(offset + 4);  // a multiple of 4, as CUDA's generator demands
   return mixed(seed ^ mixed(offset));
 }
 

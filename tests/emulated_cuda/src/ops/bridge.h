@@ -7,6 +7,8 @@
 
 #include <mutex>
 
+#include "record.h"
+
 namespace emu {
 
 using at::Tensor;
@@ -24,9 +26,17 @@ Tensor float_on_host(const Tensor& tensor);
 // A new CUDA tensor, of the real allocator's memory, with a CPU tensor's values; any other tensor as it is.
 Tensor to_device(const Tensor& tensor, c10::Device device);
 
-// The scope of an emulated kernel: it starts when the device's current stream has run what it holds, and what it calls
-// reaches the CPU's kernels plainly, below autograd, autocast and modes. Profilers see it. In virtual time it is one
-// kernel, or a matrix product.
+// What is called in its scope reaches the CPU's kernels plainly: below autograd, autocast and modes.
+class BelowAutograd {
+ public:
+  BelowAutograd();
+
+ private:
+  c10::impl::ExcludeDispatchKeyGuard below_;
+};
+
+// The scope of an emulated kernel: it starts when the device's current stream has run what it holds. Profilers and EMUCUDA_RECORD see it.
+// In virtual time it is one kernel, or a matrix product.
 class Kernel {
  public:
   enum Kind { PLAIN, SYNCHRONISES, PRODUCT };
@@ -35,7 +45,8 @@ class Kernel {
   Kernel(const Kernel&) = delete;
 
  private:
-  c10::impl::ExcludeDispatchKeyGuard below_;
+  BelowAutograd below_;
+  Recorded recorded_;
   const char* name_;
   c10::Device device_;
   uint32_t correlation_ = 0;
@@ -44,8 +55,8 @@ class Kernel {
 
 void drain_current_stream(c10::Device device);
 
-// A seed drawn from the CUDA generator as a kernel would: it moves the generator's offset on.
-uint64_t draw_seed(const std::optional<at::Generator>& generator, c10::Device device);
+// A seed drawn from the CUDA generator. A kernel `moves` the generator's offset on.
+uint64_t draw_seed(const std::optional<at::Generator>& generator, c10::Device device, bool moves = true);
 
 // The CPU's default generator, seeded for one kernel and put back after it.
 class SeededCpu {

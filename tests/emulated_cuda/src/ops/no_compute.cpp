@@ -9,38 +9,46 @@
 #include <numeric>
 
 #include "../core.h"
-#include "bridge.h"
+#include "record.h"
+#include "validity.h"
 
 namespace {
 
 using namespace emu;
 using c10::SymInt;
 
+// A result: memory, and nothing in it.
+Tensor made(const Tensor& tensor) {
+  leave(tensor);
+  return tensor;
+}
 void product(const Tensor& of) { emucuda_gemm(c10::cuda::getCurrentCUDAStream(of.device().index()).stream()); }
 
 Tensor convolution(const Tensor& x, const Tensor& weight, at::IntArrayRef padding, at::IntArrayRef stride,
                    at::IntArrayRef dilation, int64_t, bool, bool, bool) {
+  Recorded recorded("aten::cudnn_convolution");
   auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
   Tensor copies[] = {x.contiguous(format), weight.contiguous(format)};  // held while the result is made
   auto size = at::native::conv_output_size(x.sizes(), weight.sizes(), padding, stride, dilation);
   product(x);
-  return at::empty(size, x.options().memory_format(format));
+  return made(at::empty(size, x.options().memory_format(format)));
 }
 
 std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_out, const Tensor& x, const Tensor& weight,
                                                         at::OptionalIntArrayRef, at::IntArrayRef, at::IntArrayRef,
                                                         at::IntArrayRef, bool, at::IntArrayRef, int64_t,
                                                         std::array<bool, 3> needed) {
+  Recorded recorded("aten::convolution_backward");
   auto format = at::native::cudnn_conv_suggest_memory_format(x, weight);
   Tensor grad = grad_out.contiguous(format), grad_x, grad_weight, grad_bias;
   if (needed[0]) {
     Tensor held = weight.contiguous(format);
-    grad_x = at::empty(x.sizes(), x.options().memory_format(format));
+    grad_x = made(at::empty(x.sizes(), x.options().memory_format(format)));
     product(x);
   }
   if (needed[1]) {
     Tensor held = x.contiguous(format);
-    grad_weight = at::empty(weight.sizes(), weight.options().memory_format(format));
+    grad_weight = made(at::empty(weight.sizes(), weight.options().memory_format(format)));
     product(x);
   }
   if (needed[2]) {
@@ -67,9 +75,10 @@ Tensor laid_out_like(const Tensor& like, at::IntArrayRef sizes) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor> attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor&, bool log_sum_exp, double, bool,
     bool, std::optional<double>) {
-  Tensor out = laid_out_like(query, {query.size(0), query.size(1), query.size(2), value.size(3)}), sums;
+  Recorded recorded("aten::_scaled_dot_product_cudnn_attention");
+  Tensor out = made(laid_out_like(query, {query.size(0), query.size(1), query.size(2), value.size(3)})), sums;
   if (log_sum_exp)
-    sums = at::empty({query.size(0), query.size(1), query.size(2), 1}, query.options().dtype(at::kFloat));
+    sums = made(at::empty({query.size(0), query.size(1), query.size(2), 1}, query.options().dtype(at::kFloat)));
   product(query);
   auto number = query.options().dtype(at::kLong);
   return {out, sums, Tensor(), Tensor(), query.size(2), key.size(2), at::empty({}, number), at::empty({}, number),
@@ -81,7 +90,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out, co
                                                       const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                                       const Tensor&, SymInt, SymInt, double, bool,
                                                       std::optional<double>) {
-  Tensor grads[] = {at::empty_like(query), at::empty_like(key), at::empty_like(value)};
+  Recorded recorded("aten::_scaled_dot_product_cudnn_attention_backward");
+  Tensor grads[] = {made(at::empty_like(query)), made(at::empty_like(key)), made(at::empty_like(value))};
   Tensor relaid = grad_out.strides() == out.strides() ? Tensor() : at::empty_like(out);
   product(query);
   return {grads[0], grads[1], grads[2]};

@@ -1,0 +1,216 @@
+// No-compute mode: torch's CUDA kernels are called and do nothing; then the CPU computes what a program may read back
+// and decide by, over the same bytes. That is: small tensors, and integers and booleans up to some size, as long as all
+// that they depend on was computed. A small float that depends on skipped data is one; an index that does (a router's)
+// goes round; other integers are unknown, and reading them fails.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+
+#include "../core.h"
+#include "boxed.h"
+#include "record.h"
+#include "validity.h"
+
+namespace {
+
+using namespace emu;
+
+// They answer with positions along a dimension.
+const Names CHOOSES_POSITIONS = {
+    "aten::topk", "aten::topk.values", "aten::sort", "aten::sort.stable", "aten::sort.values_stable", "aten::argmax",
+    "aten::argmax.out", "aten::argmin", "aten::argmin.out", "aten::max.dim", "aten::max.dim_max", "aten::min.dim",
+    "aten::min.dim_min", "aten::multinomial", "aten::kthvalue", "aten::mode"};
+// no_compute.cpp has them: they would go through cuDNN.
+const Names BY_HAND = {"aten::cudnn_convolution", "aten::convolution_backward",
+                       "aten::_scaled_dot_product_cudnn_attention",
+                       "aten::_scaled_dot_product_cudnn_attention_backward"};
+// Memory that nothing has written yet.
+const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
+
+struct CudaKernel {
+  c10::SafeKernelFunction kernel;
+  std::string name;
+  bool runs_on_host, answers_with_a_value;
+};
+std::unordered_map<c10::OperatorName, CudaKernel>& kernels() {
+  static auto* held = new std::unordered_map<c10::OperatorName, CudaKernel>;
+  return *held;
+}
+
+struct Operands {
+  bool all_small = true;
+  Validity read = Validity::computed;
+  std::vector<Tensor> written, updated;  // by the kernel; those that it reads too
+};
+
+Operands operands(const c10::FunctionSchema& schema, const std::vector<IValue>& given) {
+  Operands found;
+  for (size_t i = 0; i < given.size(); i++) {
+    const auto& argument = schema.arguments()[i];
+    each_tensor(given[i], [&](const Tensor& tensor) {
+      if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return;
+      found.all_small &= tensor.is_cuda() && tensor.layout() == at::kStrided && is_small(tensor);
+      if (is_written(argument)) (argument.is_out() ? found.written : found.updated).push_back(tensor);
+      if (!argument.is_out()) found.read = std::max(found.read, validity(tensor));
+    });
+  }
+  return found;
+}
+
+std::vector<Tensor> new_tensors(const c10::FunctionSchema& schema, const Stack& stack) {
+  std::vector<Tensor> found;
+  size_t first = stack.size() - schema.returns().size();
+  for (size_t i = 0; i < schema.returns().size(); i++)
+    if (!schema.returns()[i].alias_info())
+      each_tensor(stack[first + i], [&](const Tensor& tensor) {
+        if (tensor.defined() && tensor.is_cuda()) found.push_back(tensor);
+      });
+  return found;
+}
+
+// 0, 1, 2, … round and round: as many of each, and no two alike in a row of a router's choices.
+void fill_positions(const Tensor& tensor, int64_t of) {
+  drain_current_stream(tensor.device());
+  Tensor rows = at::arange(tensor.numel(), at::kLong).remainder_(std::max<int64_t>(of, 1));
+  on_host(tensor).copy_(rows.view(tensor.sizes()));
+}
+
+int64_t positions(const std::vector<IValue>& given) {  // of the dimension that is chosen from: the last, as a rule
+  const Tensor& from = given[0].toTensor();
+  return from.dim() ? from.size(-1) : 1;
+}
+
+void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::vector<Tensor>& fresh,
+          const Operands& found) {
+  bool chooses = CHOOSES_POSITIONS.count(entry.name);
+  auto answer = [&](const Tensor& tensor) {
+    if (!(chooses && decides(tensor) && is_small(tensor))) return leave(tensor);
+    fill_positions(tensor, positions(given));
+    mark(tensor, Validity::computed);
+  };
+  for (const Tensor& tensor : fresh) answer(tensor);
+  for (const Tensor& tensor : found.written) answer(tensor);
+  for (const Tensor& tensor : found.updated) {
+    if (!decides(tensor) && is_small(tensor) && validity(tensor) != Validity::skipped)
+      mark(tensor, Validity::stand_in);  // with the values that it has
+    else
+      leave(tensor);
+  }
+}
+
+// The CPU's results into those that CUDA's kernel has made.
+void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IValue> given,
+             const std::vector<Tensor>& fresh, const Operands& found) {
+  BelowAutograd below;
+  Stack stack = std::move(given);
+  Devices devices = look_at(stack, 0);
+  drain_current_stream(*devices.device);
+  compute_on_host(op, &stack, devices, entry.name, /*moves_generator=*/false);
+  size_t next = 0;
+  for (size_t i = 0; i < op.schema().returns().size(); i++) {
+    if (op.schema().returns()[i].alias_info()) continue;
+    each_tensor(stack[stack.size() - op.schema().returns().size() + i], [&](const Tensor& tensor) {
+      if (tensor.defined() && next < fresh.size()) on_host(fresh[next++]).copy_(tensor);
+    });
+  }
+  for (const auto* tensors : {&fresh, &found.written, &found.updated})
+    for (const Tensor& tensor : *tensors) mark(tensor, found.read);
+}
+
+// An operator whose result's shape, or whose answer to the program, depends on values: CUDA's kernel would read nothing
+// that it has computed. The CPU's does it, and its results get memory.
+void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* stack, const Operands& found) {
+  if (entry.name == "aten::equal" && !decides(stack->back().toTensor()) && found.read != Validity::computed) {
+    torch::jit::drop(*stack, 2);  // training moves what it trains: no two are equal
+    return torch::jit::push(*stack, false);
+  }
+  TORCH_CHECK(found.read == Validity::computed && found.all_small, "emucuda: ", entry.name,
+              " reads values that were not computed (EMUCUDA_COMPUTE=0)");
+  size_t first = stack->size() - op.schema().arguments().size();
+  Devices devices = look_at(*stack, first);
+  Kernel kernel(entry.name.c_str(), *devices.device, Kernel::SYNCHRONISES);
+  compute_on_host(op, stack, devices, entry.name, /*moves_generator=*/false);
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++)
+    replace_tensors((*stack)[i], [&](const Tensor& tensor) {
+      Tensor made = to_device(tensor, *devices.device);
+      mark(made, Validity::computed);
+      return made;
+    });
+}
+
+void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const CudaKernel& entry = kernels().at(op.operator_name());
+  const auto& schema = op.schema();
+  Recorded recorded(entry.name);
+  std::vector<IValue> given(stack->end() - schema.arguments().size(), stack->end());
+  Operands found = operands(schema, given);
+  if (entry.answers_with_a_value || SYNCHRONISES.count(entry.name)) return compute_alone(op, entry, stack, found);
+  entry.kernel.callBoxed(op, keys, stack);
+  std::vector<Tensor> fresh = new_tensors(schema, *stack);
+  bool small = found.all_small;
+  for (const auto* tensors : {&fresh, &found.written})  // the kernel may have given them their sizes
+    for (const Tensor& tensor : *tensors) small &= tensor.layout() == at::kStrided && is_small(tensor);
+  bool chosen_by_skipped = CHOOSES_POSITIONS.count(entry.name) && found.read != Validity::computed;
+  if (small && entry.runs_on_host && found.read != Validity::skipped && !chosen_by_skipped)
+    compute(op, entry, std::move(given), fresh, found);
+  else
+    skip(entry, given, fresh, found);
+}
+
+void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const CudaKernel& entry = kernels().at(op.operator_name());
+  entry.kernel.callBoxed(op, keys, stack);
+  // What lies there is nobody's; a small one may be filled by a copy or a collective, which move bytes.
+  const Tensor& made = stack->back().toTensor();
+  mark(made, is_small(made) ? Validity::computed : Validity::skipped);
+}
+
+void refuse_to_read(const Tensor& tensor, const std::string& name) {
+  TORCH_CHECK(!(decides(tensor) && validity(tensor) == Validity::skipped), "emucuda: ", name, " reads ",
+              tensor.scalar_type(), " values that were not computed (EMUCUDA_COMPUTE=0)");
+}
+
+void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const CudaKernel& entry = kernels().at(op.operator_name());
+  Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
+  if (from.is_cuda() && !to.is_cuda()) refuse_to_read(from, entry.name);
+  if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
+  entry.kernel.callBoxed(op, keys, stack);
+  // torch converts types on the side where that is cheaper: what moved is at most this.
+  size_t moved = std::max(to.nbytes(), from.nbytes());
+  if (to.is_cuda()) mark(to, moved <= emucuda_skip_above() ? Validity::computed : Validity::skipped);
+}
+
+void read_scalar(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const CudaKernel& entry = kernels().at(op.operator_name());
+  refuse_to_read(stack->back().toTensor(), entry.name);
+  entry.kernel.callBoxed(op, keys, stack);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  QuietOverrides quiet;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& operator_name : dispatcher.getAllOpNames()) {
+    if (operator_name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findOp(operator_name);
+    if (!op || !op->hasSchema()) continue;
+    std::string name = name_of(*op);
+    bool has_kernel = op->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+    if (!has_kernel && name != "aten::copy_") continue;  // its kernel is for all devices
+    if (WITHOUT_KERNEL.count(name) || BY_HAND.count(name)) continue;
+    bool value = false;
+    for (const auto& returned : op->schema().returns())
+      value |= returned.type()->kind() == c10::TypeKind::BoolType;
+    kernels().emplace(operator_name, CudaKernel{op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), name,
+                                                runs_on_host(*op), value});
+    auto function = EMPTY.count(name)                 ? torch::CppFunction::makeFromBoxedFunction<&empty>()
+                    : name == "aten::copy_"           ? torch::CppFunction::makeFromBoxedFunction<&copy>()
+                    : name == "aten::_local_scalar_dense" ? torch::CppFunction::makeFromBoxedFunction<&read_scalar>()
+                                                      : torch::CppFunction::makeFromBoxedFunction<&counted>();
+    library.impl(name.substr(6).c_str(), std::move(function));
+  }
+}

@@ -1,0 +1,81 @@
+#include "validity.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "../core.h"
+
+namespace emu {
+
+namespace {
+
+struct Range {
+  uintptr_t end;
+  Validity validity;
+};
+std::mutex mutex;
+// By their first byte, without overlaps; all else is computed. Never destroyed, as threads outlive main.
+std::map<uintptr_t, Range>& ranges() {
+  static auto* held = new std::map<uintptr_t, Range>;
+  return *held;
+}
+
+std::pair<uintptr_t, uintptr_t> span(const Tensor& tensor) {
+  auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); dim++) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+bool nothing(const Tensor& tensor) { return !tensor.defined() || !tensor.is_cuda() || tensor.numel() == 0; }
+
+}  // namespace
+
+Validity validity(const Tensor& tensor) {
+  if (nothing(tensor)) return Validity::computed;
+  auto [begin, end] = span(tensor);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto at = ranges().upper_bound(begin);
+  if (at != ranges().begin()) --at;
+  Validity worst = Validity::computed;
+  for (; at != ranges().end() && at->first < end; ++at)
+    if (at->second.end > begin) worst = std::max(worst, at->second.validity);
+  return worst;
+}
+
+void mark(const Tensor& tensor, Validity now) {
+  if (nothing(tensor)) return;
+  auto [begin, end] = span(tensor);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& held = ranges();
+  auto at = held.upper_bound(begin);
+  if (at != held.begin()) --at;
+  while (at != held.end() && at->first < end) {
+    auto [first, range] = *at;
+    if (range.end <= begin) {
+      ++at;
+      continue;
+    }
+    at = held.erase(at);
+    if (first < begin) held[first] = {begin, range.validity};
+    if (range.end > end) held[end] = {range.end, range.validity};
+  }
+  if (now != Validity::computed) held[begin] = {end, now};
+}
+
+bool decides(const Tensor& tensor) { return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true); }
+bool is_small(const Tensor& tensor) {
+  static const size_t floats = emucuda_skip_above(), others = 64 * floats;
+  return !tensor.defined() || tensor.nbytes() <= (decides(tensor) ? others : floats);
+}
+
+void leave(const Tensor& tensor) {
+  bool ones = !nothing(tensor) && !decides(tensor) && is_small(tensor);
+  if (ones) {
+    drain_current_stream(tensor.device());
+    on_host(tensor).fill_(1);
+  }
+  mark(tensor, ones ? Validity::stand_in : Validity::skipped);
+}
+
+}  // namespace emu

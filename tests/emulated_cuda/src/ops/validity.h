@@ -1,0 +1,24 @@
+// No-compute mode: which bytes of the devices mean something.
+#pragma once
+#include "bridge.h"
+
+namespace emu {
+
+enum class Validity {
+  computed,
+  stand_in,  // ones, where the values of a small tensor depend on data that was skipped
+  skipped,   // whatever lies there
+};
+
+// Of a CUDA tensor's bytes; of several, the worst.
+Validity validity(const Tensor& tensor);
+void mark(const Tensor& tensor, Validity now);
+
+// Integers and booleans: a program decides by them.
+bool decides(const Tensor& tensor);
+// Small enough for the CPU: EMUCUDA_SKIP_ABOVE bytes, and 64 times that where it decides.
+bool is_small(const Tensor& tensor);
+// A result that was not computed: ones where it is small and does not decide (zero has no logarithm).
+void leave(const Tensor& tensor);
+
+}  // namespace emu
