@@ -51,6 +51,19 @@ def test_a_hole_too_small_reserves_more_without_expandable_segments_only() -> No
     assert reserved == {False: 100 * MIB, True: 60 * MIB}
 
 
+def test_the_end_of_a_growing_segment_is_the_last_choice() -> None:
+    """torch's best fit takes it for as large as it can grow to, so a larger hole is filled first."""
+    allocator = CachingAllocator(expandable=True)
+    hole, between, end = allocator.malloc(50 * MIB), allocator.malloc(10 * MIB), allocator.malloc(40 * MIB)
+    allocator.free(hole)
+    allocator.free(end)
+    taken = allocator.malloc(40 * MIB)
+    assert taken.address == hole.address
+    assert allocator.reserved == 100 * MIB
+    allocator.malloc(45 * MIB)  # only the end is left for it, and it grows
+    assert between.after is not None and allocator.reserved == 120 * MIB
+
+
 def test_streams_do_not_share_blocks() -> None:
     allocator = CachingAllocator(expandable=True)
     allocator.free(allocator.malloc(40 * MIB, stream=0))

@@ -3,7 +3,8 @@
 After c10/cuda/CUDACachingAllocator.cpp (torch 2.9 to 2.13): sizes are rounded up to 512 B. Blocks up to 1 MiB come from
 segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, larger ones get their own segment, rounded to 2 MiB. The
 smallest sufficient free block is taken and split; free neighbours merge; blocks belong to the stream that asked for
-them. With expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB.
+them. With expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB; its free end is
+taken only if no other block suffices.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class _Arena:
         del self.free[bisect_left(self.free, (block.size, block.address), key=lambda item: item[:2])]
 
     def take(self, size: int) -> _Block | None:
+        """The smallest sufficient block. The end of a growing segment counts as large as it can grow: it comes last."""
         index = bisect_left(self.free, size, key=lambda item: item[0])
+        if index + 1 < len(self.free) and self.free[index][2] is self.last:
+            index += 1
         return self.free.pop(index)[2] if index < len(self.free) else None
 
 

@@ -113,7 +113,7 @@ Backward backward(const char* name, const Tensor& grad_out, const Tensor& query,
 Tensor seed_tensor(uint64_t seed, at::IntArrayRef shape, at::ScalarType type, c10::Device device) {
   Tensor host = at::zeros(shape, at::TensorOptions().dtype(type));
   std::memcpy(host.data_ptr(), &seed, sizeof seed);
-  return to_device(host, device);
+  return device.is_cpu() ? host : to_device(host, device);
 }
 uint64_t seed_in(const Tensor& tensor) {
   uint64_t seed = 0;
@@ -126,7 +126,9 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 FlashResult flash(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal, bool,
                   std::optional<double> scale) {
-  Forward result = forward("flash_attention", query, key, value, std::nullopt, dropout, causal, scale);
+  static const char* name = "aten::_scaled_dot_product_flash_attention";
+  Recorded recorded(name);
+  Forward result = forward(name, query, key, value, std::nullopt, dropout, causal, scale);
   auto device = query.device();
   return {result.out, result.log_sum_exp, Tensor(), Tensor(), query.size(2), key.size(2),
           seed_tensor(result.seed, {2}, at::kUInt64, device), seed_tensor(0, {}, at::kUInt64, device),
@@ -135,18 +137,22 @@ FlashResult flash(const Tensor& query, const Tensor& key, const Tensor& value, d
 Gradients flash_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                          const Tensor&, const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt, double dropout,
                          bool causal, const Tensor& seed, const Tensor&, std::optional<double> scale) {
+  static const char* name = "aten::_scaled_dot_product_flash_attention_backward";
+  Recorded recorded(name);
   Options options{std::nullopt, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward("flash_attention_backward", grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, options);
   return {result.query, result.key, result.value};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key, const Tensor& value,
                                                      const MaybeTensor& bias, bool, double dropout, bool causal,
                                                      std::optional<double> scale) {
-  Forward result = forward("efficient_attention", query, key, value, bias, dropout, causal, scale);
-  auto device = query.device();
-  return {result.out, result.log_sum_exp, seed_tensor(result.seed, {}, at::kLong, device),
-          seed_tensor(0, {}, at::kLong, device)};
+  static const char* name = "aten::_scaled_dot_product_efficient_attention";
+  Recorded recorded(name);
+  Forward result = forward(name, query, key, value, bias, dropout, causal, scale);
+  // This kernel keeps the generator's state on the host.
+  return {result.out, result.log_sum_exp, seed_tensor(result.seed, {}, at::kLong, at::kCPU),
+          seed_tensor(0, {}, at::kLong, at::kCPU)};
 }
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& query,
                                                               const Tensor& key, const Tensor& value,
@@ -154,15 +160,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
                                                               const Tensor& seed, const Tensor&, double dropout,
                                                               std::array<bool, 4> needed, bool causal,
                                                               std::optional<double> scale) {
+  static const char* name = "aten::_scaled_dot_product_efficient_attention_backward";
+  Recorded recorded(name);
   if (!grad.defined()) return {};
   Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward("efficient_attention_backward", grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, options);
   return {result.query, result.key, result.value, needed[3] ? result.bias : Tensor()};
 }
 
 FlashResult cudnn(const Tensor& query, const Tensor& key, const Tensor& value, const MaybeTensor& bias, bool,
                   double dropout, bool causal, bool, std::optional<double> scale) {
-  Forward result = forward("cudnn_attention", query, key, value, bias, dropout, causal, scale);
+  static const char* name = "aten::_scaled_dot_product_cudnn_attention";
+  Recorded recorded(name);
+  Forward result = forward(name, query, key, value, bias, dropout, causal, scale);
   auto device = query.device();
   return {result.out, result.log_sum_exp.unsqueeze(-1), Tensor(), Tensor(), query.size(2), key.size(2),
           seed_tensor(result.seed, {}, at::kLong, device), seed_tensor(0, {}, at::kLong, device), Tensor()};
@@ -171,8 +181,10 @@ Gradients cudnn_backward(const Tensor& grad, const Tensor& query, const Tensor& 
                          const Tensor&, const Tensor&, const Tensor& seed, const Tensor&, const Tensor& bias,
                          const Tensor&, const Tensor&, SymInt, SymInt, double dropout, bool causal,
                          std::optional<double> scale) {
+  static const char* name = "aten::_scaled_dot_product_cudnn_attention_backward";
+  Recorded recorded(name);
   Options options{bias, dropout, causal, scale_of(scale, query), seed_in(seed)};
-  Backward result = backward("cudnn_attention_backward", grad, query, key, value, options);
+  Backward result = backward(name, grad, query, key, value, options);
   return {result.query, result.key, result.value};
 }
 

@@ -82,7 +82,10 @@ void run_in_low_precision(const OperatorHandle& op, Stack* stack) {
   } catch (const c10::Error& error) {
     // The CPU has fewer kernels for half precision; only their refusals, made before they start, tell which.
     std::string text = error.what();
-    if (text.find("not implemented for") == std::string::npos && text.find("not supported") == std::string::npos) throw;
+    bool refused = false;
+    for (const char* words : {"not implemented for", "not supported", "expected scalar type"})
+      refused |= text.find(words) != std::string::npos;
+    if (!refused) throw;
     stack->resize(first);
     stack->insert(stack->end(), arguments.begin(), arguments.end());
     run_in_float32(op, stack);

@@ -20,7 +20,8 @@ const Names BY_HAND = {
     "aten::_foreach_copy_", "aten::_fused_rms_norm_backward", "aten::_local_scalar_dense",
     "aten::batch_norm_backward_elemt", "aten::batch_norm_backward_reduce", "aten::batch_norm_elemt",
     "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_stats", "aten::copy_", "aten::empty.memory_format",
-    "aten::empty_strided", "aten::mm.dtype", "aten::bmm.dtype", "aten::addmm.dtype", "aten::baddbmm.dtype"};
+    "aten::empty_strided", "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::mm.dtype",
+    "aten::bmm.dtype", "aten::addmm.dtype", "aten::baddbmm.dtype"};
 
 // They take CPU tensors of any shape beside CUDA ones; the others only scalars.
 const Names MIXES_DEVICES = {

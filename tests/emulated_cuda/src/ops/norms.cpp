@@ -1,4 +1,5 @@
-// Normalisation that the CPU has no kernel for: cuDNN's batch norm, SyncBatchNorm's pieces, RMSNorm's gradient.
+// Normalisation that the CPU has no kernel for: cuDNN's batch norm, SyncBatchNorm's pieces, RMSNorm's gradient, and
+// layer norm with statistics in float32 beside a half precision input.
 // In float32; a batch norm's channels are dimension 1.
 #include <ATen/NativeFunctions.h>
 #include <torch/library.h>
@@ -102,6 +103,38 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_out, const Tensor& input, co
   return to_device(result.to(input.scalar_type()), input.device());
 }
 
+// On the host; in float32 if `low`.
+MaybeTensor whole(const MaybeTensor& tensor, bool low) {
+  return !has(tensor) ? tensor : MaybeTensor(low ? float_on_host(*tensor) : on_host(*tensor));
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, c10::SymIntArrayRef shape,
+                                              const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
+  auto device = input.device();
+  Kernel kernel("aten::native_layer_norm", device);
+  bool low = low_precision(input);
+  auto [out, mean, rstd] =
+      at::native_layer_norm_symint(*whole(input, low), shape, whole(weight, low), whole(bias, low), eps);
+  return {to_device(out.to(input.scalar_type()), device), to_device(mean, device), to_device(rstd, device)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_out, const Tensor& input,
+                                                       c10::SymIntArrayRef shape, const Tensor& mean,
+                                                       const Tensor& rstd, const MaybeTensor& weight,
+                                                       const MaybeTensor& bias, std::array<bool, 3> needed) {
+  auto device = input.device();
+  Kernel kernel("aten::native_layer_norm_backward", device);
+  bool low = low_precision(input);
+  auto [grad_input, grad_weight, grad_bias] =
+      at::native_layer_norm_backward_symint(*whole(grad_out, low), *whole(input, low), shape, *whole(mean, low),
+                                            *whole(rstd, low), whole(weight, low), whole(bias, low), needed);
+  auto back = [&](const Tensor& tensor, at::ScalarType type) {
+    return tensor.defined() ? to_device(tensor.to(type), device) : tensor;
+  };
+  auto weights = has(weight) ? weight->scalar_type() : input.scalar_type();
+  return {back(grad_input, input.scalar_type()), back(grad_weight, weights), back(grad_bias, weights)};
+}
+
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_out, const Tensor& input, at::IntArrayRef shape,
                                              const Tensor& rstd, const MaybeTensor& weight,
                                              std::array<bool, 2> needed) {
@@ -135,4 +168,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
   library.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
   library.impl("_fused_rms_norm_backward", TORCH_FN(rms_norm_backward));
+  library.impl("native_layer_norm", TORCH_FN(layer_norm));
+  library.impl("native_layer_norm_backward", TORCH_FN(layer_norm_backward));
 }

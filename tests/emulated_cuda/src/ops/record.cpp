@@ -15,7 +15,9 @@ static thread_local int depth = 0;
 
 static void write(const char* what, const std::string& name, size_t bytes) {
   static std::mutex mutex;
-  static const std::string path = std::string(std::getenv("EMUCUDA_RECORD")) + "." + std::to_string(getpid());
+  static const char* rank = std::getenv("RANK");
+  static const std::string path =
+      std::string(std::getenv("EMUCUDA_RECORD")) + "." + (rank ? rank : std::to_string(getpid()));
   static FILE* file = std::fopen(path.c_str(), "w");
   std::lock_guard<std::mutex> lock(mutex);
   if (!file) std::perror(path.c_str()), std::abort();

@@ -1,4 +1,5 @@
-// EMUCUDA_RECORD=FILE: each operator and each block that the caching allocator gives or takes back, in order, one a line.
+// EMUCUDA_RECORD=FILE: each operator, and each block that the caching allocator gives or takes back, one a line, in
+// FILE.RANK (FILE.PID in a process without a rank).
 // EMUCUDA_TRACE_OPS=1: operators on stderr.
 #pragma once
 #include <string>
