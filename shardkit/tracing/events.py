@@ -81,15 +81,21 @@ class EventLog:
     Attributes:
         events: (index into `allocations`, bytes added); negative if a storage shrank or was freed.
         marks: (index of the first event, phase, module) for each change of phase or module.
+        releases: for each time that the program emptied the allocator's cache, the index of the next event.
         stream: returns the stream of a new allocation; on CPU there is one.
+        product_workspace: bytes that a library keeps from the first matrix product of each thread on: of the program's,
+            and of autograd's for backward.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: list[tuple[int, int]] = field(default_factory=list)
     marks: list[tuple[int, str, str]] = field(default_factory=lambda: [(0, "start", "")])
+    releases: list[int] = field(default_factory=list)
     stream: Callable[[], int] = lambda: 0
     phase: str = "start"
     module: str = ""
+    product_workspace: int = 0
+    _multiplied: set[bool] = field(default_factory=set)
 
     def made(self, device: str, op: str) -> int:
         """Log a new storage of 0 bytes; returns its index."""
@@ -120,11 +126,54 @@ class EventLog:
         self.changed(index, n_bytes)
         self.changed(index, -n_bytes)
 
-    def kept(self, device: str, op: str, n_bytes: int) -> None:
-        """Log memory that a library allocates once and keeps."""
-        index = self.made(device, op)
-        self.allocations[index].label = "workspace"
-        self.changed(index, n_bytes)
+    def multiplied(self, device: str, op: str) -> None:
+        """Log a matrix product: the first in a thread takes a workspace and keeps it."""
+        in_backward = self.phase == "backward"
+        if self.product_workspace and in_backward not in self._multiplied:
+            self._multiplied.add(in_backward)
+            index = self.made(device, op)
+            self.allocations[index].label = "workspace"
+            self.changed(index, self.product_workspace)
+
+    def released(self) -> None:
+        """Log that the program empties the allocator's cache."""
+        self.releases.append(len(self.events))
+
+    def accumulated_in_place(self) -> None:
+        """Rewrite the gradients' sums in backward as autograd makes them, which a dispatch mode keeps it from.
+
+        It adds two gradients of one tensor in the memory of the first, if nobody else holds that; under a mode it
+        makes a third. See `can_accumulate_inplace` in torch's input_buffer.cpp.
+        """
+        place: dict[int, int] = {}  # of a sum: the gradient in whose memory it lies
+        kept: list[tuple[int, int]] = []
+        positions: list[int] = []  # of each event: that of the first event kept from it on
+        events, at = self.events, 0
+        while at < len(events):
+            positions.append(len(kept))
+            index, n_bytes = events[at]
+            made = self.allocations[index]
+            freed = []
+            if n_bytes > 0 and made.op == "aten::add" and made.phase == "backward" and not made.recorded:
+                for other, change in events[at + 1 : at + 3]:
+                    if change != -n_bytes or self.allocations[other].device != made.device:
+                        break
+                    freed.append(other)
+            if freed:
+                first = min(freed)
+                place[index] = place.get(first, first)
+                self.allocations[place[index]].label = self.allocations[place[index]].label or made.label
+                rest = [(place.get(other, other), -n_bytes) for other in freed if other != first]
+                positions += [len(kept)] * len(freed)
+                kept += rest
+                at += 1 + len(freed)
+                continue
+            kept.append((place.get(index, index), n_bytes))
+            at += 1
+        positions.append(len(kept))
+        self.events[:] = kept
+        self.marks = [(positions[begin], phase, module) for begin, phase, module in self.marks]
+        self.releases = [positions[at] for at in self.releases]
 
     def mark(self, phase: str | None = None, module: str | None = None) -> None:
         """Mark the phase and module that run from the next event on."""

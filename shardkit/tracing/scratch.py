@@ -51,6 +51,38 @@ def _flash_attention_backward(args: Any, out: Any) -> int:
     return n_bytes
 
 
+def _columns_summed(args: Any, out: Any) -> int:
+    """The partial sums of a sum over a matrix's rows, as for a bias's gradient, that many blocks of threads share.
+
+    After `ReduceConfig` and `setReduceConfig` in torch's Reduce.cuh: a thread sums four columns where they divide; at
+    least 16 values a thread, and at most 256 where the blocks of all multiprocessors allow it. Args are (input, dims,
+    ...); other layouts and dims are not counted.
+    """
+    matrix = args[0]
+    dims = sorted(dim % matrix.dim() for dim in (args[1] if len(args) > 1 else None) or ())
+    if not dims or dims != list(range(len(dims))) or len(dims) == matrix.dim() or not matrix.is_contiguous():
+        return 0
+    columns = math.prod(matrix.shape[len(dims) :])
+    if not columns or not matrix.numel():
+        return 0
+    rows = matrix.numel() // columns
+    at_once = next(n for n in (4, 2, 1) if columns % n == 0)
+    most = 512 // at_once
+    across, down = (min(1 << (n.bit_length() - 1), most) for n in (columns // at_once, rows))
+    height = min(down, most // min(across, 32))
+    width = min(across, most // height)
+    values = -(-rows // height)
+    if rows < min(height * 16, 256) or values < 256:
+        return 0
+    card = torch.cuda.get_device_properties(matrix.device)
+    filling = card.multi_processor_count * (card.max_threads_per_multi_processor // (width * height))
+    blocks = -(-(columns // at_once) // width)
+    if blocks > filling:
+        return 0
+    parts = max(min(-(-filling // blocks), -(-values // 16)), -(-values // 256))
+    return 4 * columns * parts * width * at_once if parts > 1 else 0
+
+
 def _gathered(args: Any, out: Any) -> int:
     """gloo gathers into a flat copy of the output; args are (output, input, ...)."""
     return _n_bytes(args[0])
@@ -142,6 +174,7 @@ _PLAIN_CHANNELS = 3
 _MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its dtype
 _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),
+    "aten::sum": ("cuda", _columns_summed),
     "aten::convolution": ("cpu", _convolution),
     "aten::convolution_backward": ("cpu", _convolution_backward),
     "c10d::_allgather_base_": ("cpu", _gathered),

@@ -22,6 +22,10 @@ from .events import EventLog
 from .scratch import scratch
 
 Device = str | torch.device
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
+"""Operators that take the matrix library's workspace."""
+_LAST_FIRST = ("aten::native_dropout",)
+"""Operators whose kernels make the last result first."""
 
 
 class _Storage:
@@ -133,9 +137,12 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
             name = "" if self.log is None else schema(func).name
-            self._see_result(out, name)
+            self._see_result(reversed(out) if name in _LAST_FIRST else out, name)
             if self.log is not None:
                 self._note_scratch(name, scratch(func, args, out))
+                if name in PRODUCTS and self.log.product_workspace and isinstance(out, torch.Tensor):
+                    with self._updating():
+                        self.log.multiplied(str(out.device), name)
             if self._ran is not None:
                 self._ran(func, args, kwargs or {}, out)
         return out
@@ -143,7 +150,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _see_result(self, out: Any, op: str) -> None:
         if isinstance(out, torch.Tensor):
             self._see(out, None, op)
-        elif isinstance(out, (list, tuple)):
+        elif isinstance(out, (list, tuple, reversed)):
             for item in out:
                 self._see_result(item, op)
 

@@ -64,6 +64,17 @@ def test_the_end_of_a_growing_segment_is_the_last_choice() -> None:
     assert between.after is not None and allocator.reserved == 120 * MIB
 
 
+def test_an_emptied_cache_leaves_gaps_that_later_blocks_fill() -> None:
+    allocator = CachingAllocator(expandable=True)
+    first, kept = allocator.malloc(70 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(first)
+    allocator.release()
+    assert allocator.reserved == 40 * MIB, "the kept block lies on two pages"
+    again = allocator.malloc(50 * MIB)
+    assert again.address == first.address and again.address < kept.address
+    assert allocator.reserved == 100 * MIB
+
+
 def test_streams_do_not_share_blocks() -> None:
     allocator = CachingAllocator(expandable=True)
     allocator.free(allocator.malloc(40 * MIB, stream=0))
@@ -77,6 +88,10 @@ def test_whatever_comes_and_goes_nothing_overlaps_and_all_comes_back(expandable:
     allocator = CachingAllocator(expandable)
     live = []
     for _ in range(3000):
+        if draw.random() < 0.01:
+            allocator.release()
+            if expandable:
+                assert allocator.reserved == allocator.required
         if live and draw.random() < 0.5:
             allocator.free(live.pop(draw.randrange(len(live))))
         else:

@@ -3,12 +3,14 @@
 After c10/cuda/CUDACachingAllocator.cpp (torch 2.9 to 2.13): sizes are rounded up to 512 B. Blocks up to 1 MiB come from
 segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, larger ones get their own segment, rounded to 2 MiB. The
 smallest sufficient free block is taken and split; free neighbours merge; blocks belong to the stream that asked for
-them. With expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB; its free end is
-taken only if no other block suffices.
+them. With expandable segments each stream and pool has one segment that grows by pages of 2 or 20 MiB. A free block
+before unmapped pages counts as large as it can grow: it is taken only if no other block suffices. Emptying the cache
+unmaps whole free pages; later growth fills the first such gap that is long enough.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
@@ -24,23 +26,24 @@ _LARGE_ROUND = 2 * 2**20
 class _Block:
     """A piece of a segment."""
 
-    __slots__ = ("address", "after", "arena", "before", "free", "segment", "size")
+    __slots__ = ("address", "after", "arena", "before", "free", "mapped", "segment", "size")
 
     def __init__(self, address: int, size: int, arena: _Arena, segment: int) -> None:
         self.address, self.size, self.arena, self.segment = address, size, arena, segment
-        self.free = True
+        self.free = self.mapped = True
         self.before: _Block | None = None
         self.after: _Block | None = None
 
 
 class _Arena:
-    """The free blocks of one stream's pool, smallest first, and the end of its expandable segment."""
+    """The free blocks of one stream's pool, smallest first; of an expandable segment also the gaps and the end."""
 
-    def __init__(self, small: bool) -> None:
-        self.small = small
+    def __init__(self, small: bool, smooth: bool) -> None:
+        self.small, self.smooth = small, smooth
         self.reserved = 0
         self.free: list[tuple[int, int, _Block]] = []
         self.last: _Block | None = None
+        self.gaps: list[_Block] = []
 
     def add(self, block: _Block) -> None:
         insort(self.free, (block.size, block.address, block), key=lambda item: item[:2])
@@ -49,11 +52,32 @@ class _Arena:
         del self.free[bisect_left(self.free, (block.size, block.address), key=lambda item: item[:2])]
 
     def take(self, size: int) -> _Block | None:
-        """The smallest sufficient block. The end of a growing segment counts as large as it can grow: it comes last."""
+        """The smallest sufficient block, by the sizes to which blocks can grow."""
         index = bisect_left(self.free, size, key=lambda item: item[0])
-        if index + 1 < len(self.free) and self.free[index][2] is self.last:
-            index += 1
+        if not self.smooth:
+            while index + 1 < len(self.free) and self._room(index + 1) < self._room(index):
+                index += 1
         return self.free.pop(index)[2] if index < len(self.free) else None
+
+    def _room(self, index: int) -> float:
+        block = self.free[index][2]
+        if block is self.last:
+            return math.inf
+        after = block.after
+        return block.size + (0 if after is None or after.mapped else after.size)
+
+
+def _run(gap: _Block, size: int) -> list[_Block]:
+    """Free and unmapped blocks that have room, from a gap (or the free block before it) on; empty if they lack it."""
+    block = gap.before if gap.before is not None and gap.before.free and gap.before.mapped else gap
+    run, room = [block], block.size
+    while room < size and block.after is not None:
+        block = block.after
+        if not block.free:
+            return []
+        run.append(block)
+        room += block.size
+    return run
 
 
 class CachingAllocator:
@@ -85,7 +109,7 @@ class CachingAllocator:
         small = size <= _SMALL
         arena = self.arenas.get((stream, small))
         if arena is None:
-            arena = self.arenas[stream, small] = _Arena(small)
+            arena = self.arenas[stream, small] = _Arena(small, self._page is not None)
         block = arena.take(size) or (self._grown(arena, size) if self.expandable else self._new_segment(arena, size))
         rest = block.size - size
         if rest >= ROUND if small or self.expandable else rest > _SMALL:
@@ -104,10 +128,10 @@ class CachingAllocator:
         block.free = True
         arena = block.arena
         after, before = block.after, block.before
-        if after is not None and after.free:
+        if after is not None and after.free and after.mapped:
             arena.remove(after)
             self._merge(block, after)
-        if before is not None and before.free:
+        if before is not None and before.free and before.mapped:
             arena.remove(before)
             self._merge(before, block)
             block = before
@@ -125,27 +149,93 @@ class CachingAllocator:
         return _Block(self._next << 44, segment_size, arena, self._next)
 
     def _grown(self, arena: _Arena, size: int) -> _Block:
-        page = self._page or (_SMALL_SEGMENT if arena.small else _MEDIUM_SEGMENT)
+        """A free block of at least `size`: mapped from the first gap with room on, else at the segment's end."""
+        for gap in arena.gaps:
+            run = _run(gap, size)
+            if run:
+                return self._map(arena, run, size)
         last = arena.last
-        tail = last if last is not None and last.free else None
-        more = -(-(size - (tail.size if tail else 0)) // page) * page
-        self.reserved += more
-        arena.reserved += more
-        if tail is not None:
-            arena.remove(tail)
-            tail.size += more
-            return tail
+        if last is not None and last.free:
+            return self._map(arena, [last], size)
         if last is None:
             self._next += 1
         address = (self._next << 44) if last is None else last.address + last.size
-        block = _Block(address, more, arena, self._next if last is None else last.segment)
+        block = _Block(address, 0, arena, self._next if last is None else last.segment)
         block.before = last
         if last is not None:
             last.after = block
         arena.last = block
-        return block
+        return self._map(arena, [block], size)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _map(self, arena: _Arena, run: list[_Block], size: int) -> _Block:
+        """One free block out of a run of free and unmapped ones, with pages mapped for `size` bytes."""
+        first = run[0]
+        for part in run:
+            if not part.mapped:
+                arena.gaps.remove(part)
+                more = min(self._pages(arena, size - (part.address - first.address)), part.size)
+                if more < part.size:
+                    rest = self._cut(part, more)
+                    rest.mapped = False
+                    insort(arena.gaps, rest, key=lambda gap: gap.address)
+                part.mapped = True
+                self._count(arena, more)
+            elif part.size:
+                arena.remove(part)
+        for part in run[1:]:
+            self._merge(first, part)
+        if first.size < size:  # nothing lies behind it
+            more = self._pages(arena, size - first.size)
+            first.size += more
+            self._count(arena, more)
+        return first
+
+    def _pages(self, arena: _Arena, n_bytes: int) -> int:
+        page = self._page or (_SMALL_SEGMENT if arena.small else _MEDIUM_SEGMENT)
+        return -(-n_bytes // page) * page
+
+    def _count(self, arena: _Arena, n_bytes: int) -> None:
+        self.reserved += n_bytes
+        arena.reserved += n_bytes
+
+    def release(self) -> None:
+        """Give free segments back, or the whole free pages of expandable ones, as `torch.cuda.empty_cache` does."""
+        for arena in self.arenas.values():
+            for _, _, block in list(arena.free):
+                if not self.expandable:
+                    if block.before is None and block.after is None:
+                        arena.remove(block)
+                        self._count(arena, -block.size)
+                    continue
+                start = block.address - (block.segment << 44)
+                begin, end = self._pages(arena, start), start + block.size
+                end -= end % self._pages(arena, 1)
+                if begin < end:
+                    self._unmap(arena, block, begin - start, end - begin)
+
+    def _unmap(self, arena: _Arena, block: _Block, offset: int, n_bytes: int) -> None:
+        arena.remove(block)
+        self._count(arena, -n_bytes)
+        if offset:
+            rest = self._cut(block, offset)
+            arena.add(block)
+            block = rest
+        if n_bytes < block.size:
+            arena.add(self._cut(block, n_bytes))
+        block.mapped = False
+        if arena.last is block:  # the segment ends earlier
+            arena.last = block.before
+            if block.before is not None:
+                block.before.after = None
+            return
+        insort(arena.gaps, block, key=lambda gap: gap.address)
+        for first, second in ((block, block.after), (block.before, block)):
+            if first is not None and second is not None and not first.mapped and not second.mapped:
+                arena.gaps.remove(second)
+                self._merge(first, second)
+
+    def _cut(self, block: _Block, size: int) -> _Block:
+        """Shorten a block; returns the rest, free and in no list."""
         rest = _Block(block.address + size, block.size - size, block.arena, block.segment)
         rest.before, rest.after = block, block.after
         if block.after is not None:
@@ -153,7 +243,10 @@ class CachingAllocator:
         block.after, block.size = rest, size
         if block.arena.last is block:
             block.arena.last = rest
-        block.arena.add(rest)
+        return rest
+
+    def _split(self, block: _Block, size: int) -> None:
+        block.arena.add(self._cut(block, size))
 
     def _merge(self, first: _Block, second: _Block) -> None:
         first.size += second.size
@@ -218,9 +311,14 @@ def replay(log: EventLog, device: str, expandable: bool, page: int | None = None
     by_phase: dict[str, int] = {}
     marks = iter([*log.marks[1:], (len(log.events), "", "")])
     phase, upcoming = log.marks[0][1], next(marks)
+    releases = iter([*log.releases, len(log.events)])
+    release = next(releases)
     for at, (index, change) in enumerate(log.events):
         while at >= upcoming[0]:
             phase, upcoming = upcoming[1], next(marks)
+        while at >= release:
+            allocator.release()
+            release = next(releases)
         allocation = log.allocations[index]
         if allocation.device != device:
             continue

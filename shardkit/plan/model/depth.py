@@ -12,8 +12,8 @@ from ...strategies.zero.config import STAGES
 from ...tasks.load import model_config
 from ...tracing.events import EventLog, Peak
 
-DEEP = 9
-"""Models of at least this many layers are traced at two smaller depths."""
+DEEP, DEEP_ROUGHLY = 49, 9
+"""Models of at least so many layers are traced at two smaller depths, which misses some of the allocator's gaps."""
 KEPT, KEPT_ROUGHLY = 2, 1
 """Layers at each end that edges tell apart; the layers between them do not exceed these."""
 Edge = tuple[str, str]
@@ -46,7 +46,7 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
         return None
     found = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
-    if found is None or found[0] < DEEP:
+    if found is None or found[0] < (DEEP_ROUGHLY if rough else DEEP):
         return None
     layers, at = found
     every = config.activation.every_k if config.activation.policy == "every_k" else 1

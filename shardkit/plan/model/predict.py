@@ -212,9 +212,9 @@ def trace(
     gc.collect()
     gc.freeze()  # collections (DeepSpeed triggers some) then scan only this trace's objects, not the libraries'
     log = EventLog(stream=shim.current_stream)
+    shim.on_release(log.released)
     if target.gpu is not None:
-        for thread in ("forward", "backward"):
-            log.kept(str(device), f"cuBLAS in {thread}", target.gpu.blas_workspace)
+        log.product_workspace = target.gpu.blas_workspace
     work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
     task = load_task(config)
     batch = sample_batch(task, config)
@@ -227,6 +227,7 @@ def trace(
         Tracing(tracker) as tracing,
     ):
         counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+    log.accumulated_in_place()
     return log, counts, work.segments if work else [], n_targets
 
 

@@ -7,7 +7,7 @@ Linux x86-64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +27,18 @@ from .compat import (
 from .world import Fakes
 
 _current = 0
+_released: Callable[[], None] | None = None
+
+
+def on_release(callback: Callable[[], None] | None) -> None:
+    """Call this whenever the program empties the allocator's cache; the last one counts."""
+    global _released
+    _released = callback
+
+
+def _empty_cache() -> None:
+    if _released is not None:
+        _released()
 
 
 def current_stream() -> int:
@@ -112,6 +124,7 @@ def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devic
     default.stream_id = default.cuda_stream = 0
     properties = SimpleNamespace(
         name=name, total_memory=total_memory, major=capability[0], minor=capability[1], multi_processor_count=132,
+        max_threads_per_multi_processor=2048 if capability[1] == 0 else 1536,
         gcnArchName="", warp_size=32,
     )  # fmt: skip
     replaced: dict[str, Any] = {
@@ -124,7 +137,7 @@ def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devic
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
         "synchronize": lambda *_: None,
-        "empty_cache": lambda: None,
+        "empty_cache": _empty_cache,
         "device_count": lambda: n_devices,
         "is_available": lambda: True,
         "is_initialized": lambda: True,

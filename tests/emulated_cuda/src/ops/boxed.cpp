@@ -138,6 +138,13 @@ Devices look_at(const Stack& stack, size_t first) {
   return found;
 }
 
+// CUDA's kernel counts integers too.
+static void fit_histogram(const std::string& name, Stack* stack, size_t first, std::optional<at::ScalarType>* result) {
+  if (name != "aten::histc" || !at::isIntegralType((*stack)[first].toTensor().scalar_type(), false)) return;
+  *result = (*stack)[first].toTensor().scalar_type();
+  (*stack)[first] = (*stack)[first].toTensor().to(at::kDouble);
+}
+
 Written compute_on_host(const OperatorHandle& op, Stack* stack, const Devices& found, const std::string& name,
                         bool moves_generator) {
   const auto& schema = op.schema();
@@ -161,6 +168,7 @@ Written compute_on_host(const OperatorHandle& op, Stack* stack, const Devices& f
   }
   std::optional<at::ScalarType> result_type;
   fit_softmax(name, stack, first, &result_type);
+  fit_histogram(name, stack, first, &result_type);
 
   {
     std::optional<SeededCpu> seeded;
