@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,3 +57,42 @@ def test_what_cudnn_would_do_has_its_shapes() -> None:
     assert call(convolve, EMUCUDA_COMPUTE="0") == [
         [2, 8, 16, 16], [8, 3, 3, 3], [2, 3, 32, 32], [1, 2, 64, 64], [1, 2, 64, 64]
     ]  # fmt: skip
+
+
+def decide() -> dict[str, Any]:
+    """Values that a program reads back, with what they depend on computed or skipped."""
+
+    def error(read: Callable[[], object]) -> str:
+        try:
+            return str(read())
+        except RuntimeError as refused:
+            return str(refused).splitlines()[0]
+
+    positions = torch.arange(12, device="cuda").view(3, 4)
+    skipped = torch.randn(1 << 20, device="cuda")  # 4 MiB
+    inputs = torch.randn(64, 16384, device="cuda", dtype=torch.bfloat16)
+    router = nn.Linear(16384, 8, device="cuda", dtype=torch.bfloat16)
+    return {
+        "sum": positions.sum().item(),
+        "steps": (positions.diff() != 1).sum().item(),
+        "where": (positions > 9).nonzero().tolist(),
+        "chosen by a mask": positions[positions > 9].tolist(),
+        "mean": positions.float().mean().item(),
+        "norm": skipped.norm().item(),
+        "finite": skipped.norm().isfinite().item(),
+        "experts": router(inputs).softmax(-1).topk(2).indices[:5].tolist(),
+        "any": error(lambda: (skipped > 0).any().item()),
+        "nonzero": error(lambda: (skipped > 0).nonzero()),
+        "copied": error(lambda: (skipped > 0).cpu()),
+    }
+
+
+def test_what_a_program_decides_by_is_computed_or_refused() -> None:
+    found = call(decide, EMUCUDA_COMPUTE="0")
+    refused = {name: found.pop(name) for name in ("any", "nonzero", "copied")}
+    assert found == {
+        "sum": 66, "steps": 0, "where": [[2, 2], [2, 3]], "chosen by a mask": [10, 11], "mean": 5.5, "norm": 1.0,
+        "finite": True, "experts": [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]],
+    }  # fmt: skip
+    for name, operator in {"any": "_local_scalar_dense", "nonzero": "nonzero", "copied": "copy_"}.items():
+        assert f"aten::{operator} reads" in refused[name] and "not computed" in refused[name], refused[name]

@@ -36,9 +36,17 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 TEMPORARY = {
     # Blocks that CUDA's kernel takes and gives back while it runs; the emulated one computes on the host without them.
     "_chunk_cat.out": "the addresses of the pieces",
+    "split_with_sizes_copy.out": "the addresses of the pieces",
     "_foreach_norm.Scalar": "partial sums of each chunk",
     "_scaled_dot_product_efficient_attention_backward": "the products of gradient and output, and an accumulator",
+    "_index_put_impl_": "the indices, sorted",
     "cumsum": "the scan's state",
+    "convolution": "contiguous copies",
+    "convolution_backward": "contiguous copies",
+    "native_layer_norm": "a contiguous copy",
+    "native_layer_norm_backward": "a contiguous copy",
+    "_softmax_backward_data": "a contiguous copy",
+    "roll": "a contiguous copy",
     "where.self": "a scalar, moved to the device",
 }
 ALSO_KNOWN_AS = {"cudnn_convolution": "convolution"}

@@ -227,7 +227,8 @@ def trace(
         Tracing(tracker) as tracing,
     ):
         counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
-    log.accumulated_in_place()
+    if target.gpu is not None:  # on CPUs peaks are measured under a dispatch mode too
+        log.accumulated_in_place()
     return log, counts, work.segments if work else [], n_targets
 
 

@@ -23,7 +23,7 @@ const Names SYNCHRONISES = {"aten::nonzero",     "aten::masked_select",      "at
 const Names MATMULS = {
     "aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::addmm_", "aten::bmm", "aten::bmm.out",
     "aten::baddbmm", "aten::baddbmm.out", "aten::baddbmm_", "aten::addmv", "aten::addmv.out", "aten::dot",
-    "aten::_addmm_activation", "aten::_addmm_activation.out", "aten::_scaled_mm"};
+    "aten::_addmm_activation", "aten::_addmm_activation.out", "aten::_scaled_mm", "aten::_grouped_mm"};
 
 namespace {
 
