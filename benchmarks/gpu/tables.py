@@ -217,7 +217,9 @@ def _emulated(results: Path) -> list[str]:
     about = paragraph(
         "`make bench-emulated`: the CUDA build of torch trains the same settings on a card that computes nothing "
         "([gpu.md](gpu.md)). Both allocators, autograd and the engines are the real ones; scratch memory of cuDNN's "
-        "and cuBLAS's kernels beyond the workspace is missing by construction. Columns as above. Goals: allocated "
+        "and cuBLAS's kernels beyond the workspace is missing by construction: on these cards torch takes cuDNN's "
+        "attention, which keeps what the planned flash attention keeps; for its backward flash's scratch is planned. "
+        "Columns as above. Goals: allocated "
         "within 1 %, reserved within 5 %, neither more than 2 % too low."
     )
     several = paragraph(

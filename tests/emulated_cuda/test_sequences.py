@@ -41,6 +41,7 @@ TEMPORARY = {
     "_scaled_dot_product_efficient_attention_backward": "the products of gradient and output, and an accumulator",
     "_index_put_impl_": "the indices, sorted",
     "cumsum": "the scan's state",
+    "sort.stable": "keys and positions, before and after",
     "convolution": "contiguous copies",
     "convolution_backward": "contiguous copies",
     "native_layer_norm": "a contiguous copy",

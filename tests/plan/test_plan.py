@@ -75,7 +75,7 @@ def test_checkpointing_and_sharding_lower_the_prediction(two_h100: Planner) -> N
 
 
 def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
-    deep = config("parallel.strategy=fsdp", "model.n_layers=12", "activation.policy=full", "precision.mode=bf16")
+    deep = config("parallel.strategy=fsdp", "model.n_layers=52", "activation.policy=full", "precision.mode=bf16")
     target = choose_target(deep, 4, gpu="h100")
     with Planner(target) as planner:
         shallow, whole = planner.predict(deep), planner.predict(deep, whole=True)
