@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
-from ...parallel.weights import Weights
+from ...parallel.draws import CHUNK, Recipe
+from ...parallel.weights import Weights, parameters_on_meta
 from ...parallel.world import World
 from ...tracing.compat import DEVICE
 from .compat import (
@@ -345,6 +346,16 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
 
 
+class _Probe(Weights):
+    """Finds the large parameters that stay on meta; refuses models that need the values of one."""
+
+    _strict = True
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        return self._recipes
+
+
 class FakeWeights(Weights):
     """Weights without values.
 
@@ -357,16 +368,17 @@ class FakeWeights(Weights):
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
+        on_meta: bool = False,
     ) -> nn.Module:
         try:
             with _ReadValues(_refused), _read_whole():
-                return super().build(make_model, construction, cut_up)
+                return super().build(make_model, construction, cut_up, on_meta)
         except Exception:  # the exception of a fake read depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
         with _ReadValues(lambda read: values.pop(0) if values else _refused(read)), _read_whole():
-            return super().build(make_model, construction, cut_up)
+            return super().build(make_model, construction, cut_up, on_meta)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
         """The values that the constructor reads; empty if it fails on real tensors too, or reads nothing."""
@@ -383,12 +395,33 @@ class FakeWeights(Weights):
             values.clear()
             with suppress(Exception):  # that of the fake one is told: it may name an operator, and this is of no run
                 with no_modes(), _ReadValues(kept):
-                    Weights(self.seed, init).build(make_model, None)
+                    Weights(self.seed, init).build(make_model, None, on_meta=True)
                 return values
         return []
 
-    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32)
+    def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
+        recipes: dict[str, Recipe] = {}
+        if on_meta:
+            with suppress(Exception), no_modes():  # the trace below names an error of the model's own
+                probe = _Probe(self.seed)
+                probe.build(make_model, None, on_meta=True)
+                recipes = probe.recipes
+        with torch.random.fork_rng(devices=[]), parameters_on_meta() if recipes else nullcontext():
+            torch.manual_seed(self.seed)
+            model = make_model()
+        if recipes:
+            self._recipes = recipes
+            named = model.named_parameters()
+            self._made = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in named if name not in recipes}
+        return model
+
+    def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
+        """Make the host memory that drawing takes, and draw nothing."""
+        if not out.numel() or self._made.pop(fqn, None) is not None:
+            return
+        with no_modes():
+            recipe = self.recipe(fqn, shape)
+        torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
 
     def materialise(self, model: nn.Module, device: torch.device) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
