@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
 from .draws import CHUNK, Construction, Recipe, Uncut, record
+from .world import World
 
 _LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
@@ -235,13 +237,32 @@ class Weights:
             )
         return full
 
-    def materialise(self, model: nn.Module, device: torch.device) -> None:
-        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied."""
+    @torch.no_grad()
+    def fill_together(self, fqn: str, shape: torch.Size, out: torch.Tensor, world: World) -> None:
+        """Write a whole parameter on every rank, of which each rank draws a part; collective for a large one."""
+        piece = out.numel() // world.size
+        if world.size == 1 or not self._drawn or not isinstance(self.recipe(fqn, shape), Recipe):
+            self.fill(fqn, shape, out)
+            return
+        mine = torch.empty(piece, dtype=out.dtype, device=out.device)
+        self.fill(fqn, shape, mine, world.rank * piece)
+        dist.all_gather_into_tensor(out[: world.size * piece].view(torch.uint8), mine.view(torch.uint8))
+        self.fill(fqn, shape, out[world.size * piece :], world.size * piece)
+
+    def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
+        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied.
+
+        Args:
+            world: the ranks that call this together and share the drawing.
+        """
         real: dict[int, nn.Parameter] = {}
         for fqn, param in model.named_parameters():
             if param.is_meta:
                 value = torch.empty(param.shape, dtype=param.dtype, device=device)
-                self.fill(fqn, param.shape, value.view(-1))
+                if world is None:
+                    self.fill(fqn, param.shape, value.view(-1))
+                else:
+                    self.fill_together(fqn, param.shape, value.view(-1), world)
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         replace_parameters(model, lambda param: real.get(id(param), param))
         model.to(device)

@@ -370,6 +370,11 @@ class FakeWeights(Weights):
         cut_up: bool = False,
         on_meta: bool = False,
     ) -> nn.Module:
+        if self.init_parameter is None and on_meta:
+            with suppress(Exception), no_modes():  # the trace names an error of the model's own
+                probe = _Probe(self.seed)
+                probe.build(make_model, None, on_meta=True)
+                self._recipes = probe.recipes
         try:
             with _ReadValues(_refused), _read_whole():
                 return super().build(make_model, construction, cut_up, on_meta)
@@ -400,19 +405,12 @@ class FakeWeights(Weights):
         return []
 
     def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
-        recipes: dict[str, Recipe] = {}
-        if on_meta:
-            with suppress(Exception), no_modes():  # the trace below names an error of the model's own
-                probe = _Probe(self.seed)
-                probe.build(make_model, None, on_meta=True)
-                recipes = probe.recipes
-        with torch.random.fork_rng(devices=[]), parameters_on_meta() if recipes else nullcontext():
+        with torch.random.fork_rng(devices=[]), parameters_on_meta() if self._recipes else nullcontext():
             torch.manual_seed(self.seed)
             model = make_model()
-        if recipes:
-            self._recipes = recipes
+        if self._recipes:
             named = model.named_parameters()
-            self._made = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in named if name not in recipes}
+            self._made = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in named if name not in self._recipes}
         return model
 
     def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
@@ -423,7 +421,7 @@ class FakeWeights(Weights):
             recipe = self.recipe(fqn, shape)
         torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
 
-    def materialise(self, model: nn.Module, device: torch.device) -> None:
+    def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
         made: dict[int, Any] = {}
         for module in model.modules():

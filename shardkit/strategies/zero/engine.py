@@ -82,7 +82,7 @@ class ZeRO:
             for fqn, param in named:
                 self._fill_partition(fqn, param, weights)
         else:
-            weights.materialise(model, self._world.device)
+            weights.materialise(model, self._world.device, self._world)
             named = list(model.named_parameters())
             self._fqns = {id(param): fqn for fqn, param in named}
         engine_forward(model, self._world.device, self._config.precision, self.name)
