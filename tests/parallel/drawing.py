@@ -106,7 +106,7 @@ def _normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
     full.normal_(0.0, 0.02, generator=generator)
 
 
-def memory(strategy: str) -> dict[str, dict[str, float]]:
+def wide(strategy: str) -> dict[str, dict[str, float]]:
     """Case → MiB by which the wrap of `Wide` raised this rank's memory at its peak, and million values drawn."""
     out: dict[str, dict[str, float]] = {}
     for case, init in (("drawn", _normal), ("built", None)):

@@ -209,10 +209,17 @@ def test_values_are_those_of_one_process(one: list[dict[str, Any]], world: int, 
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_of_fsdp_draws_and_holds_its_share(world: int) -> None:
-    for rank in run_ranks(world, "tests.parallel.drawing:memory", strategy="fsdp"):
+    for rank in run_ranks(world, "tests.parallel.drawing:wide", strategy="fsdp"):
         for found in rank.values():
             assert found["peak"] < 80e6 * 4 / world / 2**20 + MIB_BESIDE
             assert found["drawn"] <= 80 / world + 2 * CHUNK / 1e6
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_ranks_of_other_engines_share_the_drawing(strategy: str) -> None:
+    for rank in run_ranks(2, "tests.parallel.drawing:wide", strategy=strategy):
+        assert rank["drawn"]["drawn"] <= 40 + 2 * CHUNK / 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from .compat import (
     GROUPED_MM,
     LOCAL_SCALAR,
     PIN_MEMORY,
+    DispatchMode,
     FakeStore,
     FakeTensor,
     FakeTensorMode,
@@ -346,6 +348,25 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
 
 
+class _LargeOnMeta(DispatchMode):  # type: ignore[no-untyped-call]
+    """`torch.empty` makes large tensors on meta: in training nobody touches their memory before they are parameters."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if func is torch.ops.aten.empty.memory_format and on_cpu and math.prod(args[0]) >= CHUNK:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+def _made_untouched(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with _LargeOnMeta():  # type: ignore[no-untyped-call]
+        model = make_model()
+    plain = [value for module in model.modules() for value in vars(module).values()]
+    others = [*model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
+    return make_model() if any(tensor.is_meta for tensor in others) else model
+
+
 class _Probe(Weights):
     """Finds the large parameters that stay on meta; refuses models that need the values of one."""
 
@@ -375,6 +396,8 @@ class FakeWeights(Weights):
                 probe = _Probe(self.seed)
                 probe.build(make_model, None, on_meta=True)
                 self._recipes = probe.recipes
+        if self._recipes or (self.init_parameter is not None and construction is None):
+            make_model = partial(_made_untouched, make_model)
         try:
             with _ReadValues(_refused), _read_whole():
                 return super().build(make_model, construction, cut_up, on_meta)
