@@ -6,9 +6,10 @@ transformers architecture cannot be built without transformers' own rules for it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +94,7 @@ _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
 META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
+_truncated = META.use("torch.nn.init._no_grad_trunc_normal_")
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 parameters are empty when transformers would draw weights into them.
@@ -264,6 +266,25 @@ def ties_only() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.init_weights = whole
+
+
+@contextmanager
+def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Inside, `nn.init.trunc_normal_` calls `stand_in(torch's own function, tensor, mean, std, a, b, generator=…)`.
+
+    From torch 2.13 on it rejects values and reads which are left, so its operators do not show what it does.
+    """
+    try:
+        whole = _truncated.find()
+    except NameGone:
+        META.lost(_truncated, "drawing a part of nn.init.trunc_normal_", "each rank draws such parameters whole")
+        yield
+        return
+    torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, whole)
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = whole
 
 
 def storage_types() -> dict[torch.dtype, str]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..config.libraries import is_first_rank
 from ..errors import ConfigError
+from .draws import CHUNK, Construction, Recipe, Uncut, record
+from .world import World
 
+_LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 
 
@@ -89,38 +95,52 @@ def _zero_dimensional(module: nn.Module, name: str) -> Any:
 
 
 class Weights:
-    """Initial values of a model's parameters.
+    """Initial values of a model's parameters: functions of the seed and the parameter's name alone.
 
-    With `init_parameter` the model is built on the meta device and each parameter is drawn whole on CPU from its own
-    generator, seeded by (seed, name): a rank can keep any slice, and no rank holds the whole model.
-    Without it every rank builds the real model under the same seed.
+    With `init_parameter` the model is built on the meta device, and a rank draws the values of its shards. Without it
+    the model's constructor runs under the run's seed. The initialisation of its large parameters is recorded there, so
+    that a rank can draw a part of them; small ones are made on every rank.
     """
 
-    def __init__(self, seed: int, init_parameter: Init | None = None) -> None:
+    _strict = False
+    """Raise `Uncut` where a constructor needs the values of a large parameter."""
+
+    def __init__(self, seed: int, init_parameter: Init | None = None, drawn: bool = True) -> None:
+        """
+        Args:
+            drawn: False if the caller overwrites every parameter later; they are zero until then.
+        """
         self.seed = seed
         self.init_parameter = init_parameter
         self.scalars: set[str] = set()
         """Names of the 0-d parameters that are registered with shape [1]."""
+        self.values_drawn = 0
+        """Random values that this rank drew for large parameters, and all values of those that it drew whole."""
+        self._drawn = drawn
+        self._recipes: dict[str, Recipe] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        """Parameters that have values although the model's are on meta."""
+        self._said_whole = False
 
     def build(
         self,
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
+        on_meta: bool = False,
     ) -> nn.Module:
         """Build the model, with its parameters on meta if they can be drawn later.
 
         Args:
             construction: the engine's own context for building a model.
             cut_up: the engine shards parameters along a dimension; none may be 0-d.
+            on_meta: the engine takes parameters on meta from a constructor too, and fills its shards.
 
         Raises:
             ConfigError: the task put buffers on meta, which loses their values.
         """
         if self.init_parameter is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
-                model = make_model()
+            model = self._constructed(make_model, on_meta)
         else:
             # Under zero.Init a parameter is sharded as soon as its module's constructor ends.
             with scalars_as_vectors() if cut_up else nullcontext(), construction or parameters_on_meta():
@@ -137,25 +157,127 @@ class Weights:
                 )
         return model
 
-    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
+    def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
+        """The model as its constructor makes it; its parameters on meta if a large one can be drawn in parts."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            recorder = Construction(self._seed_of, self._strict)
+            with recorder:
+                model = make_model()
+            on_meta = on_meta and all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+            self._recipes = recorder.replay(model, on_meta)
+            self.values_drawn += recorder.values_drawn
+        if self._recipes:
+            named = dict(model.named_parameters())
+            self._made = {fqn: param.detach() for fqn, param in named.items() if fqn not in self._recipes}
+            metas = {id(param): _on_meta(param) for param in named.values()}
+            replace_parameters(model, lambda param: metas[id(param)])
+        return model
+
+    def _seed_of(self, fqn: str) -> int:
+        digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1  # leaves room to add a chunk's index
+
+    @torch.no_grad()
+    def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
+        """Write a range of a parameter's initial values; host memory beside it stays below a few MiB.
+
+        A parameter of more than `CHUNK` values is drawn whole for it if its initialisation cannot be cut: rank 0 says
+        so once.
+
+        Args:
+            shape: the whole parameter's.
+            out: takes the values [start, start + out.numel()) of the flattened parameter; 1-d, of any type and device.
+
+        Raises:
+            ConfigError: nothing initialises the parameter.
+        """
+        if not out.numel():
+            return
+        if not self._drawn:
+            out.zero_()
+        elif fqn in self._made:
+            out.copy_(self._made.pop(fqn).view(-1)[start : start + out.numel()])
+        elif isinstance(recipe := self.recipe(fqn, shape), Recipe):
+            self.values_drawn += recipe.fill(self._seed_of(fqn), out, start)
+        else:
+            if recipe and out.numel() < shape.numel():
+                self._say_whole(fqn, recipe)
+            out.copy_(self._whole(fqn, shape).view(-1)[start : start + out.numel()])
+
+    def recipe(self, fqn: str, shape: torch.Size) -> Recipe | str:
+        """How to draw a part of a parameter, or the reason to draw it whole; empty if it is small."""
+        if self.init_parameter is None:
+            return self._recipes[fqn]
+        if shape.numel() <= CHUNK:
+            return ""
+        init, generator = self.init_parameter, torch.Generator()
+        try:
+            return record(shape, lambda full: init(fqn, full, generator))
+        except Uncut as why:
+            return str(why)
+
+    def _say_whole(self, fqn: str, why: str) -> None:
+        if not self._said_whole and is_first_rank():
+            _LOG.warning(
+                "%s, and each parameter like it, is drawn whole on every rank: its initialisation %s", fqn, why
+            )
+        self._said_whole = True
+
+    def _whole(self, fqn: str, shape: torch.Size) -> torch.Tensor:
         """Draw a whole parameter in fp32 on CPU."""
         assert self.init_parameter is not None
-        digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(() if fqn in self.scalars else shape, dtype=torch.float32)
-        with torch.no_grad():
-            self.init_parameter(fqn, full, generator)
-        return full.view(shape)
+        full = torch.full(() if fqn in self.scalars else shape, torch.nan)
+        self.init_parameter(fqn, full, torch.Generator().manual_seed(self._seed_of(fqn)))
+        self.values_drawn += full.numel()
+        if torch.isnan(full).any():
+            raise ConfigError(
+                f"nothing initialises {fqn}, or not all of it",
+                "fill it in init_parameter; of transformers, use a model whose _init_weights covers every parameter",
+            )
+        return full
 
-    def materialise(self, model: nn.Module, device: torch.device) -> None:
-        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied."""
+    @torch.no_grad()
+    def fill_together(self, fqn: str, shape: torch.Size, out: torch.Tensor, world: World) -> None:
+        """Write a whole parameter on every rank, of which each rank draws a part; collective for a large one."""
+        piece = out.numel() // world.size
+        if world.size == 1 or not self._drawn or not isinstance(self.recipe(fqn, shape), Recipe):
+            self.fill(fqn, shape, out)
+            return
+        mine = torch.empty(piece, dtype=out.dtype, device=out.device)
+        self.fill(fqn, shape, mine, world.rank * piece)
+        dist.all_gather_into_tensor(out[: world.size * piece].view(torch.uint8), mine.view(torch.uint8))
+        self.fill(fqn, shape, out[world.size * piece :], world.size * piece)
+
+    def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
+        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied.
+
+        Args:
+            world: the ranks that call this together and share the drawing.
+        """
         real: dict[int, nn.Parameter] = {}
         for fqn, param in model.named_parameters():
             if param.is_meta:
-                value = self.draw(fqn, param.shape).to(device=device, dtype=param.dtype)
+                value = torch.empty(param.shape, dtype=param.dtype, device=device)
+                if world is None:
+                    self.fill(fqn, param.shape, value.view(-1))
+                else:
+                    self.fill_together(fqn, param.shape, value.view(-1), world)
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
-        for module in model.modules():
-            for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if id(held) in real:
-                    setattr(module, name, real[id(held)])
+        replace_parameters(model, lambda param: real.get(id(param), param))
         model.to(device)
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """The parameter without its memory, with what the model's code has noted on it."""
+    meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+    vars(meta).update(vars(param))
+    return meta
+
+
+def replace_parameters(model: nn.Module, by: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Replace each parameter by another of the caller's choice, wherever the model holds it."""
+    for module in model.modules():
+        for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if (other := by(held)) is not held:
+                setattr(module, name, other)

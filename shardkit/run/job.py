@@ -97,6 +97,7 @@ class Job:
         block_classes: Sequence[type[nn.Module]] = (),
         attention_classes: Sequence[type[nn.Module]] = (),
         init_parameter: Init | None = None,
+        drawn: bool = True,
     ) -> nn.Module:
         """Shard the model by the config's strategy and build its optimizer; returns the module to call in the loop.
 
@@ -108,6 +109,7 @@ class Job:
             attention_classes: module types that activation.policy=selective recomputes; default: classes named like
                 attention.
             init_parameter: draws one parameter; `model` must then be a function, and is built without allocating.
+            drawn: False if the caller loads every weight afterwards: parameters that would be drawn are zero then.
 
         Raises:
             ConfigError: the config does not suit the model (no trainable parameter, parameters tied across blocks, a
@@ -120,7 +122,7 @@ class Job:
         build: Callable[[], nn.Module] = (lambda: model) if isinstance(model, nn.Module) else model
         factory = make_optimizer or (lambda wrapped: default_optimizer(self.config.optim, wrapped, block_classes))
         with self.ledger.phase("wrap"):
-            weights = Weights(self.config.train.seed, init_parameter)
+            weights = Weights(self.config.train.seed, init_parameter, drawn)
             parallelize(
                 self.config, self.world.device, self.strategy, build, factory, weights, block_classes, attention_classes
             )

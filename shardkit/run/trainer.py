@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..checkpoint.format.manifest import RunState
+from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.load import resolve_batch
 from ..data.loader import StepBatch, StepLoader
@@ -100,6 +101,7 @@ class Trainer:
             block_classes=getattr(self.task, "block_classes", ()),
             attention_classes=getattr(self.task, "attention_classes", ()),
             init_parameter=getattr(self.task, "init_parameter", None),
+            drawn=not (loads := self._will_load()),
         )
         self.stop = StopRequest()
         hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
@@ -113,7 +115,7 @@ class Trainer:
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
             fence=None if owner is None else owner.fence,
         )  # fmt: skip
-        self.loader = self._make_loader(data, self._resume())
+        self.loader = self._make_loader(data, self._resume(loads))
         self.first_step = self.step + 1
         compiling = ", which compiles the model" if self.config.compile.enabled else ""
         self._say(f"writing to {self.run_dir}; the first step takes the longest{compiling}")
@@ -124,8 +126,22 @@ class Trainer:
         if self.world.is_main:
             print(doing_now, flush=True)
 
-    def _resume(self) -> State:
-        """Resume from the checkpoint that `run.resume` asks for; returns the position in the data."""
+    def _will_load(self) -> bool:
+        """Whether every weight comes from a checkpoint or from `model.init_from`; collective."""
+        source = self.config.run.resume
+        if self.config.model.init_from is not None or isinstance(source, str):
+            return True
+        found = False
+        with suppress(OSError):  # `resume` raises it on every rank
+            found = source is True and self.world.is_main and bool(candidates(self.run_dir))
+        return self.world.sum([float(found)])[0] > 0
+
+    def _resume(self, loads: bool) -> State:
+        """Resume from the checkpoint that `run.resume` asks for; returns the position in the data.
+
+        Args:
+            loads: the initial weights were left out, as there was something to load.
+        """
         source = self.config.run.resume
         if source is False:
             self._take_weights()
@@ -135,6 +151,8 @@ class Trainer:
             raise CheckpointError(
                 f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
             )
+        if found is None and loads and self.config.model.init_from is None:
+            raise CheckpointError(f"the checkpoints in {self.run_dir} vanished while the run started", "start it again")
         if found is None:
             self._take_weights()
         run = found[1] if found else RunState(step=0)

@@ -27,7 +27,12 @@ def parallelize(
     attention_classes: Sequence[type[nn.Module]] = (),
 ) -> None:
     """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
-    model = weights.build(make_model, strategy.construction(), cut_up=strategy.name not in ("single", "ddp"))
+    model = weights.build(
+        make_model,
+        strategy.construction(),
+        cut_up=strategy.name not in ("single", "ddp"),
+        on_meta=strategy.name in ("fsdp", "hsdp"),
+    )
     model.train()
     prepare_batchnorm(model, config, device)
     cast_parameters(model, config.precision)

@@ -57,7 +57,7 @@ class DDP(TorchStates):
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         device = self._world.device
-        weights.materialise(model, device)
+        weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
         self._wrapped = Wrapped(
             model,

@@ -156,7 +156,7 @@ class FSDP(TorchStates):
         return CPUOffloadPolicy(pin_memory=self._world.device.type == "cuda")
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
-        """Allocate the shards of a model built on meta and fill each with its rows of the drawn parameter."""
+        """Allocate the shards of a model built on meta and draw each one's rows."""
         own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
         buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
@@ -164,9 +164,8 @@ class FSDP(TorchStates):
             setattr(module, name, buffer.to(self._world.device))
         for fqn, param in model.named_parameters():
             assert isinstance(param, DTensor)
-            local = _local(param.detach())
-            start = _first_row(param)
-            local.copy_(weights.draw(fqn, param.shape)[start : start + local.shape[0]])
+            row = param.numel() // max(param.shape[0], 1)
+            weights.fill(fqn, param.shape, _local(param.detach()).view(-1), _first_row(param) * row)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         if self._no_sync:

@@ -25,8 +25,10 @@ class Task(Protocol):
     Optional members, looked up by name:
 
     - `init_parameter(fqn: str, full: Tensor, generator: torch.Generator) -> None` fills one whole parameter (fp32, on
-      CPU) in place. With it the parameters are built on the meta device and each rank keeps only its shards; without it
-      every rank builds the whole model with the run's seed, then the strategy keeps its part.
+      CPU) in place. With it the parameters are built on the meta device. A parameter of more than 2^18 values is drawn
+      in chunks by the calls that `init_parameter` makes (docs/tasks.md, "Initial values"), and each rank draws only its
+      shards. Without it the constructor runs on every rank with the run's seed; under fsdp and hsdp large parameters
+      stay on meta there too.
     - `collate(samples: list) -> Batch`; default `torch.utils.data.default_collate`.
     - `flops_per_token() -> float | None`: training FLOPs (forward + backward, no recompute) per target, for MFU.
     - `measure(model, batch) -> dict[str, Tensor]`: the metrics of an evaluation as sums over the targets, including

@@ -22,6 +22,7 @@ from shardkit.run.preemption import note_early
 from shardkit.run.trainer import Trainer
 from tests.checkpoint import runs
 from tests.commands import environment, python_m
+from tests.parallel.drawing import counted
 from tests.ranks import run_ranks
 from tests.run.test_train import REPO, lines, user_error
 
@@ -324,6 +325,18 @@ class Asked:
         if self.rank == 1 and self.read == 3:
             os.kill(os.getpid(), signal.SIGUSR2)
         return self.data[index]
+
+
+def test_nothing_is_drawn_for_weights_that_are_loaded(tmp_path: Path) -> None:
+    base = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "run.device=cpu",
+            "parallel.strategy=single", "logging.tensorboard=false", f"run.dir={tmp_path}/run"]  # fmt: skip
+    drawn = []
+    for more in (["train.max_steps=1", "run.resume=true"], ["train.max_steps=2", "run.resume=true"],
+                 ["train.max_steps=1", f"model.init_from={tmp_path}/run", f"run.dir={tmp_path}/other"]):  # fmt: skip
+        with counted() as made, start(load_config(None, [*base, *more])) as job:
+            Trainer(job).fit()
+        drawn.append(made[0].values_drawn > 0)
+    assert drawn == [True, False, False], "from the start, resumed, from other weights"
 
 
 def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:

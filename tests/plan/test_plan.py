@@ -197,6 +197,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
         if branch == "frozen":
             self.layers[:2].requires_grad_(False)
+        if branch.startswith("wide"):
+            self.table = nn.Embedding(40000, 100)
         if branch == "norm":
             self.layers.append(nn.BatchNorm1d(32))
         if branch == "recurrent":
@@ -301,16 +303,16 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:33 \(if self.branch", "plan_loss"),
+        ("value", r"needs the value of a tensor at .*users_task.py:35 \(if self.branch", "plan_loss"),
         pytest.param(
-            "shape", r"needs the values of a tensor at .*users_task.py:36 ", "plan_loss", marks=pytest.mark.slow
+            "shape", r"needs the values of a tensor at .*users_task.py:38 ", "plan_loss", marks=pytest.mark.slow
         ),
-        ("op", r"users.twice.* at .*users_task.py:38 .*no fake kernel", "register_fake"),
+        ("op", r"users.twice.* at .*users_task.py:40 .*no fake kernel", "register_fake"),
         pytest.param(
-            "custom", r"users::thrice at .*users_task.py:40 .*no fake kernel", "register_fake", marks=pytest.mark.slow
+            "custom", r"users::thrice at .*users_task.py:42 .*no fake kernel", "register_fake", marks=pytest.mark.slow
         ),
         pytest.param(
-            "array", r"numpy\(\) is not supported .* at .*users_task.py:42 ", "plan_loss", marks=pytest.mark.slow
+            "array", r"numpy\(\) is not supported .* at .*users_task.py:44 ", "plan_loss", marks=pytest.mark.slow
         ),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
@@ -343,6 +345,14 @@ def test_a_parameter_that_is_one_number_is_planned(strategy: str, for_users: Ask
 def test_a_constructor_that_reads_values_is_given_the_true_ones(branch: str, strategy: str, for_users: Ask) -> None:
     """As models read their rates of dropout: a layer is made only where the rate is not 0."""
     assert for_users(f"'{branch}'", f"parallel.strategy={strategy}").n_params == (4 + 2) * 32 * 33
+
+
+@pytest.mark.parametrize(("branch", "mib"), [("plain", 0.1), ("wide", 1.1), ("wide drawn", 1.1)])
+def test_a_start_takes_the_host_memory_of_a_chunk(branch: str, mib: float, for_users: Ask) -> None:
+    sharded = for_users(f"'{branch}'", "parallel.strategy=fsdp")
+    assert sharded.phases["wrap"].host < mib * 2**20
+    if branch == "wide":
+        assert for_users(branch, "parallel.strategy=ddp").phases["wrap"].host > 40000 * 100 * 4
 
 
 def test_a_constructor_that_reads_its_own_weights_is_built_really(for_users: Ask) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
-from ...parallel.weights import Weights
+from ...parallel.draws import CHUNK, Recipe
+from ...parallel.weights import Weights, parameters_on_meta
 from ...parallel.world import World
 from ...tracing.compat import DEVICE
 from .compat import (
     GROUPED_MM,
     LOCAL_SCALAR,
     PIN_MEMORY,
+    DispatchMode,
     FakeStore,
     FakeTensor,
     FakeTensorMode,
@@ -345,6 +348,35 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
 
 
+class _LargeOnMeta(DispatchMode):  # type: ignore[no-untyped-call]
+    """`torch.empty` makes large tensors on meta: in training nobody touches their memory before they are parameters."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if func is torch.ops.aten.empty.memory_format and on_cpu and math.prod(args[0]) >= CHUNK:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+def _made_untouched(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with _LargeOnMeta():  # type: ignore[no-untyped-call]
+        model = make_model()
+    plain = [value for module in model.modules() for value in vars(module).values()]
+    others = [*model.buffers(), *(value for value in plain if isinstance(value, torch.Tensor))]
+    return make_model() if any(tensor.is_meta for tensor in others) else model
+
+
+class _Probe(Weights):
+    """Finds the large parameters that stay on meta; refuses models that need the values of one."""
+
+    _strict = True
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        return self._recipes
+
+
 class FakeWeights(Weights):
     """Weights without values.
 
@@ -357,16 +389,24 @@ class FakeWeights(Weights):
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
+        on_meta: bool = False,
     ) -> nn.Module:
+        if self.init_parameter is None and on_meta:
+            with suppress(Exception), no_modes():  # the trace names an error of the model's own
+                probe = _Probe(self.seed)
+                probe.build(make_model, None, on_meta=True)
+                self._recipes = probe.recipes
+        if self._recipes or (self.init_parameter is not None and construction is None):
+            make_model = partial(_made_untouched, make_model)
         try:
             with _ReadValues(_refused), _read_whole():
-                return super().build(make_model, construction, cut_up)
+                return super().build(make_model, construction, cut_up, on_meta)
         except Exception:  # the exception of a fake read depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
         with _ReadValues(lambda read: values.pop(0) if values else _refused(read)), _read_whole():
-            return super().build(make_model, construction, cut_up)
+            return super().build(make_model, construction, cut_up, on_meta)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
         """The values that the constructor reads; empty if it fails on real tensors too, or reads nothing."""
@@ -383,14 +423,28 @@ class FakeWeights(Weights):
             values.clear()
             with suppress(Exception):  # that of the fake one is told: it may name an operator, and this is of no run
                 with no_modes(), _ReadValues(kept):
-                    Weights(self.seed, init).build(make_model, None)
+                    Weights(self.seed, init).build(make_model, None, on_meta=True)
                 return values
         return []
 
-    def draw(self, fqn: str, shape: torch.Size) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32)
+    def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
+        with torch.random.fork_rng(devices=[]), parameters_on_meta() if self._recipes else nullcontext():
+            torch.manual_seed(self.seed)
+            model = make_model()
+        if self._recipes:
+            named = model.named_parameters()
+            self._made = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in named if name not in self._recipes}
+        return model
 
-    def materialise(self, model: nn.Module, device: torch.device) -> None:
+    def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
+        """Make the host memory that drawing takes, and draw nothing."""
+        if not out.numel() or self._made.pop(fqn, None) is not None:
+            return
+        with no_modes():
+            recipe = self.recipe(fqn, shape)
+        torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
+
+    def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
         made: dict[int, Any] = {}
         for module in model.modules():

@@ -80,9 +80,9 @@ class ZeRO:
         self._fqns = {id(param): fqn for fqn, param in named}
         if any(hasattr(param, "ds_tensor") for _, param in named):
             for fqn, param in named:
-                self._fill_partition(param, weights.draw(fqn, param.ds_shape))  # type: ignore[attr-defined]
+                self._fill_partition(fqn, param, weights)
         else:
-            weights.materialise(model, self._world.device)
+            weights.materialise(model, self._world.device, self._world)
             named = list(model.named_parameters())
             self._fqns = {id(param): fqn for fqn, param in named}
         engine_forward(model, self._world.device, self._config.precision, self.name)
@@ -97,14 +97,14 @@ class ZeRO:
         self.optimizer = self._zero.optimizer
         self._norms = GroupNorms(self._zero, self._world.device)
 
-    def _fill_partition(self, param: nn.Parameter, full: torch.Tensor) -> None:
-        """Copy this rank's range of a drawn parameter into its ZeRO-3 partition; the rest is zero padding."""
-        part = param.ds_tensor  # type: ignore[attr-defined]
+    def _fill_partition(self, fqn: str, param: Any, weights: Weights) -> None:
+        """Draw this rank's range of a parameter into its ZeRO-3 partition; the rest is zero padding."""
+        part = param.ds_tensor
         start = self._world.rank * part.ds_numel
-        mine = full.view(-1)[start : start + part.ds_numel]
         part.data.zero_()
-        part.data[: mine.numel()].copy_(mine)
-        param.ds_secondary_tensor = None  # type: ignore[attr-defined]  # hpz: a copy of the old values
+        mine = min(part.ds_numel, max(param.ds_numel - start, 0))
+        weights.fill(fqn, param.ds_shape, part.data[:mine], start)
+        param.ds_secondary_tensor = None  # hpz: a copy of the old values
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""

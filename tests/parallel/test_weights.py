@@ -1,0 +1,225 @@
+"""Initial weights: a rank draws a part of a large parameter, and gets the values that any other engine would get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardkit.errors import ConfigError
+from shardkit.parallel.draws import CHUNK, Uncut, record
+from shardkit.parallel.weights import Weights
+from tests.parallel.drawing import Layers
+from tests.ranks import run_ranks
+
+SHAPE = torch.Size((701, 1009))  # 2.7 chunks
+MIB_BESIDE = 64
+
+
+def padded(full: torch.Tensor) -> None:
+    nn.init.normal_(nn.Parameter(full), 0.0, 0.02)
+    nn.init.zeros_(full[400])
+
+
+RULES: dict[str, tuple[Callable[[torch.Tensor], object], float]] = {
+    "normal": (lambda full: full.normal_(1.0, 0.5), 0.5),
+    "uniform": (lambda full: nn.init.uniform_(full, -1.0, 1.0), 3**-0.5),
+    "xavier": (lambda full: nn.init.xavier_normal_(full), (2 / 1710) ** 0.5),
+    "kaiming": (lambda full: nn.init.kaiming_uniform_(full, a=5**0.5), (3 * 1009) ** -0.5),
+    "truncated": (lambda full: nn.init.trunc_normal_(full, std=0.02), 0.02),
+    "cut off": (lambda full: nn.init.trunc_normal_(full, std=1.0, a=-1.0, b=1.0), 0.5396),
+    "scaled": (lambda full: full.data.normal_().mul_(0.1).clamp_(-5, 5).add_(2.0), 0.1),
+    "written twice": (lambda full: (nn.init.xavier_uniform_(full), nn.init.normal_(full.data, std=0.3)), 0.3),
+    "a row of zeros": (padded, 0.02),
+    "ones": (lambda full: nn.init.ones_(full), 0.0),
+}
+"""Name → (a way to initialise a tensor, the standard deviation of its values)."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_part_has_the_values_of_the_whole(rule: str) -> None:
+    init, std = RULES[rule]
+    weights = Weights(3, lambda fqn, full, generator: init(full))
+    whole = torch.empty(SHAPE.numel())
+    weights.fill("w", SHAPE, whole)
+    drawn = weights.values_drawn
+    assert drawn in (SHAPE.numel(), 0), "a rule that is overwritten draws nothing"
+    assert whole.std().item() == pytest.approx(std, rel=0.02)
+    for ranks in (2, 3, 4):
+        rows = -(-SHAPE[0] // ranks)
+        for rank in range(ranks):
+            part = whole.view(SHAPE)[rank * rows : (rank + 1) * rows].flatten()
+            weights.values_drawn = 0
+            mine = torch.empty_like(part)
+            weights.fill("w", SHAPE, mine, rank * rows * SHAPE[1])
+            assert torch.equal(mine, part)
+            assert weights.values_drawn <= (part.numel() + 2 * CHUNK if drawn else 0)
+    if rule == "a row of zeros":
+        assert not whole.view(SHAPE)[400].any()
+        assert whole.view(SHAPE)[399].all()
+
+
+def test_chunks_names_and_seeds_are_independent() -> None:
+    drawn = {}
+    for seed, name in ((1, "a"), (1, "b"), (2, "a")):
+        out = torch.empty(4 * CHUNK)
+        Weights(seed, lambda fqn, full, generator: full.normal_()).fill(name, out.shape, out)
+        drawn |= {(seed, name, i): chunk for i, chunk in enumerate(out.view(4, CHUNK))}
+    together = torch.stack(list(drawn.values()))
+    assert (torch.corrcoef(together) - torch.eye(12)).abs().max() < 6 / CHUNK**0.5
+
+
+@pytest.mark.parametrize(
+    ("init", "why"),
+    [
+        (lambda full: nn.init.orthogonal_(full), "aten.normal_ for another tensor"),
+        (lambda full: full.copy_(torch.linspace(0, 1, full.numel()).view_as(full)), "aten.copy_"),
+        (lambda full: (full.normal_(), full[:, 3].zero_()), "aten.zero_"),
+        (lambda full: full.numpy(), "numpy"),
+        (lambda full: full.normal_() if full.sum() == 0 else None, "aten.sum"),
+        (lambda full: full[:5].normal_(), "does not write the whole tensor"),
+    ],
+)
+def test_a_call_that_cannot_be_cut_is_named(init: Callable[[torch.Tensor], object], why: str) -> None:
+    with pytest.raises(Uncut, match=why):
+        record(SHAPE, init)
+
+
+def test_what_cannot_be_cut_is_drawn_whole_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def init(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        nn.init.orthogonal_(full, generator=generator)
+
+    weights, whole, part = Weights(0, init), torch.empty(SHAPE.numel()), torch.empty(1000)
+    weights.fill("turned", SHAPE, whole)
+    weights.fill("turned", SHAPE, part, 5000)
+    weights.fill("other", SHAPE, part, 5000)
+    weights.fill("turned", SHAPE, part, 5000)
+    assert torch.equal(part, whole[5000:6000])
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        "turned, and each parameter like it, is drawn whole on every rank: its initialisation calls aten.normal_ for "
+        "another tensor"
+    ]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), SHAPE])
+def test_a_parameter_that_nothing_fills_is_refused(shape: tuple[int, ...]) -> None:
+    weights = Weights(0, lambda fqn, full, generator: full[1:].normal_())
+    with pytest.raises(ConfigError, match="nothing initialises w"):
+        weights.fill("w", torch.Size(shape), torch.empty(2))
+
+
+def test_nothing_is_drawn_for_weights_that_are_loaded() -> None:
+    weights, out = Weights(0, lambda *_: pytest.fail("drawn"), False), torch.ones(6)
+    weights.fill("w", SHAPE, out, 6)
+    assert not out.any()
+
+
+class Odd(nn.Module):
+    """Reads, copies and shares large tensors in its constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(600, 600)
+        self.mean = self.first.weight.mean().item()
+        self.numbers = nn.Parameter(torch.randn(600, 600) * 0.02)
+        self.second, self.third = nn.Linear(600, 600), nn.Linear(600, 600)
+        self.third.weight.data = self.second.weight.data
+        self.fourth = nn.Linear(600, 600)
+        self.seen = self.fourth.weight.data
+        self.fifth, self.zeros = nn.Linear(600, 600), nn.Parameter(torch.zeros(600, 600))
+        self.register_buffer("table", torch.rand(600, 600))
+        self.listed = torch.full((600, 600), 2.0).numpy().sum() + torch.ones(600, 600).numpy().sum()
+
+
+def test_a_constructor_that_uses_its_values_gets_them() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model, again = (Weights(1).build(Odd, None) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.mean == model.first.weight.mean().item() != 0
+    assert model.third.weight.data_ptr() == model.second.weight.data_ptr()
+    assert model.seen.data_ptr() == model.fourth.weight.data_ptr()
+    assert model.listed == 3 * 600 * 600
+    assert not model.zeros.any()
+    assert model.table.mean().item() == pytest.approx(0.5, abs=0.01)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+        if value.dim() == 2 and name not in ("zeros", "table"):
+            std = 0.02 if name == "numbers" else (3 * 600) ** -0.5
+            assert value.std().item() == pytest.approx(std, rel=0.02), name
+
+
+def test_on_meta_are_the_large_parameters_that_nothing_else_holds() -> None:
+    whole, weights = Weights(1).build(Odd, None), Weights(1)
+    model = weights.build(Odd, None, on_meta=True)
+    assert all(param.is_meta for param in model.parameters())
+    assert weights.values_drawn == 6 * 600 * 600, "all but the fifth's and the zeros"
+    for fqn, param in model.named_parameters():
+        out = torch.empty(param.numel())
+        weights.fill(fqn, param.shape, out)
+        assert torch.equal(out, whole.get_parameter(fqn).flatten()), fqn
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, whole.get_buffer(name)), name
+
+
+def test_a_module_that_is_built_already_is_left_alone() -> None:
+    built = Layers()
+    before = {name: value.clone() for name, value in built.state_dict().items()}
+    weights = Weights(1)
+    assert weights.build(lambda: built, None, on_meta=True) is built
+    assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
+    assert weights.values_drawn == 0
+
+
+def whole(ranks: list[dict[str, Any]], case: str) -> dict[str, np.ndarray]:
+    """Each parameter, put together from the parts that ranks hold."""
+    out: dict[str, np.ndarray] = {}
+    for name in {name for rank in ranks for name in rank[case]["parts"]}:
+        parts = [rank[case]["parts"][name] for rank in ranks if name in rank[case]["parts"]]
+        out[name] = np.concatenate([values for _, values in sorted({s: v for s, v in parts if len(v)}.items())])
+    return out
+
+
+@pytest.fixture(scope="module")
+def one() -> list[dict[str, Any]]:
+    return run_ranks(1, "tests.parallel.drawing:held", strategies=["single"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("world", "strategies"),
+    [
+        (2, ["ddp", "fsdp", "zero3"]),
+        pytest.param(4, ["fsdp", "hsdp", "zero1", "zero2", "zero3"], marks=pytest.mark.slow),
+    ],
+)
+def test_values_are_those_of_one_process(one: list[dict[str, Any]], world: int, strategies: list[str]) -> None:
+    ranks = run_ranks(world, "tests.parallel.drawing:held", strategies=strategies)
+    for strategy in strategies:
+        for case in ("drawn", "built"):
+            found, wanted = whole(ranks, f"{strategy} {case}"), whole(one, f"single {case}")
+            assert found.keys() == wanted.keys()
+            for name, values in found.items():
+                np.testing.assert_array_equal(values, wanted[name], err_msg=f"{strategy} {case} {name}")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_of_fsdp_draws_and_holds_its_share(world: int) -> None:
+    for rank in run_ranks(world, "tests.parallel.drawing:wide", strategy="fsdp"):
+        for found in rank.values():
+            assert found["peak"] < 80e6 * 4 / world / 2**20 + MIB_BESIDE
+            assert found["drawn"] <= 80 / world + 2 * CHUNK / 1e6
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_ranks_of_other_engines_share_the_drawing(strategy: str) -> None:
+    for rank in run_ranks(2, "tests.parallel.drawing:wide", strategy=strategy):
+        assert rank["drawn"]["drawn"] <= 40 + 2 * CHUNK / 1e6
