@@ -195,7 +195,7 @@ class MemoryLedger:
 
         Args:
             step_time_s: seconds of the whole step.
-            data_wait_s: seconds of it spent waiting for data.
+            data_wait_s: seconds of it that reading data kept the device waiting.
             busy_s: seconds without waiting for other ranks, which reveal slow ranks. Default: `step_time_s`.
         """
         self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))

@@ -20,38 +20,26 @@ MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
 
 
-class HostValue:
-    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = value.detach()
-        if value.device.type == "cuda":
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._host.copy_(value.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def item(self) -> float:
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._host)
-
-
 class Mark:
     """A moment: on a GPU the end of all work issued so far, else now. `later - earlier` is in seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
         self._time = time.perf_counter()
-        if device.type == "cuda":
+        self._is_past = device.type != "cuda"
+        if not self._is_past:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> Mark:
         """Wait until the moment has come; returns this mark."""
-        if self._event is not None:
+        if not self._is_past:
             self._event.synchronize()
+        return self.past()
+
+    def past(self) -> Mark:
+        """Note that the moment has come, since a later one has: `wait` does not ask again. Returns this mark."""
+        self._is_past = True
         return self
 
     def __sub__(self, earlier: Mark) -> float:
@@ -60,8 +48,28 @@ class Mark:
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
+class HostValue:
+    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work.
+
+    Attributes:
+        arrived: the moment at which the value is on the host.
+    """
+
+    def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
+        """`device`: where `arrived` is taken, if not on the value's device."""
+        self._host = value.detach()
+        if value.device.type == "cuda":
+            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value.detach(), non_blocking=True)
+        self.arrived = Mark(device or value.device)
+
+    def item(self) -> float:
+        self.arrived.wait()
+        return float(self._host)
+
+
 class Stopwatch:
-    """Seconds that a device spends on a recurring task; reading waits only for the last `stop`."""
+    """Seconds that a device spends on a recurring task, once the last `stop` is past."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,8 +78,9 @@ class Stopwatch:
     def start(self) -> None:
         self._began = Mark(self._device)
 
-    def stop(self) -> None:
-        self._spans.append((self._began, Mark(self._device)))
+    def stop(self, at: Mark | None = None) -> None:
+        """Stop at a mark (default: now)."""
+        self._spans.append((self._began, at or Mark(self._device)))
 
     def seconds(self) -> float:
         self._spans[-1][1].wait()
@@ -84,15 +93,18 @@ class StepOutput:
 
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
-        grad_norm: global gradient norm before clipping.
+        grad_norm: global gradient norm before clipping; it arrives at the end of the update.
         forward: time in forward over all micro-batches.
-        ended: the end of the update.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
     forward: Stopwatch
-    ended: Mark
+
+    @property
+    def ended(self) -> Mark:
+        """The end of the update."""
+        return self.grad_norm.arrived
 
 
 def train_step(
@@ -109,8 +121,8 @@ def train_step(
     loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
     ledger.sample_state(strategy)
     with ledger.phase("step"):
-        grad_norm = HostValue(strategy.step(max_norm))
-    return StepOutput(loss_sum, grad_norm, forward, Mark(device))
+        grad_norm = HostValue(strategy.step(max_norm), device)
+    return StepOutput(loss_sum, grad_norm, forward)
 
 
 def accumulate(
@@ -140,7 +152,9 @@ def accumulate(
                 total += loss.detach() * weight
                 if index == len(micro_batches) - 1:
                     loss_sum = HostValue(total)
-                forward.stop()
+                    forward.stop(loss_sum.arrived)
+                else:
+                    forward.stop()
             with ledger.phase("backward"):
                 strategy.backward(loss * (weight * scale))
                 del loss
