@@ -26,7 +26,7 @@ from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
-from ..strategies.step import Mark, StepOutput, train_step
+from ..strategies.step import Mark, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task
 from . import checks, directory
@@ -62,6 +62,7 @@ class _Taken:
     """A step that the device may still work on, with the data for its record and for tracing a bad norm.
 
     `waits`: when the host began to read data, and when it had them; both lie between the ends of two updates.
+    `gathers`: forward's waits for other ranks.
     """
 
     step: int
@@ -71,6 +72,7 @@ class _Taken:
     lr: float
     waits: list[tuple[Mark, Mark]]
     pauses: dict[str, float]
+    gathers: Stopwatch | None
     loss: float = math.nan
 
 
@@ -280,11 +282,14 @@ class Trainer:
             self.step += 1
             unmoved = None if self._moved else self._fingerprint()
             lr = self._set_lr()
-            self.job.ledger.begin_step(self.step, due=self._gather_due())
+            self.job.ledger.begin_step(self.step, due=self._gather_due(self.step))
             self.watchdog.beat(self.step, "forward")
-            out = self._train_step(batch, targets)
+            with self.job.calls.waits.watching(
+                self._gather_due(self.step) or self._gather_due(self.step + 1)
+            ) as gathers:
+                out = self._train_step(batch, targets)
             self.watchdog.beat(self.step, "data and reduction")
-            taken, waits = _Taken(self.step, out, batch, targets, lr, waits, pauses), []
+            taken, waits = _Taken(self.step, out, batch, targets, lr, waits, pauses, gathers), []
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
                 batch = next(self.loader)
                 waits.append((out.ended, Mark(self.world.device)))
@@ -298,7 +303,7 @@ class Trainer:
             taken.loss, targets, pauses = loss, next_targets, {}
             if self._may_be_late():  # it ends with its update, before the data came
                 late = taken
-                if self._gather_due():
+                if self._gather_due(self.step):
                     self._gather_memory()
                 continue
             taken.waits += waits
@@ -308,7 +313,7 @@ class Trainer:
             if self.step == self.first_step:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
-            if self._gather_due():
+            if self._gather_due(self.step):
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
                 with self._pause(record, "eval_s"):
@@ -356,7 +361,7 @@ class Trainer:
         step_time, self._lap = ended - self._lap, ended
         # On a GPU that still worked on the step before, reading data costs nothing.
         wait = sum(had - began for began, had in taken.waits)
-        self.job.ledger.time_step(step_time, wait, wait + taken.out.forward.seconds())
+        self.job.ledger.time_step(step_time, wait, wait + taken.out.busy_s(taken.gathers))
         self.tokens_total += int(taken.targets)
         record = {
             "step": taken.step, "loss": taken.loss, "grad_norm": norm, "lr": taken.lr, "tokens": int(taken.targets),
@@ -476,10 +481,8 @@ class Trainer:
             group["lr"] = lr
         return lr
 
-    def _gather_due(self) -> bool:
-        return (
-            self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
-        )
+    def _gather_due(self, step: int) -> bool:
+        return step == 1 or step % self.config.memory.interval == 0 or step == self.config.train.max_steps
 
     def _gather_memory(self) -> None:
         self.job.ledger.staging_bytes = self.checkpoints.staging_bytes

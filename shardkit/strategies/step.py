@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ..errors import ConfigError
 from ..memory.phases import Phases
 from . import Strategy
 
+Loss = TypeVar("Loss")
 MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
 
@@ -83,8 +85,55 @@ class Stopwatch:
         self._spans.append((self._began, at or Mark(self._device)))
 
     def seconds(self) -> float:
-        self._spans[-1][1].wait()
+        for _, end in self._spans[-1:]:
+            end.wait()
         return float(sum(end - begin for begin, end in self._spans))
+
+
+class GatherWaits:
+    """Seconds that forward waits for other ranks, where an engine gathers parameters before a module's forward.
+
+    A watched step has two more hooks on each such module: before the engine's own and after it.
+
+    Args:
+        modules: the modules whose parameters are gathered; empty if the engine gathers none in forward, `None` if the
+            waits cannot be told from forward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] | None, device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._in_forward = False
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """`loss`, whose calls are forward: what backward computes again does not count."""
+
+        def counted(*args: Any) -> Loss:
+            self._in_forward = True
+            try:
+                return loss(*args)
+            finally:
+                self._in_forward = False
+
+        return counted
+
+    @contextmanager
+    def watching(self, due: bool) -> Iterator[Stopwatch | None]:
+        """Watch the step inside if it is due or costs nothing; yields the stopwatch of the waits, or `None`."""
+        if self._modules is None or (self._modules and not due):
+            yield None
+            return
+        waits = Stopwatch(self._device)
+
+        def edge(turn: Callable[[], None]) -> Callable[..., None]:
+            return lambda *_: turn() if self._in_forward else None
+
+        hooks = [module.register_forward_pre_hook(edge(waits.start), prepend=True) for module in self._modules]
+        hooks += [module.register_forward_pre_hook(edge(waits.stop)) for module in self._modules]
+        try:
+            yield waits
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @dataclass(frozen=True)
@@ -100,6 +149,10 @@ class StepOutput:
     loss_sum: HostValue
     grad_norm: HostValue
     forward: Stopwatch
+
+    def busy_s(self, waits: Stopwatch | None) -> float:
+        """Seconds of forward that this rank did not wait for others; NaN if its waits are not known."""
+        return math.nan if waits is None else self.forward.seconds() - waits.seconds()
 
     @property
     def ended(self) -> Mark:
