@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from shardkit.hardware import speed
 from shardkit.hardware.cards import gpu_peak_flops
 from shardkit.memory.rows import RankRow
 from shardkit.memory.spread import summary
@@ -89,3 +91,16 @@ def test_a_card_that_is_slower_is_named(strategy: str, tmp_path: Any) -> None:
         assert [slow.name.partition("@")[0] for slow in summary(rows).stragglers] == ["1"]
         # Its own kernels; an engine's copies between gathered parameters and the network's buffers count as waiting.
         assert rows[1].busy_s == pytest.approx(found["forward"][-1] * kernel_us[1] / 1e6, rel=0.1)
+
+
+def speeds() -> list[float]:
+    device = torch.device("cuda", 0)
+    return [speed.operator_seconds(device), *(speed.matmul_flops(device, kind) for kind in ("bf16", "fp32"))]
+
+
+def test_calibration_finds_the_durations() -> None:
+    kernel_us, product_us = 200_000, 400_000
+    env = {"EMUCUDA_KERNEL_US": str(kernel_us), "EMUCUDA_GEMM_US": str(product_us)}
+    operator, *products = call(speeds, EMUCUDA_COMPUTE="0", **env)
+    assert operator == pytest.approx(kernel_us / 1e6, rel=EXACT)
+    assert products == pytest.approx([2 * 8192**3 / (product_us / 1e6)] * 2, rel=EXACT)
