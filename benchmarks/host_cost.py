@@ -1,9 +1,8 @@
-"""The host's cost of a step on CUDA: shardkit beside the shortest hand-written loop, on emulated cards that compute nothing.
+"""The host's cost of a step on CUDA: shardkit beside the shortest hand-written loop, on cards that compute nothing.
 
-`EMUCUDA=1 EMUCUDA_DEVICES=2 .venv-cuda/bin/python -m benchmarks.host_cost` (after `make test-cuda`). Both train the same
-355M model in bf16 in one process, step by step in turns. Counted are the calls of CUDA's runtime; measured is the
-process's processor time, which other processes of the machine do not enter; and, on kernels of a given duration, the
-time of a step by the card's clock.
+`EMUCUDA=1 EMUCUDA_DEVICES=2 .venv-cuda/bin/python -m benchmarks.host_cost` (after `make test-cuda`). Both train the
+same 355M model in bf16 in one process, step by step in turns. Counted are the calls of CUDA's runtime; measured is the
+process's processor time. `--clock` measures steps on kernels of a given duration by the card's clock.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from . import bare
-from .common import RESULTS, environment, median_ci, write_result
+from .common import RESULTS, median_ci, write_result
 from .overhead import write_tokens
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
@@ -40,26 +39,28 @@ VIRTUAL = {"EMUCUDA_KERNEL_US": "40", "EMUCUDA_GEMM_US": "600"}
 Step = Callable[[], None]
 
 
-def settings(engine: str, tokens: str, folder: str, steps: int, preset: str = "355m") -> dict[str, Any]:
+def settings(engine: str, tokens: str, folder: str, steps: int) -> dict[str, Any]:
     return {
-        "model.preset": preset, "parallel.strategy": engine, "run.dir": folder, "run.device": "cuda",
+        "model.preset": "355m", "parallel.strategy": engine, "run.dir": folder, "run.device": "cuda",
         "precision.mode": "bf16", "activation.policy": "none", "train.seq_len": SEQ, "train.micro_batch_size": MICRO,
         "train.grad_accum_steps": 1, "train.max_norm": bare.MAX_NORM, "train.max_steps": steps, "train.eval_batches": 0,
         "checkpoint.at_end": False, "checkpoint.every_steps": None, "memory.interval": GATHER, "memory.plan": False,
-        "data.path": tokens, "data.shuffle": False, "optim.lr": bare.LR, "optim.schedule": "constant", "optim.weight_decay": bare.WEIGHT_DECAY,
+        "data.path": tokens, "data.shuffle": False, "optim.lr": bare.LR, "optim.schedule": "constant",
+        "optim.weight_decay": bare.WEIGHT_DECAY,
     }  # fmt: skip
 
 
-def batches(tokens: str, rank: int, world: int) -> Iterator[tuple[Any, Any]]:
+def batches(tokens: str, train: Any, rank: int, world: int) -> Iterator[tuple[Any, Any]]:
     """This rank's micro-batches in file order, in pinned memory."""
     import numpy as np
     import torch
 
     stream = np.memmap(tokens, dtype=np.uint16, mode="r")
-    for first in itertools.count(rank * MICRO, world * MICRO):
-        rows = [stream[row * SEQ : (row + 1) * SEQ + 1] for row in range(first, first + MICRO)]
-        whole = torch.from_numpy(np.stack(rows).astype(np.int64)).pin_memory()
-        yield whole[:, :-1], whole[:, 1:]
+    micro, seq = train.micro_batch_size, train.seq_len
+    for first in itertools.count(rank * micro, world * micro):
+        rows = [stream[row * seq : (row + 1) * seq + 1] for row in range(first, first + micro)]
+        whole = torch.from_numpy(np.stack(rows).astype(np.int64))
+        yield whole[:, :-1].contiguous().pin_memory(), whole[:, 1:].contiguous().pin_memory()
 
 
 def hand_written(engine: str, config: Any, tokens: str) -> Step:
@@ -73,7 +74,9 @@ def hand_written(engine: str, config: Any, tokens: str) -> Step:
     with torch.device("meta"):
         model = load_task(config).build_model()
     model = model.to_empty(device=device)
-    data = batches(tokens, dist.get_rank(), dist.get_world_size())
+    for param in model.parameters():
+        param.detach().normal_(std=0.02)
+    data = batches(tokens, config.train, dist.get_rank(), dist.get_world_size())
     if engine == "zero2":
         return _deepspeed(model, data, device)
     autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16)
@@ -124,17 +127,19 @@ def _deepspeed(model: Any, data: Iterator[Any], device: Any) -> Step:
     return step
 
 
-def measured(engine: str, tokens: str, folder: str, turns: int) -> dict[str, Any]:
-    """One rank: calls, processor seconds and seconds by the card's clock of each step, by arm."""
-    import emucuda
-    import torch
+def measured(
+    engine: str, tokens: str, folder: str, turns: int, changes: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """One rank: calls and processor seconds of steps, or seconds by the card's clock; by arm.
 
+    `changes`: other settings than the benchmark's.
+    """
     from shardkit.config.load import load_config
     from shardkit.run.job import start
     from shardkit.run.trainer import Trainer
 
-    loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + 3))
-    found: dict[str, Any] = {}
+    virtual = "EMUCUDA_KERNEL_US" in os.environ
+    loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + 3) | dict(changes or {}))
     with start(loaded) as job:
         trainer = Trainer(job)
         trainer._moved = True  # nothing is computed, so no weight moves
@@ -142,29 +147,31 @@ def measured(engine: str, tokens: str, folder: str, turns: int) -> dict[str, Any
         arms: dict[str, Callable[[], Any]] = {
             "shardkit": lambda: next(records), "hand-written": hand_written(engine, loaded.config, tokens)
         }  # fmt: skip
-        by_arm: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         gc.collect()
         gc.disable()  # what it frees, and when, is not the step's doing
-        virtual = "EMUCUDA_KERNEL_US" in os.environ
-        for turn in range(WARM + turns):
-            for name in sorted(arms, reverse=turn % 2 == 0):
-                if virtual:
-                    continue
-                torch.cuda.synchronize()
-                spent = time.process_time()
-                with emucuda.counting() as calls:
-                    arms[name]()
-                spent = time.process_time() - spent
-                if turn >= WARM:
-                    by_arm[name].append({"cpu_s": spent, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
-        found["arms"] = {name: _typical(steps) for name, steps in by_arm.items() if steps}
-        if virtual:
-            found["arms"] = {name: _on_the_clock(arm, turns) for name, arm in arms.items()}
+        found = {n: _on_the_clock(arm, turns) for n, arm in arms.items()} if virtual else _in_turns(arms, turns)
         gc.enable()
         records.close()  # type: ignore[attr-defined]
         arms.clear()
     gc.collect()
     return found
+
+
+def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, dict[str, Any]]:
+    """Calls and processor seconds of each arm's steps; the first arm alternates."""
+    import emucuda
+    import torch
+
+    by_arm: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for turn in range(WARM + turns):
+        for name in sorted(arms, reverse=turn % 2 == 0):
+            torch.cuda.synchronize()
+            spent = time.process_time()
+            with emucuda.counting() as calls:
+                arms[name]()
+            spent = time.process_time() - spent
+            by_arm[name].append({"cpu_s": spent, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
+    return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
 
 
 def _typical(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,31 +200,25 @@ def _on_the_clock(step: Callable[[], Any], turns: int) -> dict[str, Any]:
     return {"step_s": begin.elapsed_time(end) / 1e3 / turns, "busy_s": busy / turns}
 
 
-def measure(engine: str, turns: int) -> dict[str, Any]:
+def ranks(engine: str, turns: int, **env: str) -> dict[str, Any]:
+    """Rank 0's `measured`."""
     from tests.ranks import run_ranks
 
-    env = {"EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G", "DEEPSPEED_LOG_LEVEL": "error"}
-    os.environ.update(env)  # read when Python starts
+    os.environ.update({"EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G", "DEEPSPEED_LOG_LEVEL": "error", **env})
     with tempfile.TemporaryDirectory() as folder:
-        target, world = "benchmarks.host_cost:measured", ENGINES[engine]
-        given: dict[str, Any] = {"gpu": True, "timeout": 570, "engine": engine}
-        counted = run_ranks(world, target, tokens=write_tokens(Path(folder)), folder=f"{folder}/run", turns=turns, **given)[0]
-        arms = counted["arms"]
-        added = [a - b for a, b in zip(arms["shardkit"]["cpu_s"], arms["hand-written"]["cpu_s"], strict=True)]
-        found = {"measured": {k: environment()[k] for k in ("commit", "date")}, "ranks": world, "arms": arms,
-                 "added_ms": [1e3 * value for value in median_ci(added)]}  # fmt: skip
-    return found
+        given = {"engine": engine, "tokens": write_tokens(Path(folder)), "folder": f"{folder}/run", "turns": turns}
+        found = run_ranks(ENGINES[engine], "benchmarks.host_cost:measured", gpu=True, timeout=570, **given)
+    return dict(found[0])
+
+
+def counted(engine: str, turns: int) -> dict[str, Any]:
+    arms = ranks(engine, turns)
+    added = [a - b for a, b in zip(arms["shardkit"]["cpu_s"], arms["hand-written"]["cpu_s"], strict=True)]
+    return {"ranks": ENGINES[engine], "arms": arms, "added_ms": [1e3 * value for value in median_ci(added)]}
 
 
 def on_the_clock(engine: str, turns: int) -> dict[str, Any]:
-    from tests.ranks import run_ranks
-
-    os.environ.update(VIRTUAL)
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, Any] = {"gpu": True, "timeout": 570, "engine": engine}
-        tokens, target = write_tokens(Path(folder)), "benchmarks.host_cost:measured"
-        found = run_ranks(ENGINES[engine], target, tokens=tokens, folder=f"{folder}/run", turns=turns, **given)
-    arms = found[0]["arms"]
+    arms = ranks(engine, turns, **VIRTUAL)
     return {"durations_us": VIRTUAL, "arms": arms, "ratio": arms["shardkit"]["step_s"] / arms["hand-written"]["step_s"]}
 
 
@@ -232,10 +233,8 @@ def main() -> None:
     path = RESULTS / "host_cost.json"
     engines: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
     for engine in args.engines:
-        if args.clock:
-            engines.setdefault(engine, {})["clock"] = on_the_clock(engine, args.turns)
-        else:
-            engines[engine] = engines.get(engine, {}) | measure(engine, args.turns)
+        found = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
+        engines[engine] = engines.get(engine, {}) | found
         print(engine, json.dumps(engines[engine]), flush=True)
         write_result("host_cost", {"goals": GOALS, "device": "emulated", "engines": engines})
 

@@ -360,7 +360,7 @@ class Trainer:
                 )  # fmt: skip
         step_time, self._lap = ended - self._lap, ended
         # On a GPU that still worked on the step before, reading data costs nothing.
-        wait = sum(had - began for began, had in taken.waits)
+        wait = sum((had - began for began, had in taken.waits), 0.0)
         self.job.ledger.time_step(step_time, wait, wait + taken.out.busy_s(taken.gathers))
         self.tokens_total += int(taken.targets)
         record = {
