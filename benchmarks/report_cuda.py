@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import machine, paragraph, table
+from .markdown import interval, machine, paragraph, table
 
 MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
 TITLES = {
@@ -38,6 +38,52 @@ def cuda_parity(result: dict[str, Any]) -> str:
         parts += ["", f"**{TITLES[name]}**: {said}", ""]
         parts += [_table(rows), *(f"\n- {text[:300]}" for text in wrong)]
     return "\n".join([*parts, "", machine(result["environment"]), ""])
+
+
+def host_cost(result: dict[str, Any]) -> str:
+    goals = result["goals"]
+    text = paragraph(
+        "`python -m benchmarks.host_cost`, on an **emulated** card that computes nothing: the same 355M model in bf16, "
+        "shardkit's whole trainer and the shortest hand-written loop in turns in one process. Cells give the calls of "
+        "CUDA's runtime in one step, shardkit / hand-written, without steps that gather memory. The hand-written loop "
+        "reads no loss. shardkit waits for one event a step, the loss, which every line of `metrics.jsonl` has; "
+        "backward and update are still queued then. Its further launches are the loss's sum over micro-batches and "
+        "the check that the norm is finite. Added: median processor time of the host, shardkit's step less the "
+        f"hand-written one (goal ≤ {goals['added_ms']:g} ms)."
+    )
+    named = {
+        "device syncs": ["device_sync"], "stream syncs": ["stream_sync"], "event waits": ["event_sync"],
+        "blocking copies": ["copy_blocking"], "pageable copies": ["copy_pageable"], "launches": ["launch", "gemm"],
+        "allocations": ["malloc", "free", "mem_create", "mem_map", "host_alloc"],
+    }  # fmt: skip
+    rows = []
+    for engine, found in result["engines"].items():
+        ours, theirs = (found["arms"][arm]["calls"] for arm in ("shardkit", "hand-written"))
+        counts = [
+            " / ".join(str(sum(arm.get(n, 0) for n in names)) for arm in (ours, theirs)) for names in named.values()
+        ]
+        rows.append([f"{engine}@{found['ranks']}", *counts, interval(found["added_ms"], 1)])
+    parts = ["## The host's cost of a step on CUDA", "", text, ""]
+    parts += [table(["engine@ranks", *named, "added, ms"], rows), ""]
+    clocks = {engine: found["clock"] for engine, found in result["engines"].items() if "clock" in found}
+    if clocks:
+        said = ", ".join(
+            f"{engine} {clock['ratio']:.4f} (queue empty for {100 * empty(clock):.2f} % of the step)"
+            for engine, clock in clocks.items()
+        )
+        durations = next(iter(clocks.values()))["durations_us"]
+        kernel, product = durations["EMUCUDA_KERNEL_US"], durations["EMUCUDA_GEMM_US"]
+        parts += [paragraph(
+            f"With kernels of {kernel} µs and products of {product} µs, time of a step over the hand-written loop's by "
+            f"the card's clock (goal ≤ {goals['ratio']}): {said}."
+        ), ""]  # fmt: skip
+    return "\n".join([*parts, machine(result["environment"]), ""])
+
+
+def empty(clock: dict[str, Any]) -> float:
+    """The share of shardkit's step in which the card's queue was empty; on one stream."""
+    ours = clock["arms"]["shardkit"]
+    return max(0.0, 1 - ours["busy_s"] / ours["step_s"])
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -195,8 +196,9 @@ class MemoryLedger:
 
         Args:
             step_time_s: seconds of the whole step.
-            data_wait_s: seconds of it spent waiting for data.
-            busy_s: seconds without waiting for other ranks, which reveal slow ranks. Default: `step_time_s`.
+            data_wait_s: seconds of it that reading data kept the device waiting.
+            busy_s: seconds without waiting for other ranks, which reveal slow ranks; NaN if they are not known of this
+                step. Default: `step_time_s`.
         """
         self._step_times.append((step_time_s, data_wait_s, step_time_s if busy_s is None else busy_s))
 
@@ -230,8 +232,7 @@ class MemoryLedger:
         """This rank's row as a gather would send it now."""
         device, host = self._phases.overall()
         uss, children, on_card = self._slow_probes()
-        n_steps = len(self._step_times)
-        times = [sum(values) / n_steps for values in zip(*self._step_times, strict=True)] if n_steps else [None] * 3
+        times = [_mean(values) for values in zip(*self._step_times, strict=True)] or [None] * 3
         return RankRow(
             identity=self._identities[self.rank],
             step_time_s=times[0],
@@ -308,6 +309,12 @@ class MemoryLedger:
             ended = time.perf_counter()
             self._slow_next = ended + (ended - began) / SLOW_PROBE_SHARE
         return self._slow
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Mean of the values that are known."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
 
 
 class _ModuleState:

@@ -109,7 +109,8 @@ class RankRow:
     """One rank at one gather; times are means over the steps since the last one.
 
     Attributes:
-        busy_s: time in forward and waiting for data: the rank's own work; a whole step includes waiting for others.
+        busy_s: time in forward and waiting for data, without waiting for other ranks: the rank's own work; a whole step
+            includes waiting for others.
     """
 
     identity: Identity

@@ -63,6 +63,8 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks in fp64 on the bookkeeping group; one collective."""
+        if self.size == 1:
+            return [float(v) for v in values]
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.control_group)
         return [float(v) for v in total]

@@ -28,7 +28,7 @@ from ..parallel.blocks import chosen_by_data
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
-from ..strategies.step import HostValue, MicroBatch, accumulate, one_number
+from ..strategies.step import GatherWaits, HostValue, MicroBatch, accumulate, one_number
 
 SHOWN = 4
 FIRST_STEPS = 2
@@ -48,6 +48,7 @@ class BlockCalls:
 
     Attributes:
         blocks: the model's repeated blocks.
+        waits: the waits of forward for gathered parameters.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
@@ -63,6 +64,9 @@ class BlockCalls:
         self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
         self._same_uses = not alone and not config.parallel.find_unused
         sharded = [module for module in model.modules() if _is_fsdp(type(module))]
+        gathering = [*model.modules()] if self._strategy == "zero3" else sharded
+        unknown = config.compile.enabled and bool(gathering) and not alone  # hooks would be compiled with the blocks
+        self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
         self._may_differ = chosen_by_data(model, blocks) if sharded and _fsdp_reduces_unused() else set[str]()
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks: list[Any] = []
@@ -165,7 +169,7 @@ class BlockCalls:
                 self._compare_uses(found)
             return found
 
-        return compared
+        return self.waits.around(compared)
 
     def _refuse_parts(self, error: RuntimeError | None) -> None:
         if self._counts_forwards and not self._forwards:

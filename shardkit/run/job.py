@@ -167,7 +167,8 @@ class Job:
                 "pass as many micro-batches as the config accumulates",
             )
         self.step_index += 1
-        self.ledger.begin_step(self.step_index)
+        due = self.ledger.due(self.step_index)
+        self.ledger.begin_step(self.step_index, due)
         counted = [(batch, n_targets(batch)) for batch in batches]
         micro = [(item, False) for item in counted]
         count = world.sum([float(sum(n for _, n in counted))])[0]
@@ -177,21 +178,16 @@ class Job:
             return loss * item[1] if reduction == "mean" else loss
 
         self._sums.expect([n for _, n in counted])
-        out = train_step(
-            self.strategy,
-            self.ledger,
-            micro,
-            self.calls.around(self._sums.around(summed)),
-            count,
-            world.size,
-            world.device,
-            config.train.max_norm,
-        )
+        with self.calls.waits.watching(due) as waits:
+            out = train_step(
+                self.strategy, self.ledger, micro, self.calls.around(self._sums.around(summed)), count, world.size,
+                world.device, config.train.max_norm,
+            )  # fmt: skip
         total, *called = world.sum([out.loss_sum.item(), *self.calls.flags()])
         self.calls.agree(*called)
         loss = total / max(count, 1.0)
         now = time.perf_counter()
-        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.forward.seconds())
+        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.busy_s(waits))
         self._last_step = now
         if not math.isfinite(loss):
             raise not_finite(world, self.step_index, out.loss_sum.item())

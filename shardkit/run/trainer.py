@@ -27,7 +27,7 @@ from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
-from ..strategies.step import Mark, StepOutput, train_step
+from ..strategies.step import Mark, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task
 from . import checks, directory
@@ -60,15 +60,20 @@ class Outcome:
 
 @dataclass
 class _Taken:
-    """A step that the device may still work on, with the data for its record and for tracing a bad norm."""
+    """A step that the device may still work on, with the data for its record and for tracing a bad norm.
+
+    `waits`: when the host began to read data, and when it had them; both lie between the ends of two updates.
+    `gathers`: forward's waits for other ranks.
+    """
 
     step: int
     out: StepOutput
     batch: StepBatch
     targets: float
     lr: float
-    wait: float
+    waits: list[tuple[Mark, Mark]]
     pauses: dict[str, float]
+    gathers: Stopwatch | None
     loss: float = math.nan
 
 
@@ -286,7 +291,8 @@ class Trainer:
         if self.step >= self.config.train.max_steps:
             return
         self._lap = Mark(self.world.device)
-        batch, wait = self._next_batch()
+        batch = next(self.loader)
+        waits = [(self._lap, Mark(self.world.device))]
         targets = self.world.sum([self._count(batch)])[0]
         pauses: dict[str, float] = {}
         late: _Taken | None = None
@@ -294,14 +300,17 @@ class Trainer:
             self.step += 1
             unmoved = None if self._moved else self._fingerprint()
             lr = self._set_lr()
-            self.job.ledger.begin_step(self.step, due=self._gather_due())
+            self.job.ledger.begin_step(self.step, due=self._gather_due(self.step))
             self.watchdog.beat(self.step, "forward")
-            out = self._train_step(batch, targets)
+            with self.job.calls.waits.watching(
+                self._gather_due(self.step) or self._gather_due(self.step + 1)
+            ) as gathers:
+                out = self._train_step(batch, targets)
             self.watchdog.beat(self.step, "data and reduction")
-            taken = _Taken(self.step, out, batch, targets, lr, wait, pauses)
+            taken, waits = _Taken(self.step, out, batch, targets, lr, waits, pauses, gathers), []
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
-                batch, next_wait = self._next_batch()
-                taken.wait += next_wait
+                batch = next(self.loader)
+                waits.append((out.ended, Mark(self.world.device)))
             loss, next_targets, stays_finite = self._agree(out, batch, targets)
             if late is not None:  # its update ended before this loss
                 yield self._finished(late, late.out.ended)
@@ -309,19 +318,20 @@ class Trainer:
                 raise not_finite(self.world, self.step, out.loss_sum.item())
             self._sums.judge("task.loss", "return the sum over the batch's targets (docs/tasks.md)")
             self.job.ledger.end_step(self.step)
-            taken.loss, targets, wait, pauses = loss, next_targets, 0.0, {}
-            if self._may_be_late():
+            taken.loss, targets, pauses = loss, next_targets, {}
+            if self._may_be_late():  # it ends with its update, before the data came
                 late = taken
-                if self._gather_due():
+                if self._gather_due(self.step):
                     self._gather_memory()
                 continue
-            late, record = None, self._finished(taken, Mark(self.world.device).wait())
+            taken.waits += waits
+            late, waits, record = None, [], self._finished(taken, Mark(self.world.device).wait())
             if unmoved is not None and not record.get("skipped"):
                 self._check_moved(unmoved, lr)
             if self.step == self.first_step:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
-            if self._gather_due():
+            if self._gather_due(self.step):
                 self._gather_memory()
             if self.val_data is not None and self._eval_due():
                 with self._pause(record, "eval_s"):
@@ -353,11 +363,12 @@ class Trainer:
         )
 
     def _finished(self, taken: _Taken, ended: Mark) -> dict[str, float]:
-        """The record of a step whose update is done.
+        """The record of a step whose end has come.
 
         Raises:
             TrainingError: the step's gradient is not finite.
         """
+        taken.out.ended.past()
         norm, config = taken.out.grad_norm.item(), self.config
         if not math.isfinite(norm) and config.precision.mode != "fp16":
             with self.watchdog.allowing(config.run.init_timeout_s):
@@ -366,11 +377,13 @@ class Trainer:
                     taken.batch.micro_batches, self.loss, taken.targets,
                 )  # fmt: skip
         step_time, self._lap = ended - self._lap, ended
-        self.job.ledger.time_step(step_time, taken.wait, taken.wait + taken.out.forward.seconds())
+        # On a GPU that still worked on the step before, reading data costs nothing.
+        wait = sum((had - began for began, had in taken.waits), 0.0)
+        self.job.ledger.time_step(step_time, wait, wait + taken.out.busy_s(taken.gathers))
         self.tokens_total += int(taken.targets)
         record = {
             "step": taken.step, "loss": taken.loss, "grad_norm": norm, "lr": taken.lr, "tokens": int(taken.targets),
-            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": taken.wait,
+            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
             "tokens_per_s": taken.targets / step_time, **taken.pauses,
         }  # fmt: skip
         self._note_scaling(record)
@@ -475,11 +488,6 @@ class Trainer:
         if self.world.is_main:
             append_jsonl(self.run_dir / "logs" / "checkpoints.jsonl", {**asdict(report), "path": str(report.path)})
 
-    def _next_batch(self) -> tuple[StepBatch, float]:
-        began = time.perf_counter()
-        batch = next(self.loader)
-        return batch, time.perf_counter() - began
-
     def _count(self, batch: StepBatch) -> float:
         counts = [0 if is_filler else self.task.n_targets(micro) for micro, is_filler in batch.micro_batches]
         self._sums.expect(counts)
@@ -491,10 +499,8 @@ class Trainer:
             group["lr"] = lr
         return lr
 
-    def _gather_due(self) -> bool:
-        return (
-            self.step == 1 or self.step % self.config.memory.interval == 0 or self.step == self.config.train.max_steps
-        )
+    def _gather_due(self, step: int) -> bool:
+        return step == 1 or step % self.config.memory.interval == 0 or step == self.config.train.max_steps
 
     def _gather_memory(self) -> None:
         self.job.ledger.staging_bytes = self.checkpoints.staging_bytes

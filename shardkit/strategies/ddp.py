@@ -69,6 +69,7 @@ class DDP(TorchStates):
         self._set_reduction()
         self.model, self._bare = self._wrapped, model
         self.optimizer = make_optimizer(model)
+        self._parameters = list(model.parameters())
 
     def _set_reduction(self) -> None:
         """Register a hook that averages a gradient bucket over ranks, if torch's own all-reduce will not do."""
@@ -96,7 +97,7 @@ class DDP(TorchStates):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
 
     @torch.no_grad()
     def weights_changed(self) -> None:

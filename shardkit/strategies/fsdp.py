@@ -76,6 +76,7 @@ class FSDP(TorchStates):
         self._wrapped = model
         self.model = self._bare = model
         self.optimizer = make_optimizer(model)
+        self._parameters = list(model.parameters())
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one."""
@@ -178,7 +179,7 @@ class FSDP(TorchStates):
     def step(self, max_norm: float | None) -> torch.Tensor:
         if self._used:
             self.forget_unused()
-        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()

@@ -42,6 +42,7 @@ class Single(TorchStates):
         autocast_forward(model, self._world.device, self._config.precision)
         self.model = self._bare = model
         self.optimizer = make_optimizer(model)
+        self._parameters = list(model.parameters())
         if self._config.optim.in_backward:
             self._update_in_backward(model)
 
@@ -73,4 +74,4 @@ class Single(TorchStates):
             norm = torch.stack(self._squared_norms).sum().sqrt()
             self._squared_norms.clear()
             return norm
-        return clip_and_step(self.model, self.optimizer, self._scaler, max_norm)
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)

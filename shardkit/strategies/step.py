@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,26 +17,9 @@ from ..errors import ConfigError
 from ..memory.phases import Phases
 from . import Strategy
 
+Loss = TypeVar("Loss")
 MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
-
-
-class HostValue:
-    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = value.detach()
-        if value.device.type == "cuda":
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._host.copy_(value.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def item(self) -> float:
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._host)
 
 
 class Mark:
@@ -44,14 +28,20 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
         self._time = time.perf_counter()
-        if device.type == "cuda":
+        self._is_past = device.type != "cuda"
+        if not self._is_past:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> Mark:
         """Wait until the moment has come; returns this mark."""
-        if self._event is not None:
+        if not self._is_past:
             self._event.synchronize()
+        return self.past()
+
+    def past(self) -> Mark:
+        """Note that the moment has come, since a later one has: `wait` does not ask again. Returns this mark."""
+        self._is_past = True
         return self
 
     def __sub__(self, earlier: Mark) -> float:
@@ -60,8 +50,28 @@ class Mark:
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
+class HostValue:
+    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work.
+
+    Attributes:
+        arrived: the moment at which the value is on the host.
+    """
+
+    def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
+        """`device`: where `arrived` is taken, if not on the value's device."""
+        self._host = value.detach()
+        if value.device.type == "cuda":
+            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._host.copy_(value.detach(), non_blocking=True)
+        self.arrived = Mark(device or value.device)
+
+    def item(self) -> float:
+        self.arrived.wait()
+        return float(self._host)
+
+
 class Stopwatch:
-    """Seconds that a device spends on a recurring task; reading waits only for the last `stop`."""
+    """Seconds that a device spends on a recurring task, once the last `stop` is past."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,12 +80,60 @@ class Stopwatch:
     def start(self) -> None:
         self._began = Mark(self._device)
 
-    def stop(self) -> None:
-        self._spans.append((self._began, Mark(self._device)))
+    def stop(self, at: Mark | None = None) -> None:
+        """Stop at a mark (default: now)."""
+        self._spans.append((self._began, at or Mark(self._device)))
 
     def seconds(self) -> float:
-        self._spans[-1][1].wait()
+        for _, end in self._spans[-1:]:
+            end.wait()
         return float(sum(end - begin for begin, end in self._spans))
+
+
+class GatherWaits:
+    """Seconds that forward waits for other ranks, where an engine gathers parameters before a module's forward.
+
+    A watched step has two more hooks on each such module: before the engine's own and after it.
+
+    Args:
+        modules: the modules whose parameters are gathered; empty if the engine gathers none in forward, `None` if the
+            waits cannot be told from forward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module] | None, device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._in_forward = False
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """`loss`, whose calls are forward: what backward computes again does not count."""
+
+        def counted(*args: Any) -> Loss:
+            self._in_forward = True
+            try:
+                return loss(*args)
+            finally:
+                self._in_forward = False
+
+        return counted
+
+    @contextmanager
+    def watching(self, due: bool) -> Iterator[Stopwatch | None]:
+        """Watch the step inside if it is due or costs nothing; yields the stopwatch of the waits, or `None`."""
+        if self._modules is None or (self._modules and not due):
+            yield None
+            return
+        waits = Stopwatch(self._device)
+
+        def edge(turn: Callable[[], None]) -> Callable[..., None]:
+            return lambda *_: turn() if self._in_forward else None
+
+        hooks = [module.register_forward_pre_hook(edge(waits.start), prepend=True) for module in self._modules]
+        hooks += [module.register_forward_pre_hook(edge(waits.stop)) for module in self._modules]
+        try:
+            yield waits
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @dataclass(frozen=True)
@@ -84,15 +142,22 @@ class StepOutput:
 
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
-        grad_norm: global gradient norm before clipping.
+        grad_norm: global gradient norm before clipping; it arrives at the end of the update.
         forward: time in forward over all micro-batches.
-        ended: the end of the update.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
     forward: Stopwatch
-    ended: Mark
+
+    def busy_s(self, waits: Stopwatch | None) -> float:
+        """Seconds of forward that this rank did not wait for others; NaN if its waits are not known."""
+        return math.nan if waits is None else self.forward.seconds() - waits.seconds()
+
+    @property
+    def ended(self) -> Mark:
+        """The end of the update."""
+        return self.grad_norm.arrived
 
 
 def train_step(
@@ -109,8 +174,8 @@ def train_step(
     loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
     ledger.sample_state(strategy)
     with ledger.phase("step"):
-        grad_norm = HostValue(strategy.step(max_norm))
-    return StepOutput(loss_sum, grad_norm, forward, Mark(device))
+        grad_norm = HostValue(strategy.step(max_norm), device)
+    return StepOutput(loss_sum, grad_norm, forward)
 
 
 def accumulate(
@@ -140,7 +205,9 @@ def accumulate(
                 total += loss.detach() * weight
                 if index == len(micro_batches) - 1:
                     loss_sum = HostValue(total)
-                forward.stop()
+                    forward.stop(loss_sum.arrived)
+                else:
+                    forward.stop()
             with ledger.phase("backward"):
                 strategy.backward(loss * (weight * scale))
                 del loss
@@ -163,14 +230,16 @@ def one_number(loss: Any) -> torch.Tensor:
 
 
 def clip_and_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
 ) -> torch.Tensor:
     """Unscale, clip the total 2-norm, update, drop gradients; returns the 0-d norm over all ranks before clipping.
+
+    `parameters`: all of the model's. A list, because walking through the modules takes a large model's host 1 ms.
 
     With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
     """
     scaler.unscale_(optimizer)
-    params = [p for p in model.parameters() if p.grad is not None]
+    params = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
     if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes 0.4 s to import
         norm = norm.full_tensor()

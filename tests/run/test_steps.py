@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +35,13 @@ class Task(gradients.Task):
         return super().loss(model, batch)
 
 
-def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[str, float]], float]:
-    """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6."""
+def timed(
+    folder: str, own_s: float = OWN_S, to_end: bool = False, **extra: Any
+) -> tuple[list[dict[str, float]], float]:
+    """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6.
+
+    `to_end`: with the save after the last step, of which no step's record tells.
+    """
     settings = gradients.settings("single", folder, "fine")
     settings |= {
         "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4, "train.eval_batches": 3,
@@ -48,6 +55,8 @@ def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[st
             took = time.perf_counter() - began  # up to the last record: nothing is recorded of what comes after it
             records.append(record)
             time.sleep(own_s)
+        if to_end:
+            took = time.perf_counter() - began
     gc.collect()
     return records, took
 
@@ -69,6 +78,24 @@ def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, st
     for record in records:
         assert 0 <= record["data_wait_s"] <= record["step_time_s"]
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
+
+
+def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
+    """A run and its resumption, each saved at its end: seconds by what was recorded, and from outside."""
+    found = []
+    for steps in (6, 12):
+        extra |= {"train.max_steps": steps, "checkpoint.at_end": True, "checkpoint.every_steps": 4}
+        records, took = timed(folder, 0.0, True, **extra, **{"run.resume": steps == 12})
+        saves = [json.loads(line) for line in (Path(folder) / "logs" / "checkpoints.jsonl").read_text().splitlines()]
+        assert saves[-1]["step"] == steps
+        found.append((tiles(records) + saves[-1]["blocking_s"], took))
+    return found
+
+
+@pytest.mark.dist
+def test_the_time_of_each_start_of_a_run_is_recorded_whole(tmp_path: Path) -> None:
+    for recorded, took in run_ranks(1, "tests.run.test_steps:two_starts", folder=str(tmp_path / "run"))[0]:
+        assert recorded == pytest.approx(took, abs=0.02)
 
 
 @pytest.mark.parametrize(("loss", "said"), [(2.0, "50.0 % below"), (4.0, "0.0 % below"), (6.0, "50.0 % above")])

@@ -329,6 +329,7 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
         "task.factory=slow_task:Task",
         f"run.dir={tmp_path}/run",
         "run.device=cpu",
+        "parallel.strategy=fsdp",  # its forward waits for the slow rank's parameters on every rank
         "train.max_steps=4",
         "train.micro_batch_size=4",
     ]

@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update(bad: float) -> None:
         before = model.weight.detach().clone()
         for param in model.parameters():
             param.grad = torch.full_like(param, value)
-        norm = step.clip_and_step(model, optimizer, scaler, max_norm=1.0)
+        norm = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0)
         assert torch.equal(model.weight, before) is not moves
         if moves:  # 4 gradients of 1: a norm of 2, clipped to 1
             assert norm.item() == pytest.approx(2.0)

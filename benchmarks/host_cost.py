@@ -1,0 +1,243 @@
+"""The host's cost of a step on CUDA: shardkit beside the shortest hand-written loop, on cards that compute nothing.
+
+`EMUCUDA=1 EMUCUDA_DEVICES=2 .venv-cuda/bin/python -m benchmarks.host_cost` (after `make test-cuda`). Both train the
+same 355M model in bf16 in one process, step by step in turns. Counted are the calls of CUDA's runtime; measured is the
+process's processor time. `--clock` measures steps on kernels of a given duration by the card's clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import bare
+from .common import RESULTS, median_ci, write_result
+from .overhead import write_tokens
+
+ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
+MICRO, SEQ = 4, 1024
+WARM, GATHER = 66, 1000
+"""shardkit looks at its first 64 losses; DDP measures itself, and waits for that, in ten steps and each hundredth."""
+GOALS = {"added_ms": 2.0, "ratio": 1.005}
+WAITS = ("device_sync", "stream_sync", "event_sync", "copy_blocking", "copy_pageable")
+CALLS = (
+    "launch", "gemm", "memset", "copy_d2d", "copy_h2d", "copy_d2h", "event_record", "event_query", "stream_wait_event",
+    "malloc", "free", "mem_create", "mem_map", "host_alloc",
+)  # fmt: skip
+VIRTUAL = {"EMUCUDA_KERNEL_US": "40", "EMUCUDA_GEMM_US": "600"}
+"""The step then takes the card longer than the host, as on a GPU."""
+Step = Callable[[], None]
+
+
+def settings(engine: str, tokens: str, folder: str, steps: int) -> dict[str, Any]:
+    return {
+        "model.preset": "355m", "parallel.strategy": engine, "run.dir": folder, "run.device": "cuda",
+        "precision.mode": "bf16", "activation.policy": "none", "train.seq_len": SEQ, "train.micro_batch_size": MICRO,
+        "train.grad_accum_steps": 1, "train.max_norm": bare.MAX_NORM, "train.max_steps": steps, "train.eval_batches": 0,
+        "checkpoint.at_end": False, "checkpoint.every_steps": None, "memory.interval": GATHER, "memory.plan": False,
+        "data.path": tokens, "data.shuffle": False, "optim.lr": bare.LR, "optim.schedule": "constant",
+        "optim.weight_decay": bare.WEIGHT_DECAY,
+    }  # fmt: skip
+
+
+def batches(tokens: str, train: Any, rank: int, world: int) -> Iterator[tuple[Any, Any]]:
+    """This rank's micro-batches in file order, in pinned memory."""
+    import numpy as np
+    import torch
+
+    stream = np.memmap(tokens, dtype=np.uint16, mode="r")
+    micro, seq = train.micro_batch_size, train.seq_len
+    for first in itertools.count(rank * micro, world * micro):
+        rows = [stream[row * seq : (row + 1) * seq + 1] for row in range(first, first + micro)]
+        whole = torch.from_numpy(np.stack(rows).astype(np.int64))
+        yield whole[:, :-1].contiguous().pin_memory(), whole[:, 1:].contiguous().pin_memory()
+
+
+def hand_written(engine: str, config: Any, tokens: str) -> Step:
+    """The shortest loop for an engine; it never reads a loss."""
+    import torch
+    import torch.distributed as dist
+
+    from shardkit.tasks.load import load_task
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.device("meta"):
+        model = load_task(config).build_model()
+    model = model.to_empty(device=device)
+    for param in model.parameters():
+        param.detach().normal_(std=0.02)
+    data = batches(tokens, config.train, dist.get_rank(), dist.get_world_size())
+    if engine == "zero2":
+        return _deepspeed(model, data, device)
+    autocast: Any = torch.autocast("cuda", dtype=torch.bfloat16)
+    if engine == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(model, device_ids=[device], gradient_as_bucket_view=True)
+    elif engine == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        autocast = nullcontext()
+    optimizer = bare.adamw(model)
+
+    def step() -> None:
+        x, y = (part.to(device, non_blocking=True) for part in next(data))
+        with autocast:
+            loss = model(x, y)
+        (loss.float() / y.numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), bare.MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed(model: Any, data: Iterator[Any], device: Any) -> Step:
+    import deepspeed
+
+    deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
+    given = bare.ds_config(2, model) | {
+        "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+    }  # fmt: skip
+    given["zero_optimization"] |= {"overlap_comm": True, "contiguous_gradients": True}
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=bare.adamw(model), config=given)
+
+    def step() -> None:
+        x, y = (part.to(device, non_blocking=True) for part in next(data))
+        engine.backward(engine(x, y) / y.numel())
+        engine.step()
+
+    return step
+
+
+def measured(
+    engine: str, tokens: str, folder: str, turns: int, changes: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """One rank: calls and processor seconds of steps, or seconds by the card's clock; by arm.
+
+    `changes`: other settings than the benchmark's.
+    """
+    from shardkit.config.load import load_config
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
+
+    virtual = "EMUCUDA_KERNEL_US" in os.environ
+    loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + 3) | dict(changes or {}))
+    with start(loaded) as job:
+        trainer = Trainer(job)
+        trainer._moved = True  # nothing is computed, so no weight moves
+        records = trainer.recorded_steps()
+        arms: dict[str, Callable[[], Any]] = {
+            "shardkit": lambda: next(records), "hand-written": hand_written(engine, loaded.config, tokens)
+        }  # fmt: skip
+        gc.collect()
+        gc.disable()  # what it frees, and when, is not the step's doing
+        found = {n: _on_the_clock(arm, turns) for n, arm in arms.items()} if virtual else _in_turns(arms, turns)
+        gc.enable()
+        records.close()  # type: ignore[attr-defined]
+        arms.clear()
+    gc.collect()
+    return found
+
+
+def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, dict[str, Any]]:
+    """Calls and processor seconds of each arm's steps; the first arm alternates."""
+    import emucuda
+    import torch
+
+    by_arm: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for turn in range(WARM + turns):
+        for name in sorted(arms, reverse=turn % 2 == 0):
+            torch.cuda.synchronize()
+            spent = time.process_time()
+            with emucuda.counting() as calls:
+                arms[name]()
+            spent = time.process_time() - spent
+            by_arm[name].append({"cpu_s": spent, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
+    return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
+
+
+def _typical(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each call's median count, and every step's processor seconds."""
+    names = steps[0]["calls"]
+    calls = {name: median(step["calls"][name] for step in steps) for name in names}
+    return {"calls": {k: int(v) for k, v in calls.items() if v}, "cpu_s": [step["cpu_s"] for step in steps]}
+
+
+def _on_the_clock(step: Callable[[], Any], turns: int) -> dict[str, Any]:
+    """Steps back to back: seconds each by the card's clock, and the part in which its queue was empty."""
+    import emucuda
+    import torch
+
+    for _ in range(WARM):
+        step()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with emucuda.counting() as calls:
+        begin.record()
+        for _ in range(turns):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+    kernels = calls["launch"] + calls["memset"] + calls["copy_d2d"]
+    busy = (kernels * int(os.environ["EMUCUDA_KERNEL_US"]) + calls["gemm"] * int(os.environ["EMUCUDA_GEMM_US"])) / 1e6
+    return {"step_s": begin.elapsed_time(end) / 1e3 / turns, "busy_s": busy / turns}
+
+
+def ranks(engine: str, turns: int, **env: str) -> dict[str, Any]:
+    """Rank 0's `measured`."""
+    from tests.ranks import run_ranks
+
+    os.environ.update({"EMUCUDA_COMPUTE": "0", "EMUCUDA_MEMORY": "80G", "DEEPSPEED_LOG_LEVEL": "error", **env})
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"engine": engine, "tokens": write_tokens(Path(folder)), "folder": f"{folder}/run", "turns": turns}
+        found = run_ranks(ENGINES[engine], "benchmarks.host_cost:measured", gpu=True, timeout=570, **given)
+    return dict(found[0])
+
+
+def counted(engine: str, turns: int) -> dict[str, Any]:
+    arms = ranks(engine, turns)
+    added = [a - b for a, b in zip(arms["shardkit"]["cpu_s"], arms["hand-written"]["cpu_s"], strict=True)]
+    return {"ranks": ENGINES[engine], "arms": arms, "added_ms": [1e3 * value for value in median_ci(added)]}
+
+
+def on_the_clock(engine: str, turns: int) -> dict[str, Any]:
+    arms = ranks(engine, turns, **VIRTUAL)
+    return {"durations_us": VIRTUAL, "arms": arms, "ratio": arms["shardkit"]["step_s"] / arms["hand-written"]["step_s"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--clock", action="store_true", help="only the steps on kernels of a given duration")
+    args = parser.parse_args()
+    if os.environ.get("EMUCUDA", "0") in ("", "0"):
+        parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
+    path = RESULTS / "host_cost.json"
+    engines: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    for engine in args.engines:
+        found = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
+        engines[engine] = engines.get(engine, {}) | found
+        print(engine, json.dumps(engines[engine]), flush=True)
+        write_result("host_cost", {"goals": GOALS, "device": "emulated", "engines": engines})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Every time that a run reports, against kernels of a given duration: the host leads, follows, or waits for data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from shardkit.hardware import speed
+from shardkit.hardware.cards import gpu_peak_flops
+from shardkit.memory.rows import RankRow
+from shardkit.memory.spread import summary
+from tests.cuda import durations
+from tests.emulated_cuda import call, needs_emulation, start
+
+pytestmark = [pytest.mark.gpu, needs_emulation]
+
+EXACT = 0.02
+
+
+def on_card(folder: str, args: dict[str, float]) -> dict[str, Any]:
+    return durations.trained(folder, **args)
+
+
+def trained(folder: Any, kernel_us: int, **args: float) -> dict[str, Any]:
+    env = {"EMUCUDA_KERNEL_US": str(kernel_us), "EMUCUDA_NAME": durations.DEVICE}
+    return call(on_card, str(folder / "run"), args, **env)
+
+
+def settled(found: dict[str, Any]) -> list[tuple[dict[str, float], float, float]]:
+    """(record, seconds of its kernels, seconds between the host's launches of its update and the one before)."""
+    busy = [n * found["kernel_s"] for n in found["launched"]]
+    return list(zip(found["records"][1:], busy, found["updated_s"], strict=True))[1:]  # step 2 has the first's checks
+
+
+def test_the_device_decides_while_the_host_leads(tmp_path: Any) -> None:
+    found = trained(tmp_path, 1000)
+    for record, busy, _ in settled(found):
+        assert record["step_time_s"] == pytest.approx(busy, rel=EXACT)
+        assert record["tokens_per_s"] == pytest.approx(record["tokens"] / busy, rel=EXACT)
+        assert record["data_wait_s"] < EXACT * busy, "the device has work while the host reads data"
+    peak = gpu_peak_flops(durations.DEVICE, "fp32")
+    assert peak is not None
+    for mfu, (record, busy, _) in zip(found["mfu"][2:], settled(found), strict=True):
+        assert mfu / 100 == pytest.approx(2e12 * record["tokens"] / busy / peak, rel=EXACT)
+    for gather in found["gathers"][3:]:
+        (row,) = gather["ranks"]
+        assert row["busy_s"] == pytest.approx(found["forward"][-1] * found["kernel_s"], rel=EXACT)
+        assert row["step_time_s"] == pytest.approx(settled(found)[-1][1], rel=EXACT)
+
+
+def test_the_host_decides_where_the_device_is_faster(tmp_path: Any) -> None:
+    host_s = 0.3
+    found = trained(tmp_path, 1, host_s=host_s)
+    records, _, between = zip(*settled(found)[:-1], strict=True)
+    assert sum(record["step_time_s"] for record in records) == pytest.approx(sum(between), rel=EXACT)
+    assert sum(record["data_wait_s"] for record in records) < EXACT * sum(between)
+    for gather in found["gathers"][3:]:
+        (row,) = gather["ranks"]
+        assert host_s <= row["busy_s"] < row["step_time_s"]
+
+
+def test_only_the_time_that_data_cost_the_device_is_waiting_for_data(tmp_path: Any) -> None:
+    fetch_s = 1.2
+    found = trained(tmp_path, 1000, fetch_s=fetch_s)
+    for record, busy, _ in settled(found):
+        if record["step"] in durations.SLOW_BATCHES:
+            assert record["data_wait_s"] > fetch_s / 2
+            # The rest of the step's time is the device's work: the host launches ahead of it again.
+            assert record["data_wait_s"] + busy == pytest.approx(record["step_time_s"], rel=EXACT)
+        else:
+            assert record["data_wait_s"] < EXACT * busy
+            assert record["step_time_s"] == pytest.approx(busy, rel=EXACT)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_a_card_that_is_slower_is_named(strategy: str, tmp_path: Any) -> None:
+    kernel_us = [1000, 2000]
+    ranks = [
+        start(durations.one_of_ranks, str(tmp_path), rank, strategy, EMUCUDA_KERNEL_US=str(each), EMUCUDA_DEVICES="2")
+        for rank, each in enumerate(kernel_us)
+    ]
+    outputs = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    found = json.loads(outputs[0][0].splitlines()[-1])
+    for gather in found["gathers"][3:]:
+        rows = [RankRow.from_json(row) for row in gather["ranks"]]
+        assert [slow.name.partition("@")[0] for slow in summary(rows).stragglers] == ["1"]
+        # Its own kernels; an engine's copies between gathered parameters and the network's buffers count as waiting.
+        assert rows[1].busy_s == pytest.approx(found["forward"][-1] * kernel_us[1] / 1e6, rel=0.1)
+
+
+def speeds() -> list[float]:
+    device = torch.device("cuda", 0)
+    return [speed.operator_seconds(device), *(speed.matmul_flops(device, kind) for kind in ("bf16", "fp32"))]
+
+
+def test_calibration_finds_the_durations() -> None:
+    kernel_us, product_us = 200_000, 400_000
+    env = {"EMUCUDA_KERNEL_US": str(kernel_us), "EMUCUDA_GEMM_US": str(product_us)}
+    operator, *products = call(speeds, EMUCUDA_COMPUTE="0", **env)
+    assert operator == pytest.approx(kernel_us / 1e6, rel=EXACT)
+    assert products == pytest.approx([2 * 8192**3 / (product_us / 1e6)] * 2, rel=EXACT)

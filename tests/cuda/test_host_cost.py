@@ -1,0 +1,29 @@
+"""A step of shardkit waits no more for the device than the shortest hand-written loop, but for its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import host_cost
+from tests.emulated_cuda import needs_emulation
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, pytest.mark.deepspeed, needs_emulation]
+
+SMALL = {"model.preset": "debug", "train.seq_len": 64}
+LOSS = {"event_sync": 1}
+"""The wait for the loss, which every step's record has."""
+
+
+@pytest.mark.parametrize("engine", host_cost.ENGINES)
+def test_a_step_waits_only_for_its_loss(engine: str, tmp_path: Any) -> None:
+    tokens, folder = host_cost.write_tokens(tmp_path), str(tmp_path / "run")
+    given: dict[str, Any] = {"engine": engine, "tokens": tokens, "folder": folder, "turns": 5, "changes": SMALL}
+    arms = run_ranks(host_cost.ENGINES[engine], "benchmarks.host_cost:measured", gpu=True, **given)[0]
+    ours, theirs = arms["shardkit"]["calls"], arms["hand-written"]["calls"]
+    added = {name: ours.get(name, 0) - theirs.get(name, 0) for name in host_cost.WAITS}
+    assert {name: n for name, n in added.items() if n > 0} == LOSS
+    taken = ("malloc", "free", "mem_create", "mem_map", "host_alloc")
+    assert [ours.get(name, 0) for name in taken] == [theirs.get(name, 0) for name in taken]
