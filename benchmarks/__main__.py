@@ -28,7 +28,7 @@ ON_CPU: dict[str, list[str]] = {
     "gather": [],
     "mutants": [],
 }
-ON_GPU = ("gpu", "cuda_parity")
+ON_GPU = ("gpu", "cuda_parity", "compiled")
 PAGE = "report"
 
 

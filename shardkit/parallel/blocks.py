@@ -171,12 +171,23 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
         raise ConfigError(
             "compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++"
         )
-    if config.mode == "reduce-overhead" and device.type == "cuda":
-        _LOG.warning("compile.mode=reduce-overhead keeps CUDA graphs, whose private memory pools raise the peak")
+    if config.keeps_graphs and device.type == "cuda":
+        _LOG.warning(f"compile.mode={config.mode} keeps CUDA graphs, whose private memory pools raise the peak")
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         _LOG.warning("SyncBatchNorm layers communicate: each breaks the compiled graph in two")
     for module in (blocks if config.scope == "block" else ()) or [model]:
         module.compile(mode=None if config.mode == "default" else config.mode)
+
+
+def release_graph_outputs() -> None:
+    """Let CUDA graphs overwrite their earlier results; call it before each step and each forward of an evaluation.
+
+    torch otherwise guesses where a step begins: without a backward, each compiled block would count as one and
+    invalidate the block before it. Gradients live in the graphs' memory too, so micro-batches of one step must not be
+    separated.
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:  # only compiled code loads it
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def outside_compile(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -452,6 +452,10 @@ def test_no_attention_says_so_and_a_class_can_be_given() -> None:
             "CUDA graphs", "compile.mode=default",
         ),
         (
+            ["activation.offload=cpu", "compile.enabled=true", "compile.mode=max-autotune"],
+            "CUDA graphs", "max-autotune-no-cudagraphs",
+        ),
+        (
             ["activation.policy=sqrt", "compile.enabled=true", "compile.scope=model"],
             "outside of the compiled model", "compile.scope=block",
         ),
