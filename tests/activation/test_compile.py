@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 def fresh() -> Iterator[None]:
     torch.compiler.reset()
     # Inductor's own generator draws by the shape of each graph, which a policy changes; eager's does not.
-    with inductor.patch(fallback_random=True):
+    # More threads would outlive the test.
+    with inductor.patch(fallback_random=True, compile_threads=1):
         yield
     torch._functorch.config.activation_memory_budget = 1.0
     torch.compiler.reset()
