@@ -60,14 +60,15 @@ def _run_batch(key: tuple[int, str], names: list[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="compiled-") as room:
         try:
             gpu_ranks(
-                world, "tests.cuda.compiled:run", timeout=60 + 120 * len(names), env={"TMPDIR": room},
+                world, "tests.cuda.compiled:run", timeout=300 + 120 * len(names), env={"TMPDIR": room},
                 todo=names, backend=backend, record=str(folder),
             )  # fmt: skip
         except RankError as error:
             failed = next((name for name in names if name not in recorded(folder)), None)
             if failed is None:
                 raise
-            write(folder, failed, {"error": str(error)})
+            late = "did not end within" in str(error)
+            write(folder, failed, {"unfinished" if late else "error": str(error)})
     done = [name for name in names if name in recorded(folder)]
     print(f"{len(done)} of {len(names)} cases in {time.monotonic() - began:.0f} s: {done[-1:]}", flush=True)
 
