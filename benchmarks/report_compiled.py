@@ -29,13 +29,14 @@ def compiled(result: dict[str, Any]) -> str:
         paragraph(
             f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
             f"run: {len(whole)} compiled ones work with {breaks} graph breaks, "
-            f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail."
+            f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
+            "were not finished in the time given."
         ),
         "",
         *_reasons(cases),
-        "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in "
-        "evaluations / in the resumed steps and their evaluation; graph breaks; CUDA graphs replayed in a step; "
-        "peak of a steady step, MiB.",
+        "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in",
+        "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count",
+        "as reserved, not as allocated); peaks of steady steps, MiB: planned for eager steps, eager, compiled.",
         "",
         _table(whole, cases, result["planned"]),
         "",
@@ -83,6 +84,10 @@ def peak(found: dict[str, Any]) -> int:
     return max(span["peak"] for span in spans(found, "step"))
 
 
+def reserved(found: dict[str, Any]) -> int:
+    return max(span["reserved"] for span in spans(found, "step"))
+
+
 def eager(name: str) -> str:
     """The name of the case that trains the same without compiling; a budget keeps as much as no policy does."""
     engine, _, policy, _, *other = name.split(" ")
@@ -102,10 +107,11 @@ def _table(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dic
             str(spans(found, "step")[-1]["graph_launches"] or "–"),
             _of(planned.get(eager(name), {}).get("allocated")), _of(peak(plain) if "spans" in plain else None),
             mib(own), mib(compiling) if compiling > own else "",
+            f"{_of(reserved(plain) if 'spans' in plain else None)} → {mib(reserved(found))}",
         ])  # fmt: skip
     head = (
         "", "policy", "mode", "other", "graphs", "later", "breaks", "replayed", "plan", "eager", "compiled",
-        "first step, if more",
+        "first step, if more", "reserved, eager → compiled",
     )  # fmt: skip
     return table(head, rows)
 

@@ -246,7 +246,7 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
                 counts.skip()
                 out = evaluate(*args)
                 counts.end(f"evaluation {run.step}")
-                return out
+                return dict.fromkeys(out, 0.0)  # nothing has computed them
 
             return counted
 
