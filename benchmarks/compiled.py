@@ -25,6 +25,7 @@ from .common import REPO, RESULTS, environment
 
 LIST = REPO / "benchmarks" / "compiled_cases.txt"
 WRITTEN = RESULTS / "emulated" / "compiled.json"
+PLANNED = Path("plan") / "plan.json"
 AT_ONCE = 12
 CARD = {
     "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "4", "EMUCUDA_MEMORY": "80G", "EMUCUDA_SM": "9.0",
@@ -73,33 +74,37 @@ def _run_batch(key: tuple[int, str], names: list[str], folder: Path) -> None:
     print(f"{len(done)} of {len(names)} cases in {time.monotonic() - began:.0f} s: {done[-1:]}", flush=True)
 
 
-def planned(todo: Sequence[Case], found: dict[str, Any]) -> dict[str, Any]:
-    """The planner's peaks for eager cases, by case."""
+def plan_eager(todo: Sequence[Case], folder: Path) -> None:
+    """Ask the planner for the peaks of eager cases; the file has each as soon as it is known."""
     from shardkit.config.load import load_config
     from shardkit.hardware.cards import GPUS
     from shardkit.plan.client import plan
     from shardkit.plan.target import Target
 
-    out = dict(found)
+    found = planned(folder)
     for case in todo:
-        if case.scope == "eager" and str(case) not in out and refusal(case) is None:
-            config = load_config(None, {**case.settings(), "memory.plan": True}).config
-            peak = plan(config, Target(case.world, GPUS["h100"], case.world)).peak
-            out[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
-    return out
+        if case.scope == "eager" and str(case) not in found and refusal(case) is None:
+            peak = plan(load_config(None, case.settings()), Target(case.world, GPUS["h100"], case.world)).peak
+            found[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
+            (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
+            (folder / PLANNED).write_text(json.dumps(found, indent=1))
+
+
+def planned(folder: Path) -> dict[str, Any]:
+    path = folder / PLANNED
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def collect(folder: Path) -> dict[str, Any]:
     """One result of all cases; those without a file are listed as not run."""
     found = recorded(folder)
     names = [str(case) for case in cases()]
-    path = folder / "plan" / "plan.json"
     return {
         "environment": environment(),
         "emulated": True,
         "card": CARD,
         "not_run": [name for name in names if name not in found],
-        "planned": json.loads(path.read_text()) if path.exists() else {},
+        "planned": planned(folder),
         "cases": {name: {k: v for k, v in found[name].items() if k != "case"} for name in names if name in found},
     }
 
@@ -122,9 +127,7 @@ def main() -> None:
         for case in todo:
             (options.folder / f"{case}.json").unlink(missing_ok=True)
     if options.plan:
-        path = options.folder / "plan" / "plan.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(planned(todo, json.loads(path.read_text()) if path.exists() else {}), indent=1))
+        plan_eager(todo, options.folder)
     elif not options.collect:
         os.environ.update(CARD)  # ranks read it when Python starts
         run(todo, options.folder, time.monotonic() + options.budget_s)
