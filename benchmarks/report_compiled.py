@@ -15,7 +15,10 @@ def compiled(result: dict[str, Any]) -> str:
     cases: dict[str, dict[str, Any]] = result["cases"]
     ran = {name: found for name, found in cases.items() if "spans" in found}
     whole = {name: found for name, found in ran.items() if " eager " not in name}
-    breaks = sum(span["breaks"] for found in whole.values() for span in found["spans"])
+    broken = Counter[str]()
+    for name, found in whole.items():
+        broken[name.partition("@")[0]] += sum(span["breaks"] for span in found["spans"])
+    breaks = ", ".join(f"{number} under {engine}" for engine, number in broken.items() if number) or "none"
     parts = [
         "## Compiled training on an emulated card",
         "",
@@ -28,9 +31,10 @@ def compiled(result: dict[str, Any]) -> str:
         "",
         paragraph(
             f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
-            f"run: {len(whole)} compiled ones work with {breaks} graph breaks, "
+            f"run: {len(whole)} compiled ones work (graph breaks: {breaks}), "
             f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
-            "were not finished in the time given."
+            "were not finished in the time given. Nothing is computed, so a number that is saved may not be finite: "
+            "such a run cannot be saved, or has no optimizer state to resume from."
         ),
         "",
         *_reasons(cases),
