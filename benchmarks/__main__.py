@@ -28,7 +28,7 @@ ON_CPU: dict[str, list[str]] = {
     "gather": [],
     "mutants": [],
 }
-ON_GPU = ("gpu", "cuda_parity", "host_cost")
+ON_GPU = ("gpu", "cuda_parity", "host_cost", "compiled")
 PAGE = "report"
 
 

@@ -55,7 +55,7 @@ def build(settings: dict[str, Any], compiled: bool = False) -> Transformer:
     config = ActivationConfig(**settings)
     blocks = list(model.blocks)
     checkpoint_activations(model, blocks, config, compiled=compiled)
-    offload_activations(model, blocks, config, torch.device("cpu"), compiled=compiled)
+    offload_activations(model, blocks, config, torch.device("cpu"))
     if compiled:
         for block in blocks:
             block.compile()

@@ -11,6 +11,7 @@ from .common import REPO, RESULTS
 from .gpu.tables import section as on_a_gpu
 from .markdown import interval, machine, mib, paragraph
 from .report_auto import auto
+from .report_compiled import compiled
 from .report_crashes import crashes
 from .report_cuda import cuda_parity
 from .report_mutants import mutants
@@ -34,6 +35,8 @@ def page() -> str:
         if path.exists():
             parts.append(section(json.loads(path.read_text())))
     parts.append(on_a_gpu(RESULTS))
+    if (RESULTS / "emulated" / "compiled.json").exists():
+        parts.append(compiled(json.loads((RESULTS / "emulated" / "compiled.json").read_text())))
     return "\n".join(parts)
 
 

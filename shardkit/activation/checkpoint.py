@@ -47,7 +47,7 @@ def checkpoint_activations(
     _no_cache(model)
     if config.policy == "sqrt" and compat.SEGMENTS.works(instead="every block computes its activations again"):
         for segment in segments(blocks):
-            recompute_together(segment, compiled)
+            recompute_together(segment)
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if config.policy == "selective_op" and compat.PRODUCTS.works(instead="everything is recomputed"):

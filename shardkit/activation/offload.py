@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..config.schema import ActivationConfig
-from ..parallel.blocks import chosen_blocks, outside_compile
+from ..parallel.blocks import Around, chosen_blocks
 from ..parallel.compat import OFFLOAD, owner_of, version_of
 
 IN_FLIGHT = 2
@@ -35,7 +35,6 @@ def offload_activations(
     blocks: Sequence[nn.Module],
     config: ActivationConfig,
     device: torch.device,
-    compiled: bool = False,
 ) -> None:
     """Make every block keep its saved tensors in host memory, in place; call it after `checkpoint_activations`.
 
@@ -47,8 +46,7 @@ def offload_activations(
     blocks = chosen_blocks(model, blocks, config)
     offloader = Offloader(device, config.offload_min_bytes, len(blocks))
     for index, block in enumerate(blocks):
-        forward = partial(offloader.forward, index, block, block.forward)
-        block.forward = outside_compile(forward) if compiled else forward
+        block.forward = Around(partial(offloader.forward, index, block), block.forward)
 
 
 class Offloader:

@@ -22,30 +22,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..errors import TrainingError
-from ..parallel.blocks import outside_compile
+from ..parallel.blocks import Around
 from ..parallel.compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, version_of
 
 
-def recompute_together(blocks: Sequence[nn.Module], compiled: bool) -> None:
-    """Make these blocks one segment, in place. With `compiled`, torch.compile leaves the bookkeeping in Python."""
-    segment = _Segment(blocks)
-    for position, block in enumerate(blocks):
-        forward = partial(segment.forward, position)
-        block.forward = outside_compile(forward) if compiled else forward
+def recompute_together(blocks: Sequence[nn.Module]) -> None:
+    """Make these blocks one segment, in place."""
+    for block, forward in zip(blocks, _Segment(blocks).forwards, strict=True):
+        block.forward = forward
 
 
 class _Segment:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = list(blocks)
-        self.forwards: list[Callable[..., Any]] = [block.forward for block in blocks]
+        self.forwards = [Around(partial(self.forward, index), block.forward) for index, block in enumerate(blocks)]
         self.replay: _Replay | None = None
         self._open: weakref.ref[_Pass] | None = None  # weak: only the graph may keep a pass alive
 
-    def forward(self, position: int, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, position: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.replay is not None:
             return self.replay.forward(position)
         if not torch.is_grad_enabled():
-            return self.forwards[position](*args, **kwargs)
+            return inner(*args, **kwargs)
         current = self._open() if self._open is not None else None
         if current is None or current.calls[-1].position + 1 != position:
             current = _Pass(self)
@@ -81,7 +79,7 @@ class _Pass:
         self.calls.append(_Call.record(position, leaves, spec, previous))
         self._outputs = []  # only the comparison above needed them
         with saved_tensors_hooks(self._pack, self._unpack):
-            out = self.segment.forwards[position](*args, **kwargs)
+            out = self.segment.forwards[position].inner(*args, **kwargs)
         if position + 1 < len(self.segment.blocks):
             self._outputs = [_Seen(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         return out
@@ -235,7 +233,7 @@ class _Replay:
         # torch (2.13) never releases a hook that raised, or anything the hook holds: so this one holds nothing large.
         hand_over = partial(_Replay._hand_over, weakref.proxy(self))
         with saved_tensors_hooks(hand_over, _same):
-            out = self._pass.segment.forwards[position](*args, **kwargs)
+            out = self._pass.segment.forwards[position].inner(*args, **kwargs)
         self._outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         return out
 

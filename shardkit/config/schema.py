@@ -305,10 +305,15 @@ class ActivationConfig(Section):
 class CompileConfig(Section):
     enabled: bool = False
     """torch.compile each block in place."""
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """torch.compile's mode; reduce-overhead keeps CUDA graphs, whose buffers raise the peak."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """torch.compile's mode; reduce-overhead and max-autotune keep CUDA graphs, whose buffers raise the peak."""
     scope: Literal["block", "model"] = "block"
     """Unit of compilation: each block (equal blocks share one compilation), or the whole model."""
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether compiled code becomes CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
 
 
 class CheckpointConfig(Section):
@@ -510,10 +515,10 @@ class RunConfig(Section):
                 "outside of the compiled model",
                 "set compile.scope=block, or activation.policy=full",
             )
-        if self.activation.offload == "cpu" and self.compile.enabled and self.compile.mode == "reduce-overhead":
+        if self.activation.offload == "cpu" and self.compile.enabled and self.compile.keeps_graphs:
             raise conflict(
-                "activation.offload=cpu with compile.mode=reduce-overhead: CUDA graphs have memory of their own",
-                "set compile.mode=default, or activation.offload=none",
+                f"activation.offload=cpu with compile.mode={self.compile.mode}: CUDA graphs have memory of their own",
+                "set compile.mode=default or max-autotune-no-cudagraphs, or activation.offload=none",
             )
 
     def _optimizer_in_backward(self) -> None:

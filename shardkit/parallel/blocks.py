@@ -171,18 +171,49 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
         raise ConfigError(
             "compile.enabled=true, but no C++ compiler (g++ or clang++) is on PATH", "apt-get install g++"
         )
-    if config.mode == "reduce-overhead" and device.type == "cuda":
-        _LOG.warning("compile.mode=reduce-overhead keeps CUDA graphs, whose private memory pools raise the peak")
+    if config.keeps_graphs and device.type == "cuda":
+        _LOG.warning(f"compile.mode={config.mode} keeps CUDA graphs, whose private memory pools raise the peak")
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         _LOG.warning("SyncBatchNorm layers communicate: each breaks the compiled graph in two")
+    mode = None if config.mode == "default" else config.mode
+    wrapped = {module: vars(module)["forward"] for module in model.modules() if "forward" in vars(module)}
+    wrapped = {module: forward for module, forward in wrapped.items() if isinstance(forward, Around)}
+    for module, forward in wrapped.items():
+        forward.compile_inner(mode)
+        module.forward = torch.compiler.disable(forward.__call__)  # type: ignore[no-untyped-call]
     for module in (blocks if config.scope == "block" else ()) or [model]:
-        module.compile(mode=None if config.mode == "default" else config.mode)
+        if module not in wrapped:
+            module.compile(mode=mode)
 
 
-def outside_compile(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, run in plain Python although its module is compiled; the functions it calls are compiled."""
-    disabled: Callable[..., Any] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]
-    return disabled
+def release_graph_outputs() -> None:
+    """Let CUDA graphs overwrite their earlier results; call it before each step and each forward of an evaluation.
+
+    torch otherwise guesses where a step begins: without a backward, each compiled block would count as one and
+    invalidate the block before it. Gradients live in the graphs' memory too, so micro-batches of one step must not be
+    separated.
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:  # only compiled code loads it
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+class Around:
+    """A module's `forward` that runs `outer(inner, *args)` in plain Python; torch.compile compiles the inner one alone.
+
+    So forward and a recomputation run the same compiled code, and the bookkeeping is not compiled step after step.
+    """
+
+    def __init__(self, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.outer(self.inner, *args, **kwargs)
+
+    def compile_inner(self, mode: str | None) -> None:
+        if isinstance(self.inner, Around):
+            self.inner.compile_inner(mode)
+        else:
+            self.inner = torch.compile(self.inner, mode=mode)
 
 
 def _is_attention(module: nn.Module, classes: Sequence[type[nn.Module]]) -> bool:

@@ -24,6 +24,7 @@ TREES = Feature("nested outputs in fp32 (precision.output_dtype)")
 PRODUCTS = Feature("activation.policy=selective_op")
 KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")
+BREAKS = Feature("the warning of graph breaks under compile.enabled")
 SEGMENTS = Feature("activation.policy=sqrt")
 OFFLOAD = Feature("activation.offload")
 TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
@@ -79,6 +80,7 @@ OFFLOAD.take("torch.Tensor._version")
 OFFLOAD.take("torch.Tensor._base")
 
 _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
+_counters = BREAKS.use("torch._dynamo.utils.counters")
 _set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
 _groups = TIMEOUT.use("torch.distributed.distributed_c10d._world.pg_map")
 _abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
@@ -157,6 +159,16 @@ def set_memory_budget(share: float) -> bool:
 
     functorch.activation_memory_budget = share
     return True
+
+
+def graph_breaks() -> dict[str, int]:
+    """The breaks in graphs that torch.compile has made in this process: their number by reason."""
+    try:
+        found = _counters.find()["graph_break"]
+    except NameGone:
+        BREAKS.lost(_counters)
+        return {}
+    return {reason.strip().partition("\n")[0]: number for reason, number in found.items()}
 
 
 def groups() -> Sequence[dist.ProcessGroup]:

@@ -25,6 +25,7 @@ from ..memory.phases import Phases
 from ..memory.rows import KINDS
 from ..memory.state import local_tensors
 from ..parallel.blocks import chosen_by_data
+from ..parallel.compat import graph_breaks
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
@@ -377,6 +378,18 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
         except OSError as error:
             _LOG.warning("cannot write %s: %s", run_dir / "logs" / "dtypes.json", error.strerror)
         print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
+
+
+def say_graph_breaks() -> None:
+    """Warn if torch.compile could not make one graph of each unit: the pieces between breaks are slower."""
+    found = graph_breaks()
+    if found and is_first_rank():
+        reasons = ", ".join(f"{reason} ({number})" for reason, number in found.items())
+        _LOG.warning(
+            "compile.enabled=true: torch.compile broke its graphs %d times in the first step: %s. The code between two "
+            "breaks is compiled, the rest is not; TORCH_LOGS=graph_breaks names the lines",
+            sum(found.values()), reasons,
+        )  # fmt: skip
 
 
 class SumCheck:

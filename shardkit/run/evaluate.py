@@ -10,6 +10,7 @@ import torch
 
 from ..data.loader import eval_batches
 from ..launch.failures import job_starts
+from ..parallel.blocks import release_graph_outputs
 from ..strategies.step import to_device
 from ..tasks.base import Dataset, Task
 from . import directory
@@ -41,6 +42,7 @@ def _means(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool]) -> 
         if is_over():
             model.train()
             return {}
+        release_graph_outputs()
         for name, value in measure(model, to_device(batch, world.device)).items():
             total = sums.setdefault(name, torch.zeros((), device=world.device))
             if not is_filler:

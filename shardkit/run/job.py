@@ -29,7 +29,7 @@ from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import one_number, train_step
-from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused
+from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused, say_graph_breaks
 
 T = TypeVar("T")
 
@@ -183,6 +183,8 @@ class Job:
                 self.strategy, self.ledger, micro, self.calls.around(self._sums.around(summed)), count, world.size,
                 world.device, config.train.max_norm,
             )  # fmt: skip
+        if self.step_index == 1 and config.compile.enabled:
+            say_graph_breaks()
         total, *called = world.sum([out.loss_sum.item(), *self.calls.flags()])
         self.calls.agree(*called)
         loss = total / max(count, 1.0)

@@ -330,6 +330,8 @@ class Trainer:
                 self._check_moved(unmoved, lr)
             if self.step == self.first_step:
                 checks.audit(self.job.strategy, self.world, self.run_dir)
+                if self.config.compile.enabled:
+                    checks.say_graph_breaks()
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due(self.step):
                 self._gather_memory()

@@ -39,6 +39,6 @@ def parallelize(
     convert_to_fp8(model, config.precision)
     blocks = find_blocks(model, block_classes)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
-    offload_activations(model, blocks, config.activation, device, compiled=config.compile.enabled)
+    offload_activations(model, blocks, config.activation, device)
     compile_blocks(model, blocks, config.compile, device)
     strategy.setup(model, blocks, make_optimizer, weights)

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ConfigError
 from ..memory.phases import Phases
+from ..parallel.blocks import release_graph_outputs
 from . import Strategy
 
 Loss = TypeVar("Loss")
@@ -171,6 +172,7 @@ def train_step(
     max_norm: float | None,
 ) -> StepOutput:
     """Take one optimizer step: accumulate, clip, update."""
+    release_graph_outputs()
     loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
     ledger.sample_state(strategy)
     with ledger.phase("step"):

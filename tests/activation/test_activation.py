@@ -298,7 +298,7 @@ def test_offload_copies_a_shared_storage_once_and_leaves_parameters() -> None:
 
 
 def moved_bytes(block: nn.Module) -> int:
-    offloader = block.forward.func.__self__  # type: ignore[attr-defined]
+    offloader = block.forward.outer.func.__self__  # type: ignore[attr-defined]
     return int(offloader.moved_bytes)
 
 
@@ -450,6 +450,10 @@ def test_no_attention_says_so_and_a_class_can_be_given() -> None:
         (
             ["activation.offload=cpu", "compile.enabled=true", "compile.mode=reduce-overhead"],
             "CUDA graphs", "compile.mode=default",
+        ),
+        (
+            ["activation.offload=cpu", "compile.enabled=true", "compile.mode=max-autotune"],
+            "CUDA graphs", "max-autotune-no-cudagraphs",
         ),
         (
             ["activation.policy=sqrt", "compile.enabled=true", "compile.scope=model"],

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 def fresh() -> Iterator[None]:
     torch.compiler.reset()
     # Inductor's own generator draws by the shape of each graph, which a policy changes; eager's does not.
-    with inductor.patch(fallback_random=True):
+    # More threads would outlive the test.
+    with inductor.patch(fallback_random=True, compile_threads=1):
         yield
     torch._functorch.config.activation_memory_budget = 1.0
     torch.compiler.reset()
@@ -33,7 +34,7 @@ def compiled(dropout: float = 0.1, scope: str = "block", **settings: Any) -> Any
     model = reference(MODEL.model_copy(update={"dropout": dropout}))
     config, blocks = ActivationConfig(**settings), list(model.blocks)
     checkpoint_activations(model, blocks, config, compiled=True)
-    offload_activations(model, blocks, config, CPU, compiled=True)
+    offload_activations(model, blocks, config, CPU)
     compile_blocks(model, blocks, CompileConfig(enabled=True, scope=scope), CPU)
     return model
 
@@ -106,3 +107,26 @@ def test_a_budget_is_refused_to_a_model_with_dropout() -> None:
     with pytest.raises(ConfigError, match=r"dropout has p=0\.1: torch\.compile would draw other random numbers"):
         compiled(0.1, policy="budget", budget=0.5)
     compiled(0.1, policy="budget", budget=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scope"),
+    [({"policy": "sqrt"}, "block"), ({"offload": "cpu"}, "block"), ({"policy": "full", "offload": "cpu"}, "model")],
+)
+def test_only_blocks_are_compiled_and_steps_do_not_compile_again(settings: dict[str, Any], scope: str) -> None:
+    from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+    model = compiled(0.0, scope, **settings, offload_min_bytes=0)
+    tokens, targets = batch()
+    clear_compilation_metrics()
+    counters.clear()
+    seen = []
+    for size in (len(tokens), len(tokens), len(tokens) - 1, len(tokens) - 1, len(tokens)):
+        model(tokens[:size], targets[:size]).backward()
+        seen.append(len(get_compilation_metrics()))
+    assert seen[0] > 0
+    assert seen[1] == seen[0], "the second step compiles nothing"
+    assert seen[3] == seen[4] == seen[2], "a smaller batch is compiled once, and for all sizes"
+    if scope == "block":
+        assert {found.co_name for found in get_compilation_metrics()} == {"forward"}
+        assert not counters["graph_break"]

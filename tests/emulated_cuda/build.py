@@ -23,7 +23,7 @@ WORK = Path(sys.prefix) / "emucuda-build"
 """Object files, kept between builds."""
 CORE = [
     "counters", "lost", "memory", "streams", "runtime_errors", "runtime_devices", "runtime_memory", "runtime_copies",
-    "runtime_streams", "runtime_kernels", "driver", "driver_memory",
+    "runtime_streams", "runtime_graphs", "runtime_kernels", "driver", "driver_memory",
 ]  # fmt: skip
 SHARED = ["ops/bridge", "ops/boxed", "ops/record"]
 OPERATORS = [*SHARED, "ops/generic", "ops/copies", "ops/matmul", "ops/attention", "ops/norms"]

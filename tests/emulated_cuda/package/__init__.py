@@ -36,6 +36,7 @@ def preload() -> None:
         if mode == "always" or not computing():
             ctypes.CDLL(str(LIBRARIES / name), ctypes.RTLD_GLOBAL)
     os.environ.setdefault("CUDA_HOME", str(_CUDA_HOME))  # DeepSpeed compiles its optimizers against it
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(LIBRARIES))  # Triton links its launcher against it
 
 
 def attach() -> None:

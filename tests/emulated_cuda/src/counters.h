@@ -5,7 +5,7 @@
 namespace emu {
 
 #define EMU_COUNTERS(X)                                                                                       \
-  X(launch) X(emulated_operator) X(gemm)                                                                        \
+  X(launch) X(graph_launch) X(emulated_operator) X(gemm)                                                        \
   X(device_sync) X(stream_sync) X(event_sync) X(stream_query) X(event_query)                                  \
   X(event_record) X(stream_wait_event)                                                                        \
   X(copy_blocking) X(copy_h2d) X(copy_d2h) X(copy_d2d) X(copy_pageable) X(memset)                             \

@@ -1,4 +1,4 @@
-// Runtime API: streams and events. Stream capture (CUDA graphs) is refused.
+// Runtime API: streams and events.
 #include <cuda_runtime_api.h>
 
 #include "counters.h"
@@ -26,6 +26,7 @@ EMU_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 EMU_EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   EMU_NEEDS(stream_of(stream)->device);
   count(Counter::stream_sync);
+  if (capturing(stream_of(stream))) return failed(cudaErrorStreamCaptureUnsupported);
   return stream_of(stream)->synchronise() ? cudaSuccess : failed(LOST);
 }
 EMU_EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
@@ -71,41 +72,6 @@ EMU_EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCall
   EMU_NEEDS(stream_of(stream)->device);
   stream_of(stream)->enqueue([=] { function(stream, cudaSuccess, argument); });
   return cudaSuccess;
-}
-
-EMU_EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-static cudaError_t not_capturing(cudaStreamCaptureStatus* status, unsigned long long* id) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  return cudaSuccess;
-}
-#if CUDART_VERSION >= 13000
-EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                                cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                                size_t*) {
-  return not_capturing(status, id);
-}
-#else
-#undef cudaStreamGetCaptureInfo
-#undef cudaStreamGetCaptureInfo_v2
-#undef cudaStreamGetCaptureInfo_v3
-EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t, cudaStreamCaptureStatus* status,
-                                                   unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                                   size_t*) {
-  return not_capturing(status, id);
-}
-EMU_EXPORT cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t, cudaStreamCaptureStatus* status,
-                                                   unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                                   const cudaGraphEdgeData**, size_t*) {
-  return not_capturing(status, id);
-}
-#endif
-EMU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-EMU_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-  return failed(cudaErrorNotSupported);
 }
 
 EMU_EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* made, unsigned flags) {

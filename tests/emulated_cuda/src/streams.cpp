@@ -209,6 +209,7 @@ void synchronise_all_devices() {
 }
 
 void launched(Stream* stream, double ms) {
+  if (captured(stream, ms)) return;
   if (!settings().virtual_time()) return;
   stream->when_there([stream, called = now_ms(), ms] { stream->spend(called, ms); });
 }

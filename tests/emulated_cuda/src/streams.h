@@ -74,6 +74,8 @@ bool synchronise_device(int device);  // false: it was lost
 void synchronise_all_devices();
 
 void launched(Stream* stream, double ms);  // a kernel that computes nothing: its turn will take so long
+bool captured(const Stream* stream, double ms);  // whether a CUDA graph takes the kernel instead
+bool capturing(const Stream* stream);
 
 double now_ms();
 bool sleep_until(double ms, int device);  // false: the device was lost before

@@ -1,0 +1,315 @@
+"""Compiled trainings on an emulated card that computes nothing: the cases, and what their ranks count.
+
+torch.compile is the real one: Triton makes device code, modules load, CUDA graphs are captured; launches do nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.config import capability
+from shardkit.config.load import load_config
+from shardkit.errors import CheckpointError, ConfigError
+from shardkit.run import trainer
+from shardkit.run.job import start
+from shardkit.strategies.step import HostValue
+from tests.cuda.parity import Case as Engine
+from tests.cuda.parity import pool as engine_pool
+
+SEQ, MICRO, ACCUM = 512, 8, 2
+SIZES: dict[str, Any] = {
+    "model.vocab_size": 512, "model.max_seq_len": SEQ, "model.d_model": 512, "model.n_layers": 2, "model.n_heads": 8,
+}  # fmt: skip
+STEPS, RAGGED, EVAL_EVERY, RESUMED = 7, 5, 3, 2
+"""Steps of a case, the one at the end of the epoch whose batch is smaller, and the steps after it was resumed."""
+POLICIES = ("none", "full", "every_k", "sqrt", "selective", "selective_op", "budget")
+MODES = ("default", "reduce-overhead", "max-autotune")
+ENGINES = (
+    "single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2", "fsdp+param@2", "zero1+optimizer@2",
+    "zero2+optimizer@2", "zero3+optimizer+param@2", "zero2+optimizer@1",
+)  # fmt: skip
+OFFLOAD = {"activation.offload": "cpu", "activation.offload_min_bytes": 0, "model.n_layers": 6}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"task.name": "hf_causal_lm", "model.preset": "gpt2-debug", "train.seq_len": 64},
+    "llama": {"task.name": "hf_causal_lm", "model.preset": "llama-debug", "train.seq_len": 64},
+    "bert": {"task.name": "hf_masked_lm", "model.preset": "bert-debug", "train.seq_len": 64},
+    "kept": {"model.n_layers": 6},  # offload's measure: the last two blocks' activations never leave
+    "offload": OFFLOAD,
+    "offload-selective": {**OFFLOAD, "activation.policy": "selective"},
+    "adamw8bit": {"optim.name": "adamw8bit"},
+    "muon": {"optim.name": "muon"},
+    "fp32": {"precision.mode": "fp32"},
+    "fp16": {"precision.mode": "fp16"},
+    "fp8": {"precision.mode": "fp8"},
+    "dropout": {"model.dropout": 0.1},
+    "dropout-full": {"model.dropout": 0.1, "activation.policy": "full"},
+}
+"""Settings beside engine, scope, policy and mode, by name."""
+HF = ("gpt2", "llama", "bert")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; `scope` "eager" compiles nothing, and is the others' measure."""
+
+    engine: str
+    scope: str = "block"
+    policy: str = "none"
+    mode: str = "default"
+    other: str = ""
+
+    def __str__(self) -> str:
+        return " ".join([self.engine, self.scope, self.policy, self.mode, self.other]).strip()
+
+    @staticmethod
+    def named(name: str) -> Case:
+        return Case(*name.split(" "))
+
+    def settings(self) -> dict[str, Any]:
+        """Overrides, without data and run directory."""
+        out = Engine(self.engine, accum=ACCUM).settings()
+        out |= {} if self.other in HF else SIZES
+        out |= {
+            "precision.mode": "bf16", "activation.policy": self.policy, "train.micro_batch_size": MICRO,
+            "train.seq_len": SEQ, "train.max_steps": STEPS, "train.eval_every": EVAL_EVERY, "memory.interval": 1,
+            "logging.tensorboard": False, "memory.plan": False, "data.shuffle": False,
+        }  # fmt: skip
+        if self.scope != "eager":
+            out |= {"compile.enabled": True, "compile.scope": self.scope, "compile.mode": self.mode}
+        return out | OTHERS.get(self.other, {})
+
+    @property
+    def world(self) -> int:
+        return int(self.engine.partition("@")[2])
+
+
+def cases() -> list[Case]:
+    """All cases, in the order in which they are run: all engines in the modes that matter most, then the rest."""
+    few, scopes = ("none", "full", "selective", "budget"), ("block", "model")
+    three = ("single@1", "fsdp@2", "zero2@2")
+    tiers = [
+        [Case(engine, scope) for engine in ENGINES for scope in ("eager", *scopes)],
+        [Case("single@1", scope, policy) for scope in ("eager", *scopes) for policy in POLICIES],
+        [Case(engine, scope, mode=mode) for mode in MODES[1:] for engine in ENGINES for scope in scopes],
+        [Case(engine, scope, other=other) for other in OTHERS for engine in three for scope in ("eager", *scopes)],
+        [Case("ddp@2", scope, other="adamw8bit") for scope in ("eager", *scopes)],
+        [Case(engine, scope, policy) for policy in few for engine in ENGINES for scope in ("eager", *scopes)],
+        [Case("single@1", scope, policy, mode) for mode in MODES[1:] for policy in POLICIES for scope in scopes],
+        [Case(e, s, p, "reduce-overhead") for e in three[1:] for p in few for s in scopes],
+        [Case(engine, scope, policy) for policy in POLICIES for engine in ENGINES for scope in ("eager", *scopes)],
+    ]
+    ordered = (case for tier in tiers for case in sorted(tier, key=pool))
+    return [case for case in dict.fromkeys(ordered) if (case.scope, case.policy) != ("eager", "budget")]
+
+
+def pool(case: Case) -> tuple[int, str]:
+    """Ranks, and the backend of their group."""
+    return engine_pool(Engine(case.engine))
+
+
+@lru_cache(None)
+def refusal(case: Case) -> str | None:
+    """The reason why the settings are refused before any rank starts."""
+    try:
+        config = load_config(None, case.settings()).config
+        capability.check(config, device="cuda", world_size=case.world, local_world_size=case.world)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def write_data(folder: Path, case: Case) -> dict[str, Any]:
+    """Texts of a length that leaves a smaller last batch in the epoch, and smaller batches in evaluation."""
+    seq = case.settings()["train.seq_len"]
+    step = MICRO * ACCUM * case.world
+    sizes = {"train": (RAGGED - 1) * step + step - ACCUM * case.world, "val": (MICRO + 1) * case.world}
+    for name, n_samples in sizes.items():
+        (folder / f"{name}.txt").write_text(("abcdefgh" * (n_samples * seq // 8) + "a")[: n_samples * seq + 1])
+    return {"data.path": str(folder / "train.txt"), "data.val_path": str(folder / "val.txt")}
+
+
+class Counts(logging.Handler):
+    """What torch.compile has done in this process, span by span."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        self.spans: list[dict[str, Any]] = []
+        self._last = self._now()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(f"{record.name}: {record.getMessage().splitlines()[0][:200]}")
+
+    def _now(self) -> dict[str, int]:
+        import emucuda
+        from torch._dynamo.utils import counters, get_compilation_metrics
+
+        made, metrics = emucuda.counts(), get_compilation_metrics()
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "recompiled": sum(1 for found in metrics if found.recompile_reason),
+            "breaks": sum(counters["graph_break"].values()),
+            "without_cuda_graph": counters["inductor"]["cudagraph_skips"],
+            "launches": made["launch"],
+            "graph_launches": made.get("graph_launch", 0),
+        }
+
+    def end(self, name: str, **more: Any) -> None:
+        """Close a span; the next one begins here."""
+        now = self._now()
+        self.spans.append({"span": name, **{key: now[key] - self._last[key] for key in now}, **more})
+        self._last = now
+
+    def skip(self) -> None:
+        """What was done since the last span belongs to none."""
+        self._last = self._now()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    from torch._dynamo.utils import clear_compilation_metrics, counters, set_compilation_metrics_limit
+
+    torch.compiler.reset()
+    counters.clear()
+    set_compilation_metrics_limit(100_000)
+    clear_compilation_metrics()
+    counts = Counts()
+    logger = logging.getLogger("torch")
+    logger.addHandler(counts)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")
+            yield counts
+        counts.said += [f"{w.category.__name__}: {str(w.message).splitlines()[0][:200]}" for w in warned]
+    finally:
+        logger.removeHandler(counts)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """`owner.name` is `around(function)` in place of its function."""
+    own = getattr(owner, name)
+    setattr(owner, name, around(own))
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def finite(item: Callable[..., float]) -> Callable[..., float]:
+    """A number that nothing has computed may be anything; it must not end the run."""
+
+    def read(self: HostValue) -> float:
+        value = item(self)
+        return value if math.isfinite(value) else 0.0
+
+    return read
+
+
+def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
+    """Train; each step and each evaluation is a span."""
+    with start(None, settings) as job:
+        run = trainer.Trainer(job)
+        run._moved = True  # nothing is computed: no parameter changes
+
+        def step_counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any) -> Any:
+                counts.skip()
+                out = train_step(*args)
+                rows = job.ledger.row().phases
+                phases = [rows[name] for name in ("forward", "backward", "step")]
+                kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.step, "step")
+                counts.end(
+                    f"{kind} {run.step}", peak=max(phase.peak_allocated or 0 for phase in phases),
+                    reserved=max(phase.peak_reserved or 0 for phase in phases),
+                )  # fmt: skip
+                return out
+
+            return counted
+
+        def evaluation_counted(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any) -> Any:
+                counts.skip()
+                out = evaluate(*args)
+                counts.end(f"evaluation {run.step}")
+                return dict.fromkeys(out, 0.0)  # nothing has computed them
+
+            return counted
+
+        with (
+            replaced(trainer, "train_step", step_counted),
+            replaced(trainer, "evaluate", evaluation_counted),
+            replaced(HostValue, "item", finite),
+        ):
+            run.fit()
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """All spans of a training and of its continuation, which compiles anew as a new process does."""
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    folder = Path(shared_folder())
+    data = write_data(folder, case)
+    settings = case.settings() | data | {"run.dir": str(folder / "run")}
+    with counted() as counts:
+        train(settings, counts, resumed=False)
+        gc.collect()
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        not_resumed = None
+        try:
+            train(settings | {"run.resume": True, "train.max_steps": STEPS + RESUMED}, counts, resumed=True)
+        except CheckpointError as error:  # a norm that nothing has computed can skip every update: no state to resume
+            not_resumed = str(error).splitlines()[0]
+        reasons = [m.recompile_reason.splitlines()[-1][:200] for m in get_compilation_metrics() if m.recompile_reason]
+        breaks = {reason.splitlines()[0][:200]: n for reason, n in counters["graph_break"].items()}
+    gc.collect()
+    torch.cuda.empty_cache()
+    said = [line for line in dict.fromkeys(counts.said) if "checkpoint" not in line.lower()]
+    return {"spans": counts.spans, "recompile_reasons": reasons, "break_reasons": breaks, "said": said[:20],
+            "not_resumed": not_resumed}  # fmt: skip
+
+
+def shared_folder() -> str:
+    """A temporary folder that all ranks know; the pool's end deletes it."""
+    made = [tempfile.mkdtemp(prefix="compiled-") if dist.get_rank() == 0 else ""]
+    group = dist.new_group(backend="gloo")
+    dist.broadcast_object_list(made, src=0, group=group)
+    dist.destroy_process_group(group)
+    return made[0]
+
+
+def run(todo: list[str], backend: str, record: str) -> None:
+    """Each case in turn; rank 0 writes RECORD/CASE.json as soon as one has ended."""
+    from tests.cuda.parity_ranks import join
+
+    join(backend)
+    for name in todo:
+        try:
+            found = measure(Case.named(name))
+        except ConfigError as error:  # refused on every rank, before anything runs
+            found = {"refused": str(error)}
+        if dist.get_rank() == 0:
+            write(Path(record), name, found)
+
+
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """The case's file, whole at any moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f"{name}.tmp"
+    draft.write_text(json.dumps({"case": name, "emulated": True, **found}, indent=1) + "\n")
+    draft.replace(folder / f"{name}.json")

@@ -1,0 +1,54 @@
+"""torch.compile on CUDA: steps, evaluations and resumed runs, with Triton and CUDA graphs but no computation.
+
+`python -m benchmarks compiled` runs every strategy, scope, policy and mode.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compiled import CARD, recorded, run
+from tests.cuda.compiled import Case
+from tests.emulated_cuda import needs_emulation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), needs_emulation]
+
+PLAIN, GRAPHS = Case("single@1"), Case("single@1", mode="reduce-overhead")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CARD.items():
+            patch.setenv(name, value)
+        run([PLAIN, GRAPHS], folder, deadline=time.monotonic() + 300)
+    return recorded(folder)
+
+
+def spans(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    assert "spans" in result, result
+    return [span for span in result["spans"] if span["span"].startswith(kind)]
+
+
+@pytest.mark.parametrize("case", [PLAIN, GRAPHS], ids=str)
+def test_nothing_is_compiled_twice_without_need(case: Case, found: dict[str, Any]) -> None:
+    result = found[str(case)]
+    assert result["break_reasons"] == {}
+    assert [span["graphs"] for span in spans(result, "first")] == [1], "equal blocks share one graph"
+    assert [span["graphs"] for span in spans(result, "step")] == [0] * 5
+    assert [span["graphs"] for span in spans(result, "ragged")] == [1], "for batches of any size from now on"
+    assert [span["graphs"] for span in spans(result, "evaluation")] == [1, 0, 0, 1], "once in each process"
+    assert [span["graphs"] for span in spans(result, "resumed")] == [1, 0]
+
+
+def test_cuda_graphs_run_steps_and_evaluations(found: dict[str, Any]) -> None:
+    result, plain = found[str(GRAPHS)], found[str(PLAIN)]
+    steps = spans(result, "step")
+    assert steps[-1]["graph_launches"] == 2 * 2 * 2, "micro-batches, forward and backward, blocks"
+    assert steps[-1]["launches"] < spans(plain, "step")[-1]["launches"]
+    assert not any("overwritten" in line or "fast path" in line for line in result["said"])
