@@ -62,7 +62,7 @@ class RunPlan:
 
     def begin(self, job: Job, run_dir: Path) -> None:
         """Start planning, if `memory.plan` asks for it; the job is wrapped. Collective."""
-        asked = job.config.memory.plan
+        asked, world = job.config.memory.plan, job.world
         if job.world.is_main:
             _forget_another(run_dir / "plan.json", job.config, job.world.size)
         if asked is False or (asked == "auto" and job.world.device.type != "cuda"):
@@ -73,7 +73,7 @@ class RunPlan:
         ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
         self._deadline = time.monotonic() + LIMIT_S
         try:
-            target = _target(job)
+            target = target_of(world.device, world.size, world.env.local_world_size, job.config.memory.cap_bytes)
         except ShardkitError as error:
             _LOG.warning("this run is not planned: %s", error)
             return
@@ -154,12 +154,11 @@ def _room() -> bool:
     return cpus > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
 
 
-def _target(job: Job) -> Target:
-    """The job's own world and card."""
-    world, cap = job.world, job.config.memory.cap_bytes
-    if world.device.type != "cuda":
-        return Target(world.size, None, world.env.local_world_size, cap=cap)
-    properties = torch.cuda.get_device_properties(world.device)
+def target_of(device: torch.device, world_size: int, local_world_size: int, cap: int | None) -> Target:
+    """The ranks that run now, on the card that they use; `cap` limits a rank further, in bytes."""
+    if device.type != "cuda":
+        return Target(world_size, None, local_world_size, cap=cap)
+    properties = torch.cuda.get_device_properties(device)
     table = {gpu.device_name: gpu for gpu in GPUS.values()}
     card = replace(
         table.get(properties.name) or replace(GPUS[DEFAULT], name=properties.name, device_name=properties.name),
@@ -168,4 +167,4 @@ def _target(job: Job) -> Target:
     )
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     growing = "expandable_segments:True" in settings
-    return Target(world.size, known_here(card, world.size), world.env.local_world_size, expandable=growing)
+    return Target(world_size, known_here(card, world_size), local_world_size, expandable=growing)
