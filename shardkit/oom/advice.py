@@ -30,7 +30,8 @@ class Advice:
         saving_bytes: bytes saved on the rank and memory in question; `None` if it helps by an unknown amount.
         cost: its price, in time or otherwise.
         why: the source of the saving.
-        planned: the memory with this change and whether it fits, in words; empty if it was not planned.
+        planned: the memory with this change, in words; empty if it was not planned.
+        verdict: of the plan.
     """
 
     change: str
@@ -38,6 +39,7 @@ class Advice:
     cost: str
     why: str
     planned: str = ""
+    verdict: str = ""
 
     @property
     def effect(self) -> str:
@@ -45,7 +47,7 @@ class Advice:
         return self.planned or (f"saves {gib(self.saving_bytes)}" if self.saving_bytes else "")
 
     def to_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "planned" or value}
+        return {key: value for key, value in asdict(self).items() if value or key not in ("planned", "verdict")}
 
 
 def advise(config: RunConfig, world_size: int, local_world_size: int, device: str, used: Used) -> list[Advice]:

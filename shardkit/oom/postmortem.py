@@ -257,7 +257,7 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
 
 
 def _fix(advice: list[Advice], shortage: Shortage, path: Path, problem: str | None) -> str:
-    best = [f"{one.change} ({one.effect})" for one in advice[:2] if one.effect]
+    best = [f"{one.change} ({one.effect})" for one in advice[:2] if one.effect and one.verdict != "does not fit"]
     tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

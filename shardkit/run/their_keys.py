@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,16 +10,15 @@ from typing import Any, Literal
 import yaml
 
 from ..config.foreign.translate import Job
-from ..errors import ShardkitError
+from ..errors import gib
 from ..oom.advice import Advice
+from ..plan.advise import changes_that_fit
 from ..plan.client import Planner
 from ..plan.target import Target
-from .planning import said
 
 Tool = Literal["trainer", "accelerate", "deepspeed", "lightning", "torch"]
 LIMIT_S = 90.0
 """Most seconds for the plans of one post-mortem."""
-N_PLANNED = 4
 _ZERO = ("zero1", "zero2", "zero3")
 _RECOMPUTE = "model.gradient_checkpointing_enable()"
 _LOADER = "batch_size={} in the DataLoader"
@@ -145,48 +143,39 @@ class TheirKeys:
     strategy: str
     has_checkpointing: bool
 
-    def __post_init__(self) -> None:
-        self._ours: dict[str, str] = {}
-
     def words(self, advice: list[Advice]) -> list[Advice]:
         """The advice that the tool can follow, in its keys."""
-        found = []
-        for one in advice:
-            text = self._said(one.change)
-            if text is not None:
-                self._ours[text] = one.change
-                found.append(replace(one, change=text))
-        return found
+        return [replace(one, change=text) for one in advice if (text := self._said(one.change)) is not None]
 
     def planned(self, advice: list[Advice], job: Job, target: Target, overrides: Sequence[str]) -> list[Advice]:
-        """Advice from `words` with plans of the first few, those that fit first.
+        """Planned changes, those that fit first and pairs if no single one does, then the rest of `advice`.
 
         Args:
             job: the job as their files describe it.
             overrides: settings that no file has.
+
+        Raises:
+            ShardkitError: the job cannot be planned.
         """
-        results = dict[str, str]()
-        fits = dict[str, bool]()
-        deadline = time.monotonic() + LIMIT_S
         with Planner(target, bucket_views=job.bucket_views) as planner:
             timer = threading.Timer(LIMIT_S, planner.stop)
             timer.daemon = True
             timer.start()
             try:
-                for one in advice[: 2 * N_PLANNED]:
-                    ours = self._ours[one.change]
-                    if "=" not in ours or len(results) == N_PLANNED or time.monotonic() > deadline:
-                        continue
-                    try:
-                        estimate = planner.predict(job.load([*overrides, *ours.split(" ")]).config)
-                    except ShardkitError:
-                        continue  # their files and this change do not go together, or time is up
-                    results[one.change] = said(estimate)
-                    fits[one.change] = estimate.verdict != "does not fit"
+                estimate = planner.predict(job.load(overrides).config)
+                changes = changes_that_fit(lambda more: job.load([*overrides, *more]).config, estimate, planner)
             finally:
                 timer.cancel()
-        found = [replace(one, planned=results.get(one.change, "")) for one in advice]
-        return sorted(found, key=lambda one: 1 if one.change not in fits else 0 if fits[one.change] else 2)
+        found = []
+        for change in changes:
+            text, verdict = self._said(change.settings), change.estimate.verdict
+            if text is not None and verdict is not None and target.device_memory is not None:
+                planned = f"planned: {gib(change.estimate.needed)} of {gib(target.device_memory)}, {verdict}"
+                why = f"{gib(estimate.needed)} are planned without it"
+                found.append(Advice(text, change.saving, change.cost, why, planned, verdict))
+        known = {one.change for one in found}
+        room = sum(one.verdict != "does not fit" for one in found)
+        return found[:room] + [one for one in advice if one.change not in known] + found[room:]
 
     def _said(self, change: str) -> str | None:
         if "=" not in change or change.startswith("PYTORCH_"):

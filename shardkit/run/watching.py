@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -96,7 +97,8 @@ class Settings:
 
     Attributes:
         known: settings of shardkit that the tool says and the model does not show.
-        job: describes the loop for plans, in place of `files`; called if memory runs out.
+        contents: the tool's settings by a name, as they would stand in its files; called if memory runs out.
+        is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
 
     run_dir: Path
@@ -109,7 +111,8 @@ class Settings:
     files: tuple[str, ...] = ()
     model_config: str | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
-    job: Callable[[Path], Job] | None = None
+    contents: Callable[[], dict[str, dict[str, Any]]] | None = None
+    is_marked: bool = False
 
 
 class Watching:
@@ -120,7 +123,8 @@ class Watching:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
         self._settings, self._ranks = settings, _Ranks()
         self._loop = Loop(model, optimizers, self._ranks.rank, self._ranks.size)
-        self._job = read_job(settings.files, settings.model_config, self._ranks.size) if settings.files else None
+        if settings.files:  # what cannot be read is said now
+            read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
         self._records: _Records | None = None
         self._is_open = self._is_broken = self._is_described = False
@@ -131,6 +135,11 @@ class Watching:
     def run_dir(self) -> Path:
         """The run directory."""
         return self._settings.run_dir
+
+    @property
+    def marks(self) -> Watch:
+        """Where the caller marks the phases, if no hooks do."""
+        return self._watch
 
     @property
     def rows(self) -> list[RankRow]:
@@ -197,7 +206,10 @@ class Watching:
                 self._ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
             )
             self._inside.callback(self._watch.unhook)
-            self._watch.hook()
+            if settings.is_marked:
+                self._watch.begin()
+            else:
+                self._watch.hook()
         except BaseException:
             self._inside.close()
             raise
@@ -225,6 +237,8 @@ class Watching:
             The cause and the fix; `None` for other errors.
         """
         explained = self._post_mortem(planned=True).explain(error) if self._is_open else None
+        if self._records is not None and not self._is_described:
+            self._describe()
         if explained is None:
             return None
         text = "\n".join(printable(line) for line in f"shardkit: {explained}".split("\n"))
@@ -293,8 +307,7 @@ class Watching:
     def _planned(self, theirs: TheirKeys, advice: list[Advice]) -> list[Advice]:
         """Advice with plans, on the first rank that lacks memory."""
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
-            describe = self._settings.job
-            job = self._job if describe is None else describe(Path(folder))
+            job = self._job(Path(folder))
             if job is None or not _first(self.run_dir / PLANNING):
                 return advice
             say(f"shardkit: planning changes that would make room, {LIMIT_S:g} s at most")
@@ -304,6 +317,19 @@ class Watching:
             overrides = [f"{key}={seen[key]}" for key in keys if key in seen]
             target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
             return theirs.planned(advice, job, target, overrides)
+
+    def _job(self, folder: Path) -> Job | None:
+        """The loop as files of its tool describe it, those that exist only in memory written into `folder`."""
+        names, contents = list(self._settings.files), self._settings.contents
+        for name, content in ({} if contents is None else contents()).items():
+            (folder / f"{name}.json").write_text(json.dumps(content, default=str), encoding="utf-8")
+            names.append(str(folder / f"{name}.json"))
+        described = self._settings.model_config
+        own: Any = next((one.config for one in self._loop.model.modules() if hasattr(one, "config")), None)
+        if described is None and hasattr(own, "to_json_file"):
+            own.to_json_file(folder / "config.json")
+            described = str(folder / "config.json")
+        return read_job(names, described, self._ranks.size) if names and described is not None else None
 
 
 class _Ranks:
@@ -410,6 +436,13 @@ def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:
     except ConfigError as error:
         fix = error.fix if "resume" not in error.fix else "pass resume=True to continue its records, or another run_dir"
         raise ConfigError(error.cause.replace("run.dir=", "run_dir="), fix.replace("run.dir", "run_dir")) from None
+
+
+def missing(library: str, error: ImportError) -> ConfigError:
+    """The error of an integration whose library does not import."""
+    return ConfigError(
+        f"shardkit.integrations.{library} needs {library}, which does not import: {error}", f"pip install {library}"
+    )
 
 
 def say(text: str) -> None:
