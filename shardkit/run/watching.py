@@ -116,7 +116,13 @@ class Settings:
 
 
 class Watching:
-    """A loop that is watched; a context manager. See `watch`."""
+    """A loop that is watched; a context manager. See `watch`.
+
+    Attributes:
+        ledger: this rank's memory ledger, once entered.
+    """
+
+    ledger: MemoryLedger
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> None:
         if settings.every < 1:
@@ -144,11 +150,11 @@ class Watching:
     @property
     def rows(self) -> list[RankRow]:
         """Rank 0: every rank's row at the last gather; empty elsewhere."""
-        return self._ledger.last_rows
+        return self.ledger.last_rows
 
     def table(self, width: int | None = None) -> str:
         """The last gather as a table; empty on ranks other than 0."""
-        return self._ledger.table(width)
+        return self.ledger.table(width)
 
     def log(self, **values: Any) -> None:
         """Add values to the record of the step whose first forward began last; on rank 0, nothing elsewhere.
@@ -193,17 +199,17 @@ class Watching:
             self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
             if self._cap is not None:
                 self._cap.see([tensor for _, tensor in self._loop.state_tensors()])
-            self._ledger = MemoryLedger(
+            self.ledger = MemoryLedger(
                 device, ranks.group, ranks.rank, ranks.size, ranks.local_rank, interval=settings.every
             )
             shortage.observe(device)
-            self._ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
+            self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
                 self._records = _Records(MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0])
                 self._inside.callback(self._records.close)
             self._watch = Watch(
-                self._ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
+                self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
             )
             self._inside.callback(self._watch.unhook)
             if settings.is_marked:
@@ -268,7 +274,7 @@ class Watching:
         if self._is_broken:
             return
         try:
-            rows = self._ledger.gather(step)
+            rows = self.ledger.gather(step)
         except (TrainingError, RuntimeError) as error:  # accounting never ends somebody's training
             self._is_broken = True
             self._ranks.leave()  # the others need not wait for this rank
@@ -299,7 +305,7 @@ class Watching:
         has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
         theirs = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
-            config, self._ledger, self._loop, ranks.local_size, self._cap,
+            config, self.ledger, self._loop, ranks.local_size, self._cap,
             lambda model: len(find_blocks(model)), theirs.words,
             (lambda advice: self._planned(theirs, advice)) if planned else None,
         )  # fmt: skip
