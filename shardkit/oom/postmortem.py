@@ -59,6 +59,7 @@ class PostMortem:
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
         count_blocks: counts the blocks of the model that can be recomputed.
+        buffers: bytes of an engine's communication buffers in a phase: they are no activations.
         words: says advice in another tool's keys; drops what that tool cannot do.
         planned: plans advice; takes seconds, so the file is written before, too.
     """
@@ -71,10 +72,11 @@ class PostMortem:
         local_world_size: int = 1,
         cap: MemoryCap | None = None,
         count_blocks: Callable[[nn.Module], int] = lambda model: 0,
+        buffers: Callable[[str | None], int] = lambda phase: 0,
         words: Callable[[list[Advice]], list[Advice]] = list,
         planned: Callable[[list[Advice]], list[Advice]] | None = None,
     ) -> None:
-        self._words, self._planned = words, planned
+        self._buffers, self._words, self._planned = buffers, words, planned
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
         self._count_blocks = count_blocks
         self._local_world_size = local_world_size
@@ -178,6 +180,7 @@ class PostMortem:
     def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
         on_host = shortage.kind in ("host", "host-risk")
         held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
+        held -= self._attempt("buffers", lambda: self._buffers(phase), 0)
         blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
             where="host" if on_host else "device",

@@ -95,6 +95,22 @@ class Loop:
         inner += [one.optimizer for one in self.optimizers if not isinstance(one, torch.optim.Optimizer)]
         yield from module_state(self.model, *inner)
 
+    def buffers(self, phase: str | None) -> int:
+        """Bytes of ZeRO's reduce buffers in a phase: neither state nor activations."""
+        if self._zero is None or (phase != "backward" and self.stage != 3):
+            return 0
+        return zero_state.reduce_buffer(self._zero)[1]
+
+    def smaller_buckets(self) -> tuple[int, int] | None:
+        """(elements that are enough for a reduce bucket, bytes saved); `None` if the bucket is no larger than that."""
+        if self._zero is None:
+            return None
+        elements, n_bytes = zero_state.reduce_buffer(self._zero)
+        trained = (param for param in self.model.parameters() if param.requires_grad)
+        enough = sum(getattr(param, "ds_numel", param.numel()) for param in trained)
+        enough += enough % 2  # DeepSpeed needs an even number
+        return (enough, n_bytes * (elements - enough) // elements) if n_bytes and enough < elements else None
+
     def shards(self) -> Iterator[Named | Shard]:
         """Names of the state's tensors."""
         named = {plain_name(name): param for name, param in self.model.named_parameters()}

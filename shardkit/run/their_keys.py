@@ -113,6 +113,13 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
         "data.workers": "num_workers={} in the DataLoader",
     },
 }
+_BUCKETS: dict[Tool, str] = {
+    "trainer": "deepspeed: {zero_optimization: {reduce_bucket_size: {}}}",
+    "accelerate": "zero_optimization: {reduce_bucket_size: {}} in the deepspeed_config_file",
+    "deepspeed": "zero_optimization: {reduce_bucket_size: {}}",
+    "lightning": "DeepSpeedStrategy(reduce_bucket_size={})",
+    "torch": "zero_optimization: {reduce_bucket_size: {}}",
+}
 _WITHOUT_METHOD = "torch.utils.checkpoint around each block"
 
 
@@ -143,9 +150,18 @@ class TheirKeys:
     strategy: str
     has_checkpointing: bool
 
-    def words(self, advice: list[Advice]) -> list[Advice]:
-        """The advice that the tool can follow, in its keys."""
-        return [replace(one, change=text) for one in advice if (text := self._said(one.change)) is not None]
+    def words(self, advice: list[Advice], buckets: tuple[int, int] | None = None) -> list[Advice]:
+        """The advice that the tool can follow, in its keys, the largest saving first.
+
+        Args:
+            buckets: (elements that are enough for a reduce bucket of DeepSpeed, bytes saved).
+        """
+        found = [replace(one, change=text) for one in advice if (text := self._said(one.change)) is not None]
+        if buckets is not None:
+            text = _BUCKETS[self.tool].replace("{}", str(buckets[0]))
+            why = "DeepSpeed makes the whole bucket, though the model's gradients need less"
+            found.append(Advice(text, buckets[1], "none to speak of", why))
+        return sorted(found, key=lambda one: -(one.saving_bytes or 0))
 
     def planned(self, advice: list[Advice], job: Job, target: Target, overrides: Sequence[str]) -> list[Advice]:
         """Planned changes, those that fit first and pairs if no single one does, then the rest of `advice`.

@@ -306,7 +306,8 @@ class Watching:
         theirs = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
             config, self.ledger, self._loop, ranks.local_size, self._cap,
-            lambda model: len(find_blocks(model)), theirs.words,
+            lambda model: len(find_blocks(model)), self._loop.buffers,
+            lambda advice: theirs.words(advice, self._loop.smaller_buckets()),
             (lambda advice: self._planned(theirs, advice)) if planned else None,
         )  # fmt: skip
 

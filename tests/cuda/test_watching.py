@@ -22,7 +22,7 @@ def test_watching_asks_nothing_of_cuda_in_a_step(tmp_path: Path) -> None:
 def test_memory_that_runs_out_on_a_gpu_is_explained(tmp_path: Path) -> None:
     (found,) = gpu_ranks(1, "tests.cuda.watched:out_of_memory", env={"EMUCUDA_MEMORY": "1G"}, folder=str(tmp_path))
     assert (found["kind"], found["phase"], found["step"], found["gaps"]) == ("device", "forward", 3, [])
-    assert found["memory"]["exact"] and found["request"] == 200_000 * 256 * 4
+    assert found["memory"]["exact"] and 0 <= found["request"] - 200_000 * 256 * 4 < 2 * 2**20, "torch rounds it up"
     changes = [one["change"] for one in found["advice"]]
     assert (
         any(change.startswith("batch_size=") for change in changes)

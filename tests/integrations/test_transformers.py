@@ -107,6 +107,17 @@ def test_memory_that_runs_out_is_explained_in_the_trainers_keys_and_planned(tmp_
     assert "per_device_train_batch_size: 4, gradient_accumulation_steps: 2" in by_change
 
 
+@pytest.mark.slow
+def test_a_trainer_that_swallows_the_error_begins_again(tmp_path: Path) -> None:
+    model = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
+    args = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "auto_find_batch_size": True}
+    done = train(tmp_path, 0, {"cap": "96MiB"}, model=model, seq_len=128, args=args)
+    assert done.returncode == 0, done.stderr
+    assert "the Trainer ran out of memory and begins again with per_device_train_batch_size=" in done.stderr
+    run = read_run(tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3] and run.setting("train.micro_batch_size") < 8
+
+
 def test_a_missing_library_is_said_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("transformers", "lightning"):
         for name in (module, "lightning.pytorch", "pytorch_lightning"):

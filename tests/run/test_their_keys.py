@@ -93,6 +93,13 @@ def test_changes_of_several_keys_are_one_mapping() -> None:
     ]  # fmt: skip
 
 
+def test_a_reduce_bucket_that_dwarfs_the_model_is_advice() -> None:
+    other = Advice("train.micro_batch_size=2", 10, "", "")
+    first, second = TheirKeys("deepspeed", "zero2", True).words([other], (8320, 2_000_000_000))
+    assert (first.change, first.saving_bytes) == ("zero_optimization: {reduce_bucket_size: 8320}", 2_000_000_000)
+    assert second.change == "train_micro_batch_size_per_gpu: 2"
+
+
 def test_advice_that_a_tool_cannot_follow_is_left_out() -> None:
     advice = [Advice("optim.in_backward=true", 5, "", ""), Advice("16 ranks", 4, "", "")]
     assert [one.change for one in TheirKeys("trainer", "ddp", True).words(advice)] == ["16 ranks"]

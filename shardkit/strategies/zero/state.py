@@ -80,6 +80,18 @@ def state_of(zero: Any, module: nn.Module) -> Iterator[tuple[StateKind, torch.Te
         yield "buffers", buffer
 
 
+def reduce_buffer(zero: Any) -> tuple[int, int]:
+    """(elements of a reduce bucket, bytes of the buffers for it).
+
+    DeepSpeed makes them whole, whatever the model's size. Stages 1 and 2 hold them while backward runs, stage 3 for good.
+    """
+    if not getattr(zero, "contiguous_gradients", False):
+        return int(zero.reduce_bucket_size), 0
+    copies = 2 if zero.overlap_comm and stage_of(zero) < 3 else 1
+    n_bytes = torch.empty((), dtype=getattr(zero, "dtype", torch.float32)).element_size()
+    return int(zero.reduce_bucket_size), int(zero.reduce_bucket_size) * n_bytes * copies
+
+
 def offloaded(zero: Any) -> list[str]:
     """The settings of `parallel` by which state lives on the host: `offload_optimizer`, `offload_param`."""
     stage = stage_of(zero)
