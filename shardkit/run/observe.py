@@ -20,6 +20,7 @@ from ..strategies.base import Shard
 from ..strategies.zero import state as zero_state
 
 _WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.")
+_OPTIMIZER = torch.optim.Optimizer
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NAMES = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd"}
 
@@ -91,9 +92,8 @@ class Loop:
         if self._zero is not None:
             yield from zero_state.state_of(self._zero, self.model)
             return
-        inner = [one for one in self.optimizers if isinstance(one, torch.optim.Optimizer)]
-        inner += [one.optimizer for one in self.optimizers if not isinstance(one, torch.optim.Optimizer)]
-        yield from module_state(self.model, *inner)
+        held = (one if isinstance(one, _OPTIMIZER) else getattr(one, "optimizer", None) for one in self.optimizers)
+        yield from module_state(self.model, *(one for one in held if isinstance(one, _OPTIMIZER)))
 
     def buffers(self, phase: str | None) -> int:
         """Bytes of ZeRO's reduce buffers in a phase: neither state nor activations."""
@@ -184,7 +184,7 @@ class Loop:
 
     def _inner(self) -> Any:
         first = self.optimizers[0]
-        return first if isinstance(first, torch.optim.Optimizer) else getattr(first, "optimizer", first)
+        return first if isinstance(first, _OPTIMIZER) else getattr(first, "optimizer", first)
 
 
 def _unknown(optimizer: Any) -> dict[str, Any]:

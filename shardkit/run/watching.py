@@ -135,6 +135,7 @@ class Watching:
         self._records: _Records | None = None
         self._is_open = self._is_broken = self._is_described = False
         self._cap: MemoryCap | None = None
+        self._owner: Owner | None = None
         self._forwards = 0
 
     @property
@@ -188,9 +189,9 @@ class Watching:
         self._inside.callback(ranks.leave)
         try:
             config = self._config()
-            path, owner = _claimed(config, ranks)
-            if owner is not None:
-                self._inside.enter_context(owner)
+            path, self._owner = _claimed(config, ranks)
+            if self._owner is not None:
+                self._inside.enter_context(self._owner)
             done = settings.done or 0
             if settings.resume:
                 if settings.done is None:
@@ -242,9 +243,15 @@ class Watching:
         Returns:
             The cause and the fix; `None` for other errors.
         """
-        explained = self._post_mortem(planned=True).explain(error) if self._is_open else None
+        if not self._is_open:
+            return None
         if self._records is not None and not self._is_described:
             self._describe()
+        try:
+            explained = self._post_mortem(planned=True).explain(error)
+        except Exception as problem:  # an exception from here would replace the error itself
+            say(f"shardkit: the error cannot be explained: {printable(f'{type(problem).__name__}: {problem}')}")
+            return None
         if explained is None:
             return None
         text = "\n".join(printable(line) for line in f"shardkit: {explained}".split("\n"))
@@ -265,6 +272,9 @@ class Watching:
 
     def step_ended(self, step: int, seconds: float, waited: float) -> None:
         self._loop.accum, self._forwards = max(1, self._forwards), 0
+        if self._records is not None and self._owner is not None and (lost := self._owner.lost()):
+            say(f"shardkit: nothing more is recorded: {printable(lost)}")
+            self._records = None
         if self._records is not None:
             self._records.begin(step, seconds, waited)
             if not self._is_described:  # the batch shows only now
@@ -293,12 +303,12 @@ class Watching:
         return self._loop.config(more)
 
     def _describe(self) -> None:
-        """Write what the loop shows; a disk that refuses does not end the loop."""
+        """Write what the loop shows; a problem with it does not end the loop."""
         self._is_described = True
         try:
             write_whole(self.run_dir / "config.yaml", self._config().render())
-        except OSError as error:
-            say(f"shardkit: {self.run_dir}/config.yaml cannot be written: {error.strerror}")
+        except (OSError, ConfigError) as error:
+            say(f"shardkit: {self.run_dir}/config.yaml is not complete: {printable(str(error).partition(chr(10))[0])}")
 
     def _post_mortem(self, planned: bool) -> PostMortem:
         config, model, ranks = self._config().config, self._loop.model, self._ranks
@@ -424,7 +434,10 @@ class _Records:
     def close(self) -> None:
         self.flush()
         for record, event in self._queue:
-            event.synchronize()
+            try:
+                event.synchronize()
+            except RuntimeError:  # the device failed, and with it what it computed
+                break
             self._write(record)
         self.writer.close()
 

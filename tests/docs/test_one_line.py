@@ -15,7 +15,7 @@ SECTION = ONE_LINE.findall(WHOLE)[0]
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL))
 ROWS = dict(re.findall(r"^\| (\w+) \| `[^|]*` \| (.*) \|$", SECTION, re.MULTILINE))
 TOOLS = {
-    "own_loop": ("own", 0, None, "6MiB"),
+    "own_loop": ("own", 0, None, "16MiB"),
     "trainer": ("trainer", 0, "transformers", "96MiB"),
     "accelerated": ("accelerated", 2, "accelerate", "6MiB"),
     "deepspeed_loop": ("deepspeed", 2, "deepspeed", "8MiB"),

@@ -24,6 +24,7 @@ def test_a_loop_of_accelerate_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
+@pytest.mark.slow
 def test_a_loop_of_deepspeed_is_counted(tmp_path: Path) -> None:
     found = run_ranks(2, "tests.integrations.loops:of_deepspeed", folder=str(tmp_path))[0]
     expected = {

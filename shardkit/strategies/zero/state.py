@@ -83,7 +83,8 @@ def state_of(zero: Any, module: nn.Module) -> Iterator[tuple[StateKind, torch.Te
 def reduce_buffer(zero: Any) -> tuple[int, int]:
     """(elements of a reduce bucket, bytes of the buffers for it).
 
-    DeepSpeed makes them whole, whatever the model's size. Stages 1 and 2 hold them while backward runs, stage 3 for good.
+    DeepSpeed makes them whole, whatever the model's size. Stages 1 and 2 hold them while backward runs, stage 3 for
+    good.
     """
     if not getattr(zero, "contiguous_gradients", False):
         return int(zero.reduce_bucket_size), 0
