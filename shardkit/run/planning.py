@@ -62,7 +62,7 @@ class RunPlan:
 
     def begin(self, job: Job, run_dir: Path) -> None:
         """Start planning, if `memory.plan` asks for it; the job is wrapped. Collective."""
-        asked, world = job.config.memory.plan, job.world
+        asked = job.config.memory.plan
         if job.world.is_main:
             _forget_another(run_dir / "plan.json", job.config, job.world.size)
         if asked is False or (asked == "auto" and job.world.device.type != "cuda"):
@@ -73,7 +73,7 @@ class RunPlan:
         ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
         self._deadline = time.monotonic() + LIMIT_S
         try:
-            target = target_of(world.device, world.size, world.env.local_world_size, job.config.memory.cap_bytes)
+            target = _target(job)
         except ShardkitError as error:
             _LOG.warning("this run is not planned: %s", error)
             return
@@ -152,6 +152,12 @@ def _room() -> bool:
     limit = tightest_limit()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cpus > 1 and limit.n_bytes - limit.in_use() > _HOST_BYTES
+
+
+def _target(job: Job) -> Target:
+    """The job's own world and card."""
+    world = job.world
+    return target_of(world.device, world.size, world.env.local_world_size, job.config.memory.cap_bytes)
 
 
 def target_of(device: torch.device, world_size: int, local_world_size: int, cap: int | None) -> Target:

@@ -13,7 +13,7 @@ from tests.docs.test_integrations import ONE_LINE, WHOLE
 
 SECTION = ONE_LINE.findall(WHOLE)[0]
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL))
-ROWS = dict(re.findall(r"^\| (\w+) \| `[^|]*` \| (.*) \|$", SECTION, re.MULTILINE))
+ROWS = dict(re.findall(r"^\| (\w+) \| `[^|]*` \| (`rank .*) \|$", SECTION, re.MULTILINE))
 TOOLS = {
     "own_loop": ("own", 0, None, "16MiB"),
     "trainer": ("trainer", 0, "transformers", "96MiB"),
