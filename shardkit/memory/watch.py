@@ -14,7 +14,7 @@ from torch import nn
 
 from ..files import append_jsonl
 from .ledger import MemoryLedger
-from .rows import gather_json
+from .rows import PhaseName, gather_json
 from .state import HasState
 
 
@@ -119,31 +119,28 @@ class Watch:
 
     def forward_begins(self, *inputs: Any) -> None:
         """A forward in training begins."""
-        self._close_phase()
         self._forward_began = time.perf_counter()
         if self._first_forward is None:
             self._first_forward = self._forward_began
             self._ledger.begin_step(self._step + 1)
         if self._listener is not None:
             self._listener.forward_begins(inputs)
-        self._ledger.begin("forward")
+        self._enter("forward")
 
     def backward_begins(self) -> None:
         """The forward ended; whatever follows until the update or the next forward is its backward."""
         if self._ledger.open_phase == "forward":
-            self._ledger.end()
             self._forward_s += time.perf_counter() - self._forward_began
-            self._ledger.begin("backward")
+            self._enter("backward")
 
     def update_begins(self) -> None:
         """Gradients are complete, and an optimizer's update begins."""
-        self._close_phase()
         self._ledger.begin_step(self._step + 1)
         if self._source is None:
             self._ledger.sample_state(self._model, *self._optimizers)
         else:
             self._ledger.sample_state(self._source)
-        self._ledger.begin("step")
+        self._enter("step")
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -192,6 +189,12 @@ class Watch:
         rows = self._ledger.gather(self._step)
         if rows is not None and self._path is not None:
             append_jsonl(self._path, gather_json(self._step, time.time(), rows))
+
+    def _enter(self, name: PhaseName) -> None:
+        if self._ledger.open_phase in _WATCHED:
+            self._ledger.change(name)
+        else:
+            self._ledger.begin(name)
 
     def _close_phase(self) -> None:
         if self._ledger.open_phase in _WATCHED:

@@ -180,7 +180,7 @@ class PostMortem:
     def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
         on_host = shortage.kind in ("host", "host-risk")
         held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
-        held -= self._attempt("buffers", lambda: self._buffers(phase), 0)
+        held -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
         blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
             where="host" if on_host else "device",
