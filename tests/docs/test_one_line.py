@@ -46,7 +46,7 @@ def test_an_example_is_watched(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = read_run(tmp_path / "runs" / TOOLS[name][0])
     assert found.notes == [] and len(found.last_rows) == max(1, TOOLS[name][1])
-    assert all(line["loss"] > 0 for line in found.metrics) and len(found.metrics) in (4, 10, 20)
+    assert all(line["loss"] >= 0 for line in found.metrics) and len(found.metrics) in (4, 10, 20)
     assert all(row.state is not None and set(row.phases) >= {"forward", "backward", "step"} for row in found.last_rows)
 
 
@@ -56,7 +56,7 @@ def test_an_example_is_watched(name: str, tmp_path: Path) -> None:
 def test_an_example_that_runs_out_of_memory_says_what_the_page_shows(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, TOOLS[name][3])
     assert done.returncode != 0
-    print(done.stderr)
-    said = re.findall(r"^shardkit: (rank \d ran out.*)\n  (fix: .*)$", done.stderr, re.MULTILINE)
+    lines = re.sub(r"^\[rank\d\]: ", "", done.stderr, flags=re.MULTILINE)
+    said = re.findall(r"^shardkit: (rank \d ran out.*)\n  (fix: .*)$", lines, re.MULTILINE)
     assert said, done.stderr
     assert any(re.search(r"`fix: set ([^`(]*) \(", ROWS[TOOLS[name][0]])[1] in fix for _, fix in said), said
