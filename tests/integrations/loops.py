@@ -60,6 +60,7 @@ def of_deepspeed(folder: str) -> dict[str, Any]:
 
     from shardkit.integrations.deepspeed import watch
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes
     own = network()
     settings = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},

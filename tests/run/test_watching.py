@@ -56,6 +56,7 @@ def loop_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind.startswith("zero"):
         import deepspeed
 
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes
         zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
         settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": zero}
         own = torch.optim.AdamW(model.parameters())
