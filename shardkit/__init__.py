@@ -17,6 +17,7 @@ _PUBLIC = {
     "ConfigError": ("shardkit.errors", "ConfigError"),
     "Job": ("shardkit.run.job", "Job"),
     "start": ("shardkit.run.job", "start"),
+    "watch": ("shardkit.run.watching", "watch"),
     "memory_table": ("shardkit.memory.table", "render_table"),
 }
 

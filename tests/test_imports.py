@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"checkpoint", "plan", "telemetry"},
     {"report"},
     {"run"},
-    {"train", "cli"},
+    {"train", "cli", "integrations"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -115,7 +115,7 @@ def test_the_map_stays_small_enough_to_know() -> None:
     edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
     assert len(edges) <= 100, f"{len(edges)} imports between them: {edges}"
     modules = [name for name in SOURCES if name.split(".")[-1] != "__init__"]
-    assert len(modules) <= 189, f"{len(modules)} modules"
+    assert len(modules) <= 202, f"{len(modules)} modules"
 
 
 def test_packages_form_no_cycle() -> None:

@@ -135,6 +135,12 @@ class MemoryLedger:
         self._phases.end()
         self.overhead_s += time.perf_counter() - began
 
+    def change(self, name: PhaseName) -> None:
+        """Leave the phase that was entered last, and enter another at the same moment."""
+        began = time.perf_counter()
+        self._phases.change(name)
+        self.overhead_s += time.perf_counter() - began
+
     @property
     def open_phase(self) -> PhaseName | None:
         """The innermost phase that runs now."""

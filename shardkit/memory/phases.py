@@ -93,6 +93,15 @@ class PhaseMeter:
     def begin(self, name: PhaseName) -> None:
         """Peaks until now belong to the phases already open (and to the run); the new phase's start here."""
         self._read()
+        self._enter(name)
+
+    def change(self, name: PhaseName) -> None:
+        """`end`, and `begin` at the same moment: one reading serves both."""
+        self._read()
+        self._open.pop()
+        self._enter(name)
+
+    def _enter(self, name: PhaseName) -> None:
         self._device.reset_peak()
         self._host.reset_peak()
         peaks = self._phases.setdefault(name, _Peaks())

@@ -7,7 +7,7 @@ estimates, and for a run that failed in the middle of a forward pass they are lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ..config import capability
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, gib
 from .advice_rules import Numbers, Used, outside, rules
 
 __all__ = ["Advice", "Used", "advise"]
@@ -30,12 +30,24 @@ class Advice:
         saving_bytes: bytes saved on the rank and memory in question; `None` if it helps by an unknown amount.
         cost: its price, in time or otherwise.
         why: the source of the saving.
+        planned: the memory with this change, in words; empty if it was not planned.
+        verdict: of the plan.
     """
 
     change: str
     saving_bytes: int | None
     cost: str
     why: str
+    planned: str = ""
+    verdict: str = ""
+
+    @property
+    def effect(self) -> str:
+        """The plan's result, else the saving; empty if neither is known."""
+        return self.planned or (f"saves {gib(self.saving_bytes)}" if self.saving_bytes else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value or key not in ("planned", "verdict")}
 
 
 def advise(config: RunConfig, world_size: int, local_world_size: int, device: str, used: Used) -> list[Advice]:

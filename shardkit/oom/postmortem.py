@@ -11,7 +11,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -59,6 +59,9 @@ class PostMortem:
         local_world_size: ranks on this machine.
         cap: the rank's memory cap on the CPU.
         count_blocks: counts the blocks of the model that can be recomputed.
+        buffers: bytes of an engine's communication buffers in a phase: they are no activations.
+        words: says advice in another tool's keys; drops what that tool cannot do.
+        planned: plans advice; takes seconds, so the file is written before, too.
     """
 
     def __init__(
@@ -69,7 +72,11 @@ class PostMortem:
         local_world_size: int = 1,
         cap: MemoryCap | None = None,
         count_blocks: Callable[[nn.Module], int] = lambda model: 0,
+        buffers: Callable[[str | None], int] = lambda phase: 0,
+        words: Callable[[list[Advice]], list[Advice]] = list,
+        planned: Callable[[list[Advice]], list[Advice]] | None = None,
     ) -> None:
+        self._buffers, self._words, self._planned = buffers, words, planned
         self._config, self._ledger, self._subject, self._cap = config, ledger, subject, cap
         self._count_blocks = count_blocks
         self._local_world_size = local_world_size
@@ -89,6 +96,7 @@ class PostMortem:
         found = shortages.of(error)
         if found is None:
             return None
+        self._gaps = []
         model = self._attempt("the model", lambda: self._subject.model, None)
         phase = phase_of(error) or self._ledger.open_phase
         row = self._row()
@@ -101,21 +109,26 @@ class PostMortem:
             "at": raised_at(error),
             "message": str(error)[:4000],
             "tensors": [live.to_json() for live in self._tensors(shortage)],
-            "advice": [asdict(one) for one in advice],
+            "advice": [one.to_json() for one in advice],
             "snapshot": self._save_snapshot(shortage),
         }
         problem = self._write(record)
+        if self._planned is not None:
+            plan = self._planned
+            advice = self._attempt("planned advice", lambda: plan(advice), advice)
+            problem = self._write({**record, "advice": [one.to_json() for one in advice]})
         return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, shortage, self.path, problem))
 
     def at_risk(self, row: RankRow) -> None:
         """Write a post-mortem while the host's memory is almost used up: a rank that is killed cannot."""
+        self._gaps = []
         memory = row.host_mem
         used = memory.in_use or 0
         shortage = Shortage("host-risk", limit=memory.limit, free=max(0, memory.limit - used), allocated=memory.rss)
         advice = self._advice(shortage, row, None, None)
         record = {**self._head(shortage, row), "phase": None, "module": None, "at": None}
         problem = self._write(
-            {**record, "message": None, "tensors": [], "advice": [asdict(one) for one in advice], "snapshot": None}
+            {**record, "message": None, "tensors": [], "advice": [one.to_json() for one in advice], "snapshot": None}
         )
         if problem:
             _LOG.warning("cannot write %s: %s", self.path, problem)
@@ -167,6 +180,7 @@ class PostMortem:
     def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
         on_host = shortage.kind in ("host", "host-risk")
         held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
+        held -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
         blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
             where="host" if on_host else "device",
@@ -180,7 +194,8 @@ class PostMortem:
             staging=row.host_mem.staging,
         )
         size, local_size, device = self._ledger.world_size, self._local_world_size, self._ledger.device.type
-        return self._attempt("advice", lambda: advise(self._config, size, local_size, device, used), [])
+        found = lambda: self._words(advise(self._config, size, local_size, device, used))  # noqa: E731
+        return self._attempt("advice", found, [])
 
     def _tensors(self, shortage: Shortage) -> list[Live]:
         device, subject = self._ledger.device, self._subject
@@ -213,9 +228,7 @@ class PostMortem:
 
     def _write(self, record: dict[str, Any]) -> str | None:
         """Write the file; returns the problem, if there was one."""
-        record = {**record, "gaps": self._gaps}
-        self._gaps = []
-        return _replace(self.path, json.dumps(record, indent=1, default=str).encode() + b"\n")
+        return _replace(self.path, json.dumps({**record, "gaps": self._gaps}, indent=1, default=str).encode() + b"\n")
 
 
 def _replace(path: Path, content: bytes) -> str | None:
@@ -247,7 +260,7 @@ def _cause(record: dict[str, Any], cap: str | None) -> str:
 
 
 def _fix(advice: list[Advice], shortage: Shortage, path: Path, problem: str | None) -> str:
-    best = [f"{one.change} (saves {gib(one.saving_bytes)})" for one in advice[:2] if one.saving_bytes]
+    best = [f"{one.change} ({one.effect})" for one in advice[:2] if one.effect and one.verdict != "does not fit"]
     tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from ..errors import ConfigError, ShardkitError, gib
 from ..files import write_whole
 from ..launch.failures import job_starts
 from ..launch.local import restart
-from ..parallel.world import World
 from . import owner
 from .owner import Owner
 
@@ -45,7 +44,18 @@ FOLDERS = {
 _DRAFT = re.compile(r".*\.part[0-9a-f]{12}")  # left by a process that was killed while writing
 
 
-def prepare(loaded: LoadedConfig, world: World) -> tuple[Path, Owner | None]:
+class Ranks(Protocol):
+    """The ranks that share a run directory."""
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's value, on every rank."""
+        ...
+
+
+def prepare(loaded: LoadedConfig, world: Ranks) -> tuple[Path, Owner | None]:
     """Claim `run.dir` for this run. Collective: every rank stops if rank 0 may not write.
 
     Returns:
@@ -65,7 +75,7 @@ def prepare(loaded: LoadedConfig, world: World) -> tuple[Path, Owner | None]:
     return path, claimed[0] if claimed else None
 
 
-def on_main(world: World, path: Path, action: Callable[[], None]) -> None:
+def on_main(world: Ranks, path: Path, action: Callable[[], None]) -> None:
     """Run `action`, which writes to the directory, on rank 0; its errors are raised on every rank."""
     problem: ShardkitError | None = None
     if world.is_main:
@@ -162,7 +172,7 @@ def _keep_settings(path: Path) -> None:
             (path / name).replace(path / "logs" / kept)
 
 
-def go_on(loaded: LoadedConfig, world: World, path: Path, step: int) -> None:
+def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
     """Prepare the directory for a run resumed after `step`: new settings, and later records dropped; collective.
 
     Raises:

@@ -156,10 +156,15 @@ def _room() -> bool:
 
 def _target(job: Job) -> Target:
     """The job's own world and card."""
-    world, cap = job.world, job.config.memory.cap_bytes
-    if world.device.type != "cuda":
-        return Target(world.size, None, world.env.local_world_size, cap=cap)
-    properties = torch.cuda.get_device_properties(world.device)
+    world = job.world
+    return target_of(world.device, world.size, world.env.local_world_size, job.config.memory.cap_bytes)
+
+
+def target_of(device: torch.device, world_size: int, local_world_size: int, cap: int | None) -> Target:
+    """The ranks that run now, on the card that they use; `cap` limits a rank further, in bytes."""
+    if device.type != "cuda":
+        return Target(world_size, None, local_world_size, cap=cap)
+    properties = torch.cuda.get_device_properties(device)
     table = {gpu.device_name: gpu for gpu in GPUS.values()}
     card = replace(
         table.get(properties.name) or replace(GPUS[DEFAULT], name=properties.name, device_name=properties.name),
@@ -168,4 +173,4 @@ def _target(job: Job) -> Target:
     )
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     growing = "expandable_segments:True" in settings
-    return Target(world.size, known_here(card, world.size), world.env.local_world_size, expandable=growing)
+    return Target(world_size, known_here(card, world_size), local_world_size, expandable=growing)

@@ -28,16 +28,14 @@ from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
     GroupNorms,
-    accounted,
     create_zero_states,
     frozen_shards,
     refresh_compute_weights,
     set_zero_scalars,
     share_rates,
+    state_of,
     zero3_shards,
-    zero3_state,
     zero12_shards,
-    zero12_state,
     zero_scalars,
 )
 
@@ -149,10 +147,7 @@ class ZeRO:
         refresh_compute_weights(self._zero, self.stage)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        own = (zero3_state if self.stage == 3 else zero12_state)(self._engine.module, self._zero)
-        yield from accounted(self._zero, self.stage, own)
-        for buffer in self._engine.module.buffers():
-            yield "buffers", buffer
+        return state_of(self._zero, self._engine.module)
 
     def shards(self) -> Iterator[Shard]:
         return with_scalars(self._shards(self._world.rank, self._world.size), self._scalars)

@@ -65,6 +65,43 @@ def accounted(
         ACCOUNT.lost(gone)
 
 
+def stage_of(zero: Any) -> int:
+    """ZeRO's stage, from DeepSpeed's optimizer."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return 3
+    return 2 if zero.partition_gradients else 1
+
+
+def state_of(zero: Any, module: nn.Module) -> Iterator[tuple[StateKind, torch.Tensor]]:
+    """Every local tensor of parameters, masters, gradients, optimizer state and buffers, from DeepSpeed's optimizer."""
+    stage = stage_of(zero)
+    yield from accounted(zero, stage, (zero3_state if stage == 3 else zero12_state)(module, zero))
+    for buffer in module.buffers():
+        yield "buffers", buffer
+
+
+def reduce_buffer(zero: Any) -> tuple[int, int]:
+    """(elements of a reduce bucket, bytes of the buffers for it).
+
+    DeepSpeed makes them whole, whatever the model's size. Stages 1 and 2 hold them while backward runs, stage 3 for
+    good.
+    """
+    if not getattr(zero, "contiguous_gradients", False):
+        return int(zero.reduce_bucket_size), 0
+    copies = 2 if zero.overlap_comm and stage_of(zero) < 3 else 1
+    n_bytes = torch.empty((), dtype=getattr(zero, "dtype", torch.float32)).element_size()
+    return int(zero.reduce_bucket_size), int(zero.reduce_bucket_size) * n_bytes * copies
+
+
+def offloaded(zero: Any) -> list[str]:
+    """The settings of `parallel` by which state lives on the host: `offload_optimizer`, `offload_param`."""
+    stage = stage_of(zero)
+    held = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    found = ["offload_optimizer"] if any(master.device.type == "cpu" for master in held) else []
+    parts = (param.ds_tensor for group in zero.fp16_groups for param in group) if stage == 3 else ()
+    return found + ["offload_param"] * any(part.device.type == "cpu" for part in parts)
+
+
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
     """The optimizer that updates a master partition: with offload_ratio a second one updates those on the GPU."""
     on_gpu = getattr(zero, "backup_optimizer", None)

@@ -1,0 +1,34 @@
+"""A loop of Accelerate, watched in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..run.watching import Settings, Watching
+
+
+def watch(
+    accelerator: Any, model: nn.Module, optimizer: Any, *, run_dir: str | Path, every: int = 10, **settings: Any
+) -> Watching:
+    """Account for the memory of a loop with an `Accelerator`, and explain its out-of-memory errors.
+
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        with watch(accelerator, model, optimizer, run_dir="runs/mine") as watching:
+            ...
+
+    Args:
+        model, optimizer: the results of `accelerator.prepare`.
+        settings: `files` (the job's `accelerate.yaml`, so that advice is planned), `model_config`, `cap`, `resume`,
+            `done`, `tensorboard`, as for `shardkit.watch`.
+
+    Raises:
+        ConfigError: as `shardkit.watch`.
+    """
+    half = accelerator.mixed_precision
+    known = {"precision.mode": half} if half in ("bf16", "fp16") else {}
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    chosen = Settings(Path(run_dir), every, tool="accelerate", known=known, **settings)
+    return Watching(model, optimizers, chosen)

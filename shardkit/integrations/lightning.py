@@ -1,0 +1,102 @@
+"""Lightning's Trainer: a callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..run.watching import Settings, Watching, missing
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback
+    except ImportError as error:
+        raise missing("lightning", error) from error
+
+_PRECISION = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "pure_bf16", "32-true": "fp32"}
+
+
+class ShardkitCallback(Callback):  # type: ignore[misc]
+    """Accounts for every rank's memory, and explains out-of-memory errors.
+
+        trainer = Trainer(..., callbacks=[ShardkitCallback("runs/mine")])
+
+    Args:
+        run_dir: a new directory; default: `shardkit` in the Trainer's `default_root_dir`.
+        every, cap, resume, tensorboard: as for `shardkit.watch`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        *,
+        every: int = 10,
+        cap: str | None = None,
+        resume: bool = False,
+        tensorboard: bool = True,
+    ) -> None:
+        self._run_dir, self._every, self._cap = run_dir, every, cap
+        self._resume, self._tensorboard = resume, tensorboard
+        self._steps = 0
+        self.watching: Watching | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin; collective."""
+        mode = _PRECISION.get(str(trainer.precision))
+        self._steps = trainer.global_step
+        settings = Settings(
+            Path(self._run_dir or Path(trainer.default_root_dir) / "shardkit"),
+            every=self._every,
+            resume=self._resume,
+            done=trainer.global_step,
+            tensorboard=self._tensorboard,
+            tool="lightning",
+            cap=self._cap,
+            known={} if mode is None else {"precision.mode": mode},
+            is_marked=True,  # Lightning does not call the module's forward, and runs all of a step inside step()
+        )
+        model = trainer.strategy.model
+        self.watching = Watching(pl_module if model is None else model, trainer.optimizers, settings)
+        self.watching.open()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Forward begins."""
+        if self.watching is not None:
+            self.watching.marks.forward_begins(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Backward begins."""
+        if self.watching is not None:
+            self.watching.marks.backward_begins()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The update begins."""
+        if self.watching is not None:
+            self.watching.marks.update_begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """If the model was updated, a step ended; collective every few steps."""
+        if self.watching is None or trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        self.watching.marks.step_ends()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self.watching.log(loss=loss)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Gather a last time and print the table; collective."""
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Explain the exception if memory ran out."""
+        if self.watching is not None:
+            self.watching.explain(exception)
+        self._close(failed=True)
+
+    def _close(self, failed: bool = False) -> None:
+        if self.watching is not None:
+            self.watching.close(failed)
+            self.watching = None

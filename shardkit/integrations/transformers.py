@@ -1,0 +1,129 @@
+"""transformers' Trainer (and TRL's, which are its subclasses): a callback, or one line around `train()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..run.watching import Settings, Watching, missing, say
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise missing("transformers", error) from error
+
+_NAMES = {"learning_rate": "lr", "eval_loss": "val_loss"}
+_AT_THE_END = ("train_", "total_flos")
+
+
+class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
+    """Accounts for every rank's memory; as a context manager around `train()` it also explains out-of-memory errors.
+
+        shardkit = ShardkitCallback("runs/mine")
+        trainer = Trainer(..., callbacks=[shardkit])
+        with shardkit:
+            trainer.train()
+
+    Args:
+        run_dir: a new directory; default: `shardkit` in the Trainer's `output_dir`.
+        every, cap, tensorboard: as for `shardkit.watch`.
+        resume: continue the records in `run_dir`, from the step that the Trainer resumes after.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        *,
+        every: int = 10,
+        cap: str | None = None,
+        resume: bool = False,
+        tensorboard: bool = True,
+    ) -> None:
+        self._run_dir, self._every, self._cap = run_dir, every, cap
+        self._resume, self._tensorboard = resume, tensorboard
+        self.watching: Watching | None = None
+
+    def __enter__(self) -> ShardkitCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.watching is not None and error is not None:
+            self.watching.explain(error)
+        self._close(failed=error is not None)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin; collective. A second beginning means that the Trainer swallowed an out-of-memory error."""
+        again = self.watching is not None
+        if again:
+            say(
+                "shardkit: the Trainer ran out of memory and begins again with per_device_train_batch_size="
+                f"{state.train_batch_size}; the records begin again too"
+            )
+            self._close(failed=True)
+        model = kwargs["model"]
+        half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+        settings = Settings(
+            Path(self._run_dir or Path(args.output_dir) / "shardkit"),
+            every=self._every,
+            resume=self._resume or again,
+            done=state.global_step,
+            tensorboard=self._tensorboard,
+            tool="trainer",
+            cap=self._cap,
+            known={} if half is None else {"precision.mode": half},
+            contents=lambda: {"training_args": _given(args)},
+        )
+        self.watching = Watching(model, [kwargs["optimizer"]], settings)
+        self.watching.open()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the Trainer's figures to the step's record."""
+        if self.watching is not None:
+            numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, (int, float))}
+            kept = {_NAMES.get(key, key): value for key, value in numbers.items() if not key.startswith(_AT_THE_END)}
+            self.watching.log(**kept)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gather a last time and print the table; collective."""
+        self._close()
+
+    def _close(self, failed: bool = False) -> None:
+        if self.watching is not None:
+            self.watching.close(failed)
+            self.watching = None
+
+
+@contextmanager
+def watch(trainer: Any, run_dir: str | Path | None = None, **settings: Any) -> Iterator[ShardkitCallback]:
+    """Watch everything that a Trainer trains inside, and explain its out-of-memory errors.
+
+        with watch(trainer, run_dir="runs/mine"):
+            trainer.train()
+
+    Args:
+        trainer: transformers' Trainer or a subclass of it.
+        run_dir, settings: as for `ShardkitCallback`.
+    """
+    callback = ShardkitCallback(run_dir, **settings)
+    trainer.add_callback(callback)
+    try:
+        with callback:
+            yield callback
+    finally:
+        trainer.remove_callback(callback)
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """The arguments that differ from their defaults, as they would stand in a file."""
+    values, found = args.to_dict(), {}
+    for one in fields(args):
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if one.init and one.name in values and values[one.name] != default and values[one.name] is not None:
+            found[one.name] = values[one.name]
+    return found

@@ -1,0 +1,231 @@
+"""Read off a training loop of other tools what it trains and how: engine, state, precision, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..config.load import LoadedConfig, load_config
+from ..errors import ConfigError
+from ..memory.rows import StateKind
+from ..memory.state import local_tensors, module_state
+from ..oom.shortage import plain_name
+from ..strategies.base import Shard
+from ..strategies.zero import state as zero_state
+
+_WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.")
+_OPTIMIZER = torch.optim.Optimizer
+_HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A local tensor of state and its name in a post-mortem."""
+
+    name: str
+    local: torch.Tensor
+
+
+class Observed(LoadedConfig):
+    """A config that a loop shows; its text has only the settings that were seen."""
+
+    def render(self) -> str:
+        """The settings that were seen, as YAML."""
+        tree: dict[str, Any] = {}
+        for key, source in self.sources.items():
+            section, _, name = key.partition(".")
+            if source != "default":
+                held = self.config.model_dump(mode="json")[section][name]
+                tree.setdefault(section, {})[name] = held
+        return "# What shardkit.watch saw in a loop of another tool.\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+class Loop:
+    """A model and its optimizers, in whatever a tool has wrapped them.
+
+    Attributes:
+        model: the module that the loop calls.
+        optimizers: torch's own, or DeepSpeed's; each has the `step` that updates the model.
+        device: where the model trains.
+        micro_batch, seq_len: of the last forward; `None` if they do not show.
+        accum: forwards of the last whole step.
+
+    Raises:
+        ConfigError: there is no optimizer, or it is none.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], rank: int, world_size: int) -> None:
+        self.model, self._rank, self._world_size = model, rank, world_size
+        given = list(optimizers)
+        if _is_of(model, "deepspeed.runtime.engine"):
+            given = [model.optimizer]
+        self.optimizers = tuple(map(_unwrapped, given))
+        if not self.optimizers:
+            raise ConfigError("watch() got no optimizer: its step ends a training step", "pass it after the model")
+        for optimizer in self.optimizers:
+            if not callable(getattr(optimizer, "step", None)):
+                raise ConfigError(
+                    f"watch() got a {type(optimizer).__name__} where an optimizer belongs",
+                    "pass the model, then its optimizer or a list of them",
+                )
+        self._zero = next((one for one in self.optimizers if _is_of(one, "deepspeed.runtime.zero")), None)
+        self.device = _device(model)
+        self.micro_batch: int | None = None
+        self.seq_len: int | None = None
+        self.accum = 1
+        self.autocast: str | None = None
+
+    @property
+    def stage(self) -> int | None:
+        """ZeRO's stage; `None` without it."""
+        return None if self._zero is None else zero_state.stage_of(self._zero)
+
+    def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
+        """Every local tensor of parameters, gradients, optimizer state and buffers."""
+        if self._zero is not None:
+            yield from zero_state.state_of(self._zero, self.model)
+            return
+        held = (one if isinstance(one, _OPTIMIZER) else getattr(one, "optimizer", None) for one in self.optimizers)
+        yield from module_state(self.model, *(one for one in held if isinstance(one, _OPTIMIZER)))
+
+    def buffers(self, phase: str | None) -> int:
+        """Bytes of ZeRO's reduce buffers in a phase: neither state nor activations."""
+        if self._zero is None or (phase != "backward" and self.stage != 3):
+            return 0
+        return zero_state.reduce_buffer(self._zero)[1]
+
+    def smaller_buckets(self) -> tuple[int, int] | None:
+        """(elements that are enough for a reduce bucket, bytes saved); `None` if the bucket is no larger than that."""
+        if self._zero is None:
+            return None
+        elements, n_bytes = zero_state.reduce_buffer(self._zero)
+        trained = (param for param in self.model.parameters() if param.requires_grad)
+        enough = sum(getattr(param, "ds_numel", param.numel()) for param in trained)
+        enough += enough % 2  # DeepSpeed needs an even number
+        return (enough, n_bytes * (elements - enough) // elements) if n_bytes and enough < elements else None
+
+    def shards(self) -> Iterator[Named | Shard]:
+        """Names of the state's tensors."""
+        named = {plain_name(name): param for name, param in self.model.named_parameters()}
+        if self._zero is not None:
+            of_stage = zero_state.zero3_shards if self.stage == 3 else zero_state.zero12_shards
+            yield from of_stage(self._zero, {id(param): name for name, param in named.items()}, self._rank)
+            return
+        for name, param in named.items():
+            yield from (Named(f"model.{name}", local) for local in local_tensors(param))
+            for optimizer in self.optimizers:
+                for key, value in getattr(optimizer, "state", {}).get(param, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield from (Named(f"optim.{name}.{key}", local) for local in local_tensors(value))
+
+    def look(self, inputs: Sequence[Any]) -> None:
+        """Note the batch of a forward that begins, and its autocast."""
+        first = next(_tensors(inputs), None)
+        if first is not None:
+            self.micro_batch = first.shape[0]
+            self.seq_len = first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
+        kind = self.device.type
+        on = torch.is_autocast_enabled(kind)
+        self.autocast = _HALVES.get(torch.get_autocast_dtype(kind)) if on else None
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of shardkit that the loop shows, by their dotted keys."""
+        found: dict[str, Any] = {
+            "run.device": "cuda" if self.device.type == "cuda" else "cpu",
+            "parallel.strategy": self._strategy(),
+            "precision.mode": self._precision(),
+            "train.grad_accum_steps": self.accum,
+        }
+        if self.device.type == "cuda":
+            found |= self._offloads()
+        if self.micro_batch:
+            found["train.micro_batch_size"] = self.micro_batch
+        if self.seq_len:
+            found["train.seq_len"] = self.seq_len
+        if any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules()):
+            found["activation.policy"] = "full"
+        return found
+
+    def config(self, settings: Mapping[str, Any]) -> Observed:
+        """The loop's config with more settings; keys that do not show keep their defaults, for advice only."""
+        seen = {**self.settings(), **settings}
+        kept = load_config(None, {**seen, **_unknown(self._inner())})
+        hidden = dict.fromkeys(_unknown(self._inner()), "default")
+        return Observed(kept.config, {**kept.sources, **hidden})
+
+    def _strategy(self) -> str:
+        if self.stage is not None:
+            return f"zero{self.stage}"
+        if any(isinstance(param, DTensor) for param in self.model.parameters()) or any(
+            _is_of(module, "torch.distributed.fsdp.fully_sharded_data_parallel") for module in self.model.modules()
+        ):
+            return "fsdp"
+        return "ddp" if self._world_size > 1 else "single"
+
+    def _precision(self) -> str:
+        dtypes = {param.dtype for param in self.model.parameters() if param.is_floating_point()}
+        half = next((_HALVES[dtype] for dtype in dtypes if dtype in _HALVES), None)
+        if half is not None and self.stage is None:
+            return "pure_bf16" if half == "bf16" and torch.float32 not in dtypes else self.autocast or "fp32"
+        return half or self.autocast or "fp32"
+
+    def _offloads(self) -> dict[str, Any]:
+        if self._zero is not None:
+            return {f"parallel.{key}": "cpu" for key in zero_state.offloaded(self._zero)}
+        held = {local.device.type for param in self.model.parameters() for local in local_tensors(param)}
+        return {"parallel.offload_param": "cpu"} if "cpu" in held and self._strategy() == "fsdp" else {}
+
+    def _inner(self) -> Any:
+        first = self.optimizers[0]
+        return first if isinstance(first, _OPTIMIZER) else getattr(first, "optimizer", first)
+
+
+def _unknown(optimizer: Any) -> dict[str, Any]:
+    """Values for settings that no loop shows, so that advice expects nothing of them."""
+    name = _NAMES.get(type(optimizer).__name__.lower())
+    plain = {"optim.name": "sgd", "optim.momentum": 0.0}
+    return {
+        "checkpoint.async_save": False,
+        "data.workers": 0,
+        **({"optim.name": "adamw"} if name == "adamw" else plain),
+    }
+
+
+def _is_of(thing: Any, module: str) -> bool:
+    return any(kind.__module__.startswith(module) for kind in type(thing).__mro__)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers of Accelerate and Lightning, whose `step` may do nothing or refuse hooks."""
+    while type(optimizer).__module__.startswith(_WRAPPERS) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _device(model: nn.Module) -> torch.device:
+    """The accelerator if any parameter lives there or one is in use, else the CPU."""
+    places = {param.device for param in model.parameters()}
+    on_card = next((place for place in places if place.type not in ("cpu", "meta")), None)
+    if on_card is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())  # its parameters are offloaded
+    return on_card or torch.device("cpu")
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors with a batch dimension, in nested lists and dicts too."""
+    if isinstance(values, torch.Tensor):
+        if values.dim():
+            yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors(value)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)

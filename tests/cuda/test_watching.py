@@ -1,0 +1,32 @@
+"""`shardkit.watch` on a GPU: nothing waits for the device, and a real out-of-memory error is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda import gpu_ranks
+from tests.emulated_cuda import needs_emulation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
+
+
+def test_watching_asks_nothing_of_cuda_in_a_step(tmp_path: Path) -> None:
+    (found,) = gpu_ranks(1, "tests.cuda.watched:cost", folder=str(tmp_path))
+    assert found["plain"] == found["watched"], "no wait, copy or allocation more, whether or not memory is gathered"
+    assert all(loss is not None for loss in found["losses"][-50:]), "a loss on the GPU is recorded without waiting"
+    assert found["hooks_s"] < 2e-3, "hooks of a step with two micro-batches, at one thread of a busy machine"
+
+
+def test_memory_that_runs_out_on_a_gpu_is_explained(tmp_path: Path) -> None:
+    (found,) = gpu_ranks(1, "tests.cuda.watched:out_of_memory", env={"EMUCUDA_MEMORY": "1G"}, folder=str(tmp_path))
+    assert (found["kind"], found["phase"], found["step"], found["gaps"]) == ("device", "forward", 3, [])
+    assert found["memory"]["exact"] and 0 <= found["request"] - 200_000 * 256 * 4 < 2 * 2**20, "torch rounds it up"
+    changes = [one["change"] for one in found["advice"]]
+    assert (
+        any(change.startswith("batch_size=") for change in changes)
+        and "torch.utils.checkpoint around each block" in changes
+    )
+    assert found["row"]["state"]["optimizer"]["device"] > 0
+    assert "ran out of memory in forward of step 3" in found["notes"][-1]

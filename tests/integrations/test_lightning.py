@@ -1,0 +1,46 @@
+"""Lightning's Trainer with a callback: bytes of every rank, and an out-of-memory error in its own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.memory import read_jsonl
+from shardkit.report.read import read_run
+from tests.commands import Done, python_m
+from tests.integrations.lightning_run import NUMEL
+
+pytest.importorskip("lightning", reason="needs lightning")
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+def fit(folder: Path, ranks: int, **settings: Any) -> Done:
+    return python_m("tests.integrations.lightning_run", folder, json.dumps(settings), ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_its_ranks_are_counted(ranks: int, tmp_path: Path) -> None:
+    done = fit(tmp_path, ranks, **({"devices": 2, "strategy": "ddp"} if ranks else {}))
+    assert done.returncode == 0, done.stderr
+    gathers = list(read_jsonl(tmp_path / "memory.jsonl"))
+    assert [step for step, _ in gathers] == [1, 2, 3]
+    for row in gathers[-1][1]:
+        assert row.state is not None and set(row.phases) == {"forward", "backward", "step"}
+        assert [row.state[kind].device for kind in ("params", "grads", "optimizer")] == [
+            4 * NUMEL, 4 * NUMEL, 8 * NUMEL + 4 * 4
+        ]  # fmt: skip
+    run = read_run(tmp_path)
+    assert run.notes == [] and len(run.last_rows) == max(1, ranks)
+    assert [run.setting(key) for key in ("train.micro_batch_size", "train.grad_accum_steps")] == [4, 2]
+    assert [(line["step"], line["loss"] > 0) for line in run.metrics] == [(1, True), (2, True), (3, True)]
+
+
+def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
+    done = fit(tmp_path, 0, cap="0.09MiB")
+    assert done.returncode == 1
+    cause, fix = done.stderr.rstrip().splitlines()[-2:]
+    assert cause.startswith("shardkit: rank 0 ran out of memory in backward of step 1")
+    assert "batch_size=2 in the DataLoader, Trainer(accumulate_grad_batches=" in fix
