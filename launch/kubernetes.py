@@ -135,6 +135,21 @@ def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:
     return Rendezvous(f"{host}:{port}", node_rank, node_rank == 0, run_id)
 
 
+def sizes(environ: Mapping[str, str], nnodes: str | None, nproc_per_node: str) -> tuple[str, str]:
+    """(nodes, ranks per node) of a launcher: as asked, else those of the pod's job, else one node.
+
+    Raises:
+        LaunchError: other nodes were asked for than the job has; each pod would train by itself, or wait for ever.
+    """
+    given = environ.get("PET_NNODES") if environ.get("PET_MASTER_ADDR") else None
+    if given is not None and nnodes is not None and nnodes != given:
+        raise LaunchError(f"--nnodes {nnodes}, but this pod's job has PET_NNODES={given}", "leave --nnodes out")
+    per_node = environ.get("PET_NPROC_PER_NODE", "")
+    if given is not None and nproc_per_node == "auto" and per_node.isdigit():
+        nproc_per_node = per_node
+    return nnodes or given or "1", nproc_per_node
+
+
 def _metadata(spec: JobSpec) -> dict[str, object]:
     if not _NAME.fullmatch(spec.name):
         raise LaunchError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import LaunchError
 from ..failures import failure, stderr
 from ..script import AUTO, HEARTBEAT, Script
 from . import processes
@@ -46,8 +47,17 @@ class Heartbeats:
         self._watched: dict[int, _Watched] = {}
 
     def variables(self) -> dict[str, str]:
-        """The variable that tells ranks where to touch their files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """The variable that tells ranks where to touch their files; none if the user chose the files.
+
+        Raises:
+            LaunchError: the folder cannot be made.
+        """
+        if self._template != str(self.folder / "{local_rank}"):
+            return {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"cannot make {self.folder}: {error.strerror}", "free space there") from error
         return {HEARTBEAT: str(self.folder)}
 
     def begin(self) -> None:

@@ -233,13 +233,7 @@ def _watch(
     return False
 
 
-def _verdict(
-    ended: Ended,
-    log_dir: Path,
-    run_dir: Path,
-    oom_kills: int,
-    guard: Guard | None = None,
-) -> int:
+def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: Guard | None = None) -> int:
     if ended.asked == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED

@@ -151,7 +151,7 @@ class Follower:
         return data
 
 
-_HOLD_S = 5.0
+_QUIET_S, _HOLD_S = 10.0, 60.0
 _DIED = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
 
 
@@ -171,7 +171,8 @@ class PatientFollower(Follower):
         data = self._new()
         if self._held:
             self._held += data
-            return self.release() if time.monotonic() > self._since + _HOLD_S else 0
+            age_s = time.monotonic() - self._since  # a process that dies of it writes nothing more, or soon
+            return self.release() if age_s > _HOLD_S or (data and age_s > _QUIET_S) else 0
         match = _DIED.search(data)
         if match is not None:
             self._held, self._since = data[match.start() :], time.monotonic()

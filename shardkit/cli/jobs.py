@@ -145,7 +145,10 @@ def launch(
     nproc_per_node: Annotated[
         str, typer.Option("--nproc-per-node", metavar="N", help="Ranks on this node; auto = one per GPU.")
     ] = "auto",
-    nnodes: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range makes the job elastic.")] = "1",
+    nnodes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="N|MIN:MAX", help="Nodes, 1 by default; a range makes the job elastic."),
+    ] = None,
     max_restarts: Annotated[int, typer.Option(metavar="K", help="Restarts after a rank failed.")] = 0,
     rdzv_endpoint: Annotated[
         Optional[str],  # noqa: UP045
@@ -163,6 +166,7 @@ def launch(
     grace_s: Grace = 25.0,
 ) -> None:
     """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
+    from ..launch import kubernetes
     from ..launch.local import torchrun
     from ..launch.local.launcher import launch as run
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
@@ -172,6 +176,7 @@ def launch(
         ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
         heartbeat_timeout=heartbeat_timeout, grace_s=grace_s,
     )  # fmt: skip
+    nnodes, nproc_per_node = kubernetes.sizes(os.environ, nnodes, nproc_per_node)
     loaded = None if script is not None else _load(str(config), overrides or []).config
     device = "auto" if loaded is None else loaded.run.device
     spec = JobSpec(

@@ -13,7 +13,7 @@ import yaml
 from shardkit.cli.__main__ import main
 from shardkit.errors import LaunchError
 from shardkit.launch.cluster import CLUSTERS, choose
-from shardkit.launch.kubernetes import meeting
+from shardkit.launch.kubernetes import meeting, sizes
 from shardkit.launch.local.launcher import _with_meeting
 from shardkit.launch.ranks.env import RankEnv, detect
 from shardkit.launch.script import Script
@@ -114,6 +114,14 @@ def test_the_launchers_of_pods_meet_where_the_operator_says() -> None:
     assert meeting({"JOB_COMPLETION_INDEX": "1"}, "x") is None, "any indexed job has that"
     with pytest.raises(LaunchError, match="PET_MASTER_PORT"):
         meeting({**POD, "PET_MASTER_PORT": "some"}, "x")
+
+
+def test_a_launcher_in_a_pod_takes_the_jobs_sizes_and_no_others() -> None:
+    assert sizes(POD, None, "auto") == ("2", "8") and sizes(POD, "2", "4") == ("2", "4")
+    assert sizes({**POD, "PET_NPROC_PER_NODE": "auto"}, None, "auto") == ("2", "auto")
+    assert sizes({}, None, "auto") == ("1", "auto") and sizes({}, "1:2", "3") == ("1:2", "3")
+    with pytest.raises(LaunchError, match="--nnodes 1, but this pod's job has PET_NNODES=2"):
+        sizes(POD, "1", "auto")
 
 
 def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher() -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardkit.cli.__main__ import main
 from shardkit.errors import LaunchError
+from shardkit.launch.batch import read_batch, step_argv
 from shardkit.launch.failures import failure, stderr
 from shardkit.launch.local.heartbeat import FIRST_S, Heartbeats
+from shardkit.launch.local.processes import PatientFollower
 from shardkit.launch.script import Script, check, from_json, missing_module, newest_change
+from shardkit.launch.slurm import requeue
 from tests.launch.jobs import REPO, environment, run, with_marker
 
 PLAIN = str(REPO / "tests/launch/plain.py")
@@ -104,6 +110,7 @@ def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: si
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate")
     words = ["--run-dir", str(tmp_path), "--", "-m", "accelerate.test_utils.scripts.test_script"]
@@ -115,6 +122,7 @@ def test_accelerates_own_test_script_runs_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_trls_sft_script_runs_unchanged(tmp_path: Path) -> None:
     """A tiny model, tokenizer and data set of ours, as folders: nothing is downloaded."""
     pytest.importorskip("trl", reason="needs trl")
@@ -287,3 +295,66 @@ def test_an_error_file_of_torchs_record_counts_before_stderr(tmp_path: Path) -> 
     (folder / "stderr.log").write_text("Traceback (most recent call last):\nOSError: from stderr\n")
     (found,) = failure.of_launcher(tmp_path)
     assert (found.message, found.trace) == ("ValueError: from the file", "Traceback …")
+
+
+def test_a_traceback_of_rank_0_waits_until_it_is_clear_what_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, out, log = Clock(), io.BytesIO(), tmp_path / "stderr.log"
+    monkeypatch.setattr(time, "monotonic", clock)
+    follower = PatientFollower(log, out)
+    log.write_bytes(b"warming up\nTraceback (most recent call last):\n  File x\nOSError: no\n")
+    follower.pump()
+    assert out.getvalue() == b"warming up\n"
+    clock.now += 50
+    follower.pump()
+    assert out.getvalue() == b"warming up\n", "the process may be dying of it"
+    with log.open("ab") as file:
+        file.write(b"tried again\n")
+    follower.pump()
+    assert out.getvalue() == log.read_bytes() and follower.showed_traceback
+
+
+@pytest.mark.parametrize(
+    ("came", "code", "saved", "outlook", "reason"),
+    [
+        (["USR2"], 0, True, {}, "saved after USR2"),
+        (["USR2"], 0, False, {}, "stopped after USR2"),
+        (["USR2"], 75, False, {}, "stopped after USR2"),
+        (["USR2"], 143, False, {}, "stopped after USR2"),
+        (["USR2"], 1, True, {}, "saved after USR2"),
+        (["USR2"], 1, False, {}, None),
+        (["USR2"], 137, False, {}, None),
+        (["TERM"], 143, True, {}, None),
+        ([], 1, True, {}, None),
+        (["TERM"], 143, False, {"preempted": True}, "preempted"),
+        (["USR2"], 1, False, {"preempted": True}, "preempted"),
+        (["TERM"], 137, False, {"restarts": 1}, "taken back by Slurm"),
+    ],
+)
+def test_a_scripts_job_is_requeued_when_it_ended_as_told_or_slurm_took_it(
+    came: list[str], code: int, saved: bool, outlook: dict[str, Any], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(requeue, "outlook", lambda job: requeue.Outlook(**outlook))
+    monkeypatch.setattr(requeue, "end_by_slurm", lambda *_: None)
+    signals = [signal.Signals[f"SIG{name}"] for name in came]
+    assert requeue.script_reason("7", signals, [], code, saved, 0) == reason
+
+
+def test_a_batch_job_starts_the_script_that_was_described(tmp_path: Path) -> None:
+    path = tmp_path / "run/submit/3/script.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(Script(("train.py", "--seed", "%a", "a b"), "usr1", checkpoints="out/%a").as_json())
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "NPROC_PER_NODE": "4", "SLURM_ARRAY_TASK_ID": "5"}
+    batch = read_batch(["torchrun", "--script", str(path)], environ)
+    assert batch.run_dir == tmp_path / "run/array_5" and batch.script is not None
+    assert batch.script.checkpoints == "out/5"
+    argv = step_argv(batch, environ)
+    assert argv[argv.index("--") + 1 :] == ["train.py", "--seed", "5", "a b"]
+    assert argv[argv.index("--on-preempt") + 1] == "usr1" and argv[argv.index("--nnodes") + 1] == "2"
+    argv = step_argv(read_batch(["srun", "--script", str(path)], environ), environ)
+    assert argv[-4:] == ["train.py", "--seed", "5", "a b"] and argv[-5] == sys.executable and "trap" not in str(argv)
+    path.unlink()
+    with pytest.raises(LaunchError, match="cannot read"):
+        read_batch(["srun", "--script", str(path)], environ)
