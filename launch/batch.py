@@ -272,8 +272,12 @@ def _preempt_file(batch: Batch) -> Path:
 
 
 def _announce(batch: Batch, on_preempt: str) -> None:
+    """Tell the ranks of a script that their job is preempted."""
     if batch.style == "torchrun" or on_preempt == "file":
-        _preempt_file(batch).touch()
+        try:
+            _preempt_file(batch).touch()
+        except OSError as error:  # a full disk: the script could not save there either
+            say(f"cannot write {_preempt_file(batch)}: {error.strerror}; the script is not told of the preemption")
     else:
         preemption_warning.signal_steps(on_preempt.upper(), batch.job_id)
 

@@ -21,6 +21,7 @@ PREEMPTED_BY_SLURM = "preempted"
 TAKEN_BACK = "taken back by Slurm"
 NOT_ITS_DOING = (PREEMPTED_BY_SLURM, TAKEN_BACK)
 """Ends that the job did not cause."""
+_TELLING = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # signals that tell a script of a preemption
 _ENDS = {
     "PREEMPTED": PREEMPTED_BY_SLURM,
     "PREEMPTION": PREEMPTED_BY_SLURM,
@@ -166,9 +167,6 @@ def script_reason(
         return "saved after USR2" if saved else "stopped after USR2"
     bad = bad_nodes(failures)
     return f"node at fault: {', '.join(bad)}" if bad else None
-
-
-_TELLING = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 def refusal(

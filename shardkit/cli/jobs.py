@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +58,7 @@ class JobCommand(TyperCommand):
 
 def _program_in(words: Sequence[str]) -> int | None:
     """Where a script or `-m` stands among words that should be a config and its overrides."""
-    return next((i for i, word in enumerate(words) if word == "-m" or word.endswith(".py")), None)
+    return next((i for i, word in enumerate(words) if word == "-m" or re.fullmatch(r"[^=]+\.py", word)), None)
 
 
 def _forgotten(command: str | None, words: Sequence[str], program: int) -> tuple[str, str]:
@@ -83,20 +84,15 @@ def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **
             raise LaunchError("neither a config nor a script was given", how)
         if _program_in([config]) is not None:
             raise LaunchError(*_forgotten(command, [config, *overrides], 0))
-        _refuse_options(
-            ctx, options, "applies to a script behind `--`, and this is a config", f"remove it: {config} says it"
-        )
+        _refuse_options(ctx, options, "applies to a script behind `--`, and this is a config", "remove it")
         return None
     if config is not None:
         both = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
         raise LaunchError(both, "remove one of them; the script's own arguments follow its name")
-    _refuse_options(
-        ctx, ("bind_cpus", "style_", "gpu", "gpu_memory"), "applies to a config, and this is a script", "remove it"
-    )
+    _refuse_options(ctx, _FOR_CONFIGS, "applies to a config, and this is a script", "remove it")
     if options["heartbeat"] is None:
-        _refuse_options(
-            ctx, ("heartbeat_timeout",), "says how long --heartbeat may be silent", "pass --heartbeat auto or FILE too"
-        )
+        said = "says how long --heartbeat may be silent, which is not given"
+        _refuse_options(ctx, ("heartbeat_timeout",), said, "pass --heartbeat auto or FILE too")
     script = scripts.Script(
         argv=tuple(words), on_preempt=options["on_preempt"], heartbeat=options["heartbeat"],
         heartbeat_timeout_s=options["heartbeat_timeout"], checkpoints=options.get("checkpoints"),
@@ -338,8 +334,6 @@ def _quantity(size: str | None) -> str | None:
 
 
 def _dns_name(name: str) -> str:
-    import re
-
     return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-")
 
 

@@ -92,12 +92,15 @@ def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [[], pytest.param(["2"], marks=pytest.mark.deepspeed)], ids=["ddp", "zero2"])
+def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(
+    stage: list[str], cluster: Cluster, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     mine, run_dir = tmp_path / "mine", tmp_path / "run"
     mine.mkdir()
     words = ["--checkpoints", str(mine / "checkpoints"), "--", "-m", "tests.launch.hf_trainer", str(mine), "60", "0.3"]
-    job, output = submit(cluster, run_dir, *words)
+    job, output = submit(cluster, run_dir, *words, *stage)
     until(lambda: "'loss'" in read(output), 120, lambda: read(output))
     cluster.preempt()
     assert cluster.wait(job, output) == "COMPLETED", read(output)
@@ -105,7 +108,7 @@ def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(clust
     (saved,) = (mine / "checkpoints").glob("checkpoint-*")
     assert 0 < int(saved.name.partition("-")[2]) < 60
     (tmp_path / "alone").mkdir()
-    undisturbed(tmp_path, "-m", "tests.launch.hf_trainer", str(tmp_path / "alone"), "60")
+    undisturbed(tmp_path, "-m", "tests.launch.hf_trainer", str(tmp_path / "alone"), "60", "0", *stage)
     assert json.loads((mine / "losses.json").read_text()) == json.loads((tmp_path / "alone/losses.json").read_text())
 
 
