@@ -2,7 +2,8 @@
 
     python -m shardkit.launch.batch torchrun|srun CONFIG [section.key=value ...]
 
-`torchrun` starts `shardkit launch` once per node, `srun` one task per rank. CONFIG `-` means defaults.
+`torchrun` starts `shardkit launch` once per node, `srun` one task per rank. CONFIG `-` means defaults. In the place of
+CONFIG, `--script RUN_DIR/submit/N/script.json` is a script that `shardkit submit` described.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from .failures import exit_codes, failure, job_starts, oom
 from .local.processes import Follower
 from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
+from .script import PREEMPT_FILE, Script, from_json, newest_change
 from .slurm import preemption_warning, requeue, script, submit
 from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
@@ -45,12 +48,13 @@ class Batch:
     """One start of a batch job.
 
     Attributes:
-        train_args: CONFIG and overrides.
+        config: CONFIG, with its overrides; None = defaults.
         log_dir: this start's folder below RUN_DIR/logs, absolute.
         restart: how often Slurm has requeued this job.
         n_ranks_per_node: ranks on each node.
         snapshot: the resolved config, as YAML.
         is_periodic: whether the run makes periodic checkpoints.
+        script: the program that runs instead of a config.
     """
 
     style: str
@@ -64,6 +68,7 @@ class Batch:
     n_ranks_per_node: int
     snapshot: str = ""
     is_periodic: bool = False
+    script: Script | None = None
 
     def pin(self) -> Batch:
         """Keep the config with the run: every later start of the job uses the config of the first.
@@ -71,6 +76,8 @@ class Batch:
         Raises:
             OSError: the config cannot be written.
         """
+        if self.script is not None:  # described by a file of its own submission
+            return self
         path = _pinned(self.run_dir, self.job_id)
         if self.restart == 0 or not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +87,20 @@ class Batch:
     @property
     def error_dir(self) -> Path:
         return self.log_dir / "errors"
+
+    def progress(self) -> int:
+        """How far the job is: the run's optimizer step; for a script the time of its newest checkpoint, in ns."""
+        return job_starts.last_step(self.run_dir) if self.script is None else newest_change(self.script.checkpoints)
+
+    def newest_checkpoint(self) -> tuple[int, int] | None:
+        """Tells one checkpoint from another; None if there is none."""
+        if self.script is None:
+            return job_starts.newest_checkpoint(self.run_dir)
+        return (0, stamp) if (stamp := self.progress()) else None
+
+    def note_end(self, reason: str) -> None:
+        """Record why this start ended."""
+        job_starts.note_end(self.run_dir, self.job_id, self.restart, reason, self.progress())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +124,8 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         raise LaunchError("no config was given", "sbatch slurm/train.sbatch CONFIG [section.key=value ...]")
     if "SLURM_JOB_ID" not in environ:
         raise LaunchError("this is not a Slurm job: SLURM_JOB_ID is not set", "sbatch slurm/train.sbatch CONFIG")
+    if args[1] == "--script" and len(args) == 3:
+        return _read_script(args[0], Path(args[2]), environ)
     style, config, overrides = args[0], None if args[1] == "-" else args[1], list(args[2:])
     overrides = _array_overrides(overrides, environ)
     loaded = _load(config, overrides)
@@ -112,8 +135,7 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         run_dir = run_dir / f"array_{task}"
         overrides.append(f"run.dir={run_dir}")
         loaded = _load(config, overrides)
-    job_id = environ["SLURM_JOB_ID"]
-    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    job_id, restart = _start(environ)
     pinned = _pinned(run_dir, job_id)
     if restart and pinned.exists():  # the submitted file may have changed since
         config, overrides = str(pinned), []
@@ -133,6 +155,36 @@ def read_batch(args: Sequence[str], environ: Mapping[str, str]) -> Batch:
         n_ranks_per_node=n_ranks,
         snapshot=loaded.render(),
         is_periodic=loaded.config.checkpoint.is_periodic,
+    )
+
+
+def _start(environ: Mapping[str, str]) -> tuple[str, int]:
+    """(the job's id, how often it was requeued)."""
+    restart = integer(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    return environ["SLURM_JOB_ID"], restart
+
+
+def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
+    try:
+        found = from_json(path.read_text(), str(path))
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror}", "submit the job again") from error
+    run_dir, task = path.absolute().parents[2], environ.get("SLURM_ARRAY_TASK_ID")
+    if task is not None:
+        run_dir, found = run_dir / f"array_{task}", found.numbered(task)
+    job_id, restart = _start(environ)
+    return Batch(
+        style=style,
+        job_id=job_id,
+        restart=restart,
+        config=None,
+        overrides=(),
+        run_dir=run_dir,
+        log_dir=run_dir / "logs" / f"slurm-{job_id}.{restart}",
+        n_nodes=integer(environ, "SLURM_JOB_NUM_NODES"),
+        n_ranks_per_node=_ranks_per_node(style, environ),
+        is_periodic=True,
+        script=found,
     )
 
 
@@ -174,12 +226,17 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
     python = script.CONTAINER_PYTHON if image else sys.executable
     if batch.style == "srun":
         argv += [f"--output={output_pattern(str(batch.log_dir))}/rank-%t.log", "--open-mode=append"]
+        if batch.script is not None:  # unshielded: Lightning takes an ignored signal for one that the user handles
+            return [*argv, python, *batch.script.argv]
         config = ["--config", batch.config] if batch.config else []
         return [*argv, *_SHIELD, python, "-m", "shardkit.train", *config, *batch.overrides]
-    launch = [python, "-m", "shardkit.cli", "launch", *([batch.config] if batch.config else ["-"])]
-    launch += ["--nnodes", str(batch.n_nodes), "--nproc-per-node", str(batch.n_ranks_per_node)]
-    launch += ["--max-restarts", environ.get("SHARDKIT_MAX_RESTARTS", "0")]
-    return [*argv, *_SHIELD, *launch, *batch.overrides]
+    launch = [python, "-m", "shardkit.cli", "launch"]
+    sizes = ["--nnodes", str(batch.n_nodes), "--nproc-per-node", str(batch.n_ranks_per_node)]
+    sizes += ["--max-restarts", environ.get("SHARDKIT_MAX_RESTARTS", "0")]
+    if batch.script is not None:
+        options = ["--run-dir", str(batch.run_dir), *batch.script.launch_options()]
+        return [*argv, *_SHIELD, *launch, *sizes, *options, "--", *batch.script.argv]
+    return [*argv, *_SHIELD, *launch, batch.config or "-", *sizes, *batch.overrides]
 
 
 def _cpus_per_task(batch: Batch, environ: Mapping[str, str]) -> int | None:
@@ -203,7 +260,26 @@ def step_environment(batch: Batch, environ: Mapping[str, str]) -> dict[str, str]
         if not environ.get("OMP_NUM_THREADS"):
             cpus = environ.get("SLURM_CPUS_PER_TASK")
             added["OMP_NUM_THREADS"] = cpus or str(default_omp_threads(batch.n_ranks_per_node, environ))
+    if batch.script is not None:
+        added[PREEMPT_FILE] = str(_preempt_file(batch))
+        added |= {} if environ.get("PYTHONFAULTHANDLER") else {"PYTHONFAULTHANDLER": "1"}
     return {**environ, **added}
+
+
+def _preempt_file(batch: Batch) -> Path:
+    """The file that tells a script's ranks of a preemption, or the launchers of all nodes that tell the ranks."""
+    return batch.log_dir / "preempted"
+
+
+def _announce(batch: Batch, on_preempt: str) -> None:
+    """Tell the ranks of a script that their job is preempted."""
+    if batch.style == "torchrun" or on_preempt == "file":
+        try:
+            _preempt_file(batch).touch()
+        except OSError as error:  # a full disk: the script could not save there either
+            say(f"cannot write {_preempt_file(batch)}: {error.strerror}; the script is not told of the preemption")
+    else:
+        preemption_warning.signal_steps(on_preempt.upper(), batch.job_id)
 
 
 def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) -> int:
@@ -221,9 +297,12 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         ) from error
     _note_earlier_ends(batch)
     _refuse(batch, environ)
-    job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, environ.get("SLURM_JOB_NODELIST", ""))
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, nodes, batch.progress())
     _say_doubts(batch, environ)
-    before = job_starts.newest_checkpoint(batch.run_dir)
+    before = batch.newest_checkpoint()
+    if batch.script is not None:
+        warning.announce = partial(_announce, batch, batch.script.on_preempt)
     say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
     with (batch.log_dir / _SRUN_LOG).open("wb") as log:
         process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ), stderr=log)
@@ -235,7 +314,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         if signal.SIGTERM in warning.came and not noted:  # Slurm may leave this script no time for it at the end
             noted, why = True, requeue.taken_back(batch.job_id, batch.restart)
             if why is not None:
-                job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
+                batch.note_end(why)
         srun.pump()
         if rank_0 is not None:
             rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
@@ -243,7 +322,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     srun.pump()
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
-    saved = job_starts.newest_checkpoint(batch.run_dir)
+    saved = batch.newest_checkpoint()
     return _after(batch, process.returncode, warning, environ, saved if saved != before else None)
 
 
@@ -267,7 +346,11 @@ def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:
 def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
     """Raise if the job should not run again."""
     most = int(environ.get("SHARDKIT_MAX_REQUEUES", "100"))
-    problem = requeue.refusal(batch.run_dir, batch.job_id, most)
+    words = None
+    if batch.script is not None:
+        words = f"wrote no file below {batch.script.checkpoints}"
+        words = words if batch.script.checkpoints else "showed no progress (it was submitted without --checkpoints)"
+    problem = requeue.refusal(batch.run_dir, batch.job_id, most, batch.progress(), words)
     if problem is not None:
         raise problem
 
@@ -282,13 +365,17 @@ def _after(
     """
     failures = _failures(batch)
     stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
-    if code == 0 and not stopped:
-        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "done")
+    if code == 0 and not stopped and (batch.script is None or signal.SIGUSR2 not in warning.came):
+        batch.note_end("done")
         return exit_codes.OK
-    why = requeue.reason(batch.job_id, warning.came, failures, stopped, saved and saved[0], batch.restart)
+    if batch.script is None:
+        why = requeue.reason(batch.job_id, warning.came, failures, stopped, saved and saved[0], batch.restart)
+    else:
+        why = requeue.script_reason(batch.job_id, warning.came, failures, code, saved is not None, batch.restart)
+        stopped = stopped or (why is not None and why.endswith("after USR2"))
     if why is None:
         return _failed(batch, code, failures, stopped, saved is not None)
-    job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, why)
+    batch.note_end(why)
     if not stopped and why not in requeue.NOT_ITS_DOING:
         _explain(batch, failures)
     _refuse(batch, environ)
@@ -300,15 +387,13 @@ def _after(
 def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool, saved: bool) -> int:
     if stopped and not saved:
         say(f"error: the ranks reported a save, but {batch.run_dir}/checkpoints has no checkpoint of this start")
-        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped, without a checkpoint")
+        batch.note_end("stopped, without a checkpoint")
         return exit_codes.UNSAVED
     if stopped:
         say("saved and stopped; not queued again: only Slurm's warning or a preemption requeues a job")
-        job_starts.note_end(batch.run_dir, batch.job_id, batch.restart, "stopped")
+        batch.note_end("stopped")
         return exit_codes.PREEMPTED
-    job_starts.note_end(
-        batch.run_dir, batch.job_id, batch.restart, f"failed: {_cause(failures[0]) if failures else code}"
-    )
+    batch.note_end(f"failed: {_cause(failures[0]) if failures else code}")
     if not failures:
         say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
         return exit_codes.shell_code(code)
@@ -333,7 +418,10 @@ def _failures(batch: Batch) -> list[failure.Failure]:
     if batch.style == "torchrun":
         found = [one for folder in batch.log_dir.glob("*") for one in failure.of_launcher(folder)]
         return sorted(found, key=lambda one: one.order)
-    return failure.merged(failure.read(batch.error_dir.glob("*.json")), failure.in_srun_log(_srun_log(batch)))
+    reported = failure.in_srun_log(_srun_log(batch))
+    if batch.script is not None:
+        reported = [failure.with_traceback(found, batch.log_dir / f"rank-{found.rank}.log") for found in reported]
+    return failure.merged(failure.read(batch.error_dir.glob("*.json")), reported)
 
 
 def _srun_log(batch: Batch) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, LaunchError
+from .script import Script
 
 if TYPE_CHECKING:
     from ..config.schema import RunConfig
@@ -66,6 +67,29 @@ class SlurmOptions:
 
 
 @dataclass(frozen=True)
+class KubernetesOptions:
+    """Options for Kubernetes.
+
+    Attributes:
+        image: the pods' image.
+        runtime: Kubeflow's ClusterTrainingRuntime for a TrainJob.
+        volumes: `CLAIM:/PATH`, PersistentVolumeClaims and where they are mounted.
+        cpus: CPUs of each pod, as Kubernetes writes them.
+        memory: host memory of each pod, as Kubernetes writes it.
+        limit_s: the job's time limit in seconds.
+        max_restarts: how often a JobSet starts again after a failure; disruptions do not count.
+    """
+
+    image: str | None = None
+    runtime: str = "torch-distributed"
+    volumes: tuple[str, ...] = ()
+    cpus: str | None = None
+    memory: str | None = None
+    limit_s: int | None = None
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """A training job.
 
@@ -81,6 +105,7 @@ class JobSpec:
         log_dir: torchrun's directory for each rank's output.
         bind_cpus: whether each rank is bound to its own CPUs.
         on_gpus: whether ranks use GPUs.
+        script: the program that the ranks run instead of shardkit's own; None = `shardkit.train` with the config.
     """
 
     config: str | None
@@ -98,6 +123,8 @@ class JobSpec:
     name: str = "shardkit"
     rendezvous: Rendezvous = Rendezvous()
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    kubernetes: KubernetesOptions = KubernetesOptions()
+    script: Script | None = None
 
     @property
     def is_elastic(self) -> bool:
@@ -105,9 +132,11 @@ class JobSpec:
         return self.nodes[0] != self.nodes[1]
 
     @property
-    def train_args(self) -> list[str]:
-        """Arguments of `python -m shardkit.train`."""
-        return ([] if self.config is None else ["--config", self.config]) + list(self.overrides)
+    def program(self) -> list[str]:
+        """The words after `python` that start a rank."""
+        if self.script is not None:
+            return list(self.script.argv)
+        return ["-m", "shardkit.train", *([] if self.config is None else ["--config", self.config]), *self.overrides]
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 
 from ...errors import ShardkitError
 from ...files import parse_json, read_regular, write_whole
-from . import exit_codes
+from . import exit_codes, stderr
 
 TORCHRUN_LOG = "torchrun.log"
 """torchrun's own output, in a launcher's log directory."""
@@ -29,7 +29,8 @@ TORCHRUN_LOG = "torchrun.log"
 _LOST_PEER = re.compile(
     r"Connection (closed by peer|reset by peer|refused)|Broken pipe|socket (closed|timeout)|Socket Timeout"
     r"|DistBackendError|DistNetworkError|DistStoreError|NCCL (communicator was aborted|remote|unhandled system error)"
-    r"|timed? ?out waiting|Timed out after|not all ranks|not all \d+ ranks|cannot reach rank 0|Gloo .*failed",
+    r"|timed? ?out waiting|Timed out after|not all ranks|not all \d+ ranks|cannot reach rank 0|Gloo .*failed"
+    r"|it waits for its peers",
     re.IGNORECASE,
 )
 # The watchdog's message about stopped or lost peers: the cause, unless a rank was killed before.
@@ -49,6 +50,12 @@ _GPU_FAILED = re.compile(
     r"CUDA error: (unknown error|unspecified launch failure|no CUDA-capable device|uncorrectable|hardware)"
     r"|NCCL error: unhandled cuda error|GPU is lost|fallen off the bus",
     re.IGNORECASE,
+)
+_GPU_FULL = re.compile(r"(CUDA|HIP) (error: )?out of memory", re.IGNORECASE)
+_GPU_FULL_CAUSE = (
+    "  likely cause: the GPU's memory is full",
+    "  fix: a smaller micro-batch with more accumulation, or activation checkpointing; `shardkit plan --from` predicts "
+    "jobs of Accelerate, DeepSpeed and the Trainer",
 )
 _GPU_CAUSE = (
     "  likely cause: its GPU failed, or an earlier kernel did and left the device unusable",
@@ -132,6 +139,12 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
     with suppress(AttributeError):  # an exception with slots
         error.recorded_at = path  # type: ignore[attr-defined]
     return path
+
+
+def record_for(folder: Path, rank: int, message: str, trace: str = "") -> None:
+    """Write the error of a rank that cannot do it itself, into its folder of an attempt's logs."""
+    own = {"rank": rank, "exit_code": exit_codes.FAILED, "when": time.time(), "message": message, "trace": trace}
+    _write(folder / "error.json", own)
 
 
 _RESERVE_BYTES = 2**16
@@ -260,14 +273,23 @@ def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]
 
 
 def _with_last_words(failure: Failure, attempt: Path) -> Failure:
+    if failure.local_rank is None:
+        return failure
+    return with_traceback(failure, attempt / str(failure.local_rank) / "stderr.log")
+
+
+def with_traceback(failure: Failure, log: Path) -> Failure:
+    """The failure with what the rank's stderr says about it: a traceback, Python's stacks, else its last lines."""
+    if failure.trace:
+        return failure
+    text = stderr.tail(log)
     signum = exit_codes.signal_of(failure.exit_code)
-    if failure.trace or failure.local_rank is None or signum is None or signum.name != "SIGABRT":
-        return failure
-    try:
-        found = _LAST_WORDS.search((attempt / str(failure.local_rank) / "stderr.log").read_text(errors="replace"))
-    except OSError:  # its log is on another machine
-        return failure
-    return failure if found is None else replace(failure, message=f"{failure.message}: {found[0].strip()}")
+    if signum is None:
+        said, trace = stderr.last_traceback(text)
+        return replace(failure, message=said or failure.message, trace=trace or stderr.last_lines(text))
+    found = _LAST_WORDS.search(text) if signum.name == "SIGABRT" else None
+    message = failure.message if found is None else f"{failure.message}: {found[0].strip()}"
+    return replace(failure, message=message, trace=stderr.stacks(text))
 
 
 def _local(text: str) -> float:
@@ -323,8 +345,9 @@ def explain(
         cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
         lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
         lines = ([first.trace.rstrip()] if first.trace else []) + lines
-        if _GPU_FAILED.search(first.message):
-            lines += _GPU_CAUSE
+        known = _GPU_CAUSE if _GPU_FAILED.search(first.message) else _GPU_FULL_CAUSE
+        if known is _GPU_CAUSE or _GPU_FULL.search(first.message):
+            lines += known
             cause = fix = ""
         lines += [f"  likely cause: {cause}"] if cause else []
         lines += said or ([f"  fix: {fix}"] if fix else [])

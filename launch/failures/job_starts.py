@@ -45,14 +45,15 @@ def path(run_dir: Path) -> Path:
     return run_dir / "logs" / "restarts.jsonl"
 
 
-def note_start(run_dir: Path, job_id: str, restart: int, nodes: str) -> None:
-    """Record that the job starts, on which nodes and at which step."""
-    _append(run_dir, {"event": "start", "job": job_id, "restart": restart, "step": last_step(run_dir), "nodes": nodes})
+def note_start(run_dir: Path, job_id: str, restart: int, nodes: str, step: int | None = None) -> None:
+    """Record that the job starts, on which nodes and at which step; default: the run's, which scripts do not have."""
+    step = last_step(run_dir) if step is None else step
+    _append(run_dir, {"event": "start", "job": job_id, "restart": restart, "step": step, "nodes": nodes})
 
 
-def note_end(run_dir: Path, job_id: str, restart: int, reason: str) -> None:
+def note_end(run_dir: Path, job_id: str, restart: int, reason: str, step: int | None = None) -> None:
     """Record why this start ended."""
-    event = {"event": "end", "job": job_id, "restart": restart, "step": last_step(run_dir)}
+    event = {"event": "end", "job": job_id, "restart": restart, "step": last_step(run_dir) if step is None else step}
     _append(run_dir, {**event, "reason": _one_line(reason)})
 
 

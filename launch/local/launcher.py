@@ -17,12 +17,14 @@ from types import FrameType
 from typing import Any
 
 from ...errors import LaunchError
+from .. import kubernetes
 from ..failures import exit_codes, failure, oom
 from ..ranks import affinity
 from ..ranks.affinity import default_omp_threads
 from ..ranks.placement import integer
 from ..spec import JobSpec, Rendezvous
 from . import processes, rendezvous, torchrun
+from .guard import Guard
 from .processes import RankOutput
 from .restart import Restarts
 from .torchrun import build_argv, command_line
@@ -43,12 +45,14 @@ class Ended:
         asked: the signal that this process was sent, if any.
         user_error: whether it was stopped early because a rank reported an error that no restart can fix.
         unmet: whether it was stopped early because the nodes did not meet.
+        shown: whether the terminal has rank 0's last traceback.
     """
 
     code: int
     asked: int | None
     user_error: bool
     unmet: bool = False
+    shown: bool = False
 
 
 def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_timeout_s: float = 600) -> int:
@@ -59,12 +63,16 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
     """
     environ = dict(os.environ if environ is None else environ)
     with ExitStack() as left:
-        spec, reserved = _with_slurm_meeting(spec, environ, rendezvous_timeout_s)
+        spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)
         if reserved is not None:
             left.callback(reserved.close)
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
         cpus = _cpu_shares(spec, environ)
         argv, added = build_argv(spec), added_environment(spec, environ, cpus)
+        guard = None
+        if spec.script is not None:
+            guard = Guard(spec.script, spec.nproc_per_node, Path(spec.log_dir), environ)
+            added |= guard.variables(environ)
         print(f"$ {command_line(argv, added)}", flush=True)
         if cpus:
             print(affinity.describe(cpus), flush=True)
@@ -75,14 +83,16 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         oom_before = exit_codes.oom_kill_count()
         endpoint = spec.rendezvous.endpoint if spec.nodes[1] > 1 else None
         patience = math.inf if endpoint is None else rendezvous_timeout_s
-        ended = _run(argv, {**environ, **added}, Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec), patience)
+        log_dir, run_dir, shows_rank_0 = Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec)
+        ended = _run(argv, {**environ, **added}, log_dir, run_dir, shows_rank_0, patience, guard)
         if endpoint is not None and _never_met(ended, Path(spec.log_dir)):
             raise LaunchError(
                 f"no rank started: the nodes did not meet at {endpoint}: {rendezvous.trouble(endpoint)}",
                 "name a host that every node reaches and a free port on it (`ss -ltnp` lists those in use); start all "
-                f"within run.init_timeout_s={rendezvous_timeout_s:g} s; torchrun's log: {spec.log_dir}",
+                f"within {'' if spec.script else 'run.init_timeout_s='}{rendezvous_timeout_s:g} s; torchrun's log: "
+                f"{spec.log_dir}",
             )
-        return _verdict(ended, Path(spec.log_dir), Path(spec.run_dir), exit_codes.oom_kill_count() - oom_before)
+        return _verdict(ended, log_dir, run_dir, exit_codes.oom_kill_count() - oom_before, guard)
 
 
 def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[Sequence[int]] = ()) -> dict[str, str]:
@@ -121,12 +131,15 @@ def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
     return path
 
 
-def _with_slurm_meeting(
+def _with_meeting(
     spec: JobSpec, environ: Mapping[str, str], timeout_s: float
 ) -> tuple[JobSpec, rendezvous.ReservedPort | None]:
-    """Fill in where nodes meet, for one launcher per node of an srun step."""
+    """Fill in where nodes meet, for one launcher per pod of a Kubernetes job, or per node of an srun step."""
     if spec.nodes[1] == 1 or spec.rendezvous.endpoint is not None:
         return spec, None
+    in_pod = kubernetes.meeting(environ, spec.rendezvous.run_id)
+    if in_pod is not None:
+        return replace(spec, rendezvous=replace(in_pod, conf=spec.rendezvous.conf)), None
     if "SLURM_STEP_ID" not in environ or "SLURM_NODEID" not in environ:
         return spec, None  # build_argv reports the missing endpoint
     node_rank = integer(environ, "SLURM_NODEID")
@@ -153,12 +166,19 @@ def _never_met(ended: Ended, log_dir: Path) -> bool:
 
 
 def _run(
-    argv: list[str], environ: Mapping[str, str], log_dir: Path, run_dir: Path, shows_rank_0: bool, patience_s: float
+    argv: list[str],
+    environ: Mapping[str, str],
+    log_dir: Path,
+    run_dir: Path,
+    shows_rank_0: bool,
+    patience_s: float,
+    guard: Guard | None = None,
 ) -> Ended:
     processes.adopt_orphans()
     out, err = sys.stdout.buffer, sys.stderr.buffer
-    rank_0 = RankOutput(log_dir, out, err) if shows_rank_0 else None
-    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, _ignored(signal.SIGUSR2):
+    rank_0 = RankOutput(log_dir, out, err, patient=guard is not None) if shows_rank_0 else None
+    warned = _ignored(signal.SIGUSR2) if guard is None else guard.listening()
+    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, warned:
         try:
             process = processes.start(argv, environ, log)
         except OSError as error:
@@ -166,7 +186,9 @@ def _run(
         try:
             restarts = Restarts(log_dir, run_dir)
             unmet = not _wait_for_ranks(process, log_dir, asked, patience_s)
-            user_error = not unmet and _watch(process, rank_0, restarts, asked)
+            user_error = not unmet and _watch(process, rank_0, restarts, asked, guard)
+            if guard is not None and asked and asked[0] != signal.SIGINT:
+                guard.wind_down(process)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
                 in_a_hurry = signum == signal.SIGINT or user_error or unmet
@@ -174,9 +196,8 @@ def _run(
         finally:
             processes.sweep()
             process.wait()
-    if rank_0 is not None:
-        rank_0.pump()
-    return Ended(process.returncode, asked[0] if asked else None, user_error, unmet)
+    shown = rank_0 is not None and rank_0.finish(failed=process.returncode != 0 and not asked)
+    return Ended(process.returncode, asked[0] if asked else None, user_error, unmet, shown)
 
 
 def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float) -> bool:
@@ -189,8 +210,14 @@ def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list
     return True
 
 
-def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts: Restarts, asked: list[int]) -> bool:
-    """Wait for the end, or a reason to end it; True if a rank reported an error that only the user can fix."""
+def _watch(
+    process: subprocess.Popen[bytes],
+    rank_0: RankOutput | None,
+    restarts: Restarts,
+    asked: list[int],
+    guard: Guard | None,
+) -> bool:
+    """Wait for the end, or a reason to end it; True if another start of the ranks would be in vain."""
     next_look = 0.0
     while process.poll() is None and not asked:
         if rank_0 is not None:
@@ -199,17 +226,27 @@ def _watch(process: subprocess.Popen[bytes], rank_0: RankOutput | None, restarts
             next_look = time.monotonic() + 10 * _POLL_S
             if restarts.look():
                 return True
+        if guard is not None and guard.look(process):
+            return True
         time.sleep(_POLL_S)
     restarts.look()
     return False
 
 
-def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
+def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: Guard | None = None) -> int:
     if ended.asked == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED
     last_attempt = failure.attempts(log_dir)[-1:]
     recorded = [found for folder in last_attempt for found in failure.in_attempt(folder)]
+    if guard is not None and guard.preempted:
+        number = guard.ended_as_told(failure.of_launcher(log_dir, recorded))
+        if ended.code == 0 or ended.user_error:  # the latter: torchrun was about to restart the ranks
+            print("preempted: the script was told, and ended", file=sys.stderr, flush=True)
+            return exit_codes.PREEMPTED
+        if number is not None:
+            print(f"preempted: {signal.Signals(number).name} ended the script", file=sys.stderr, flush=True)
+            return 128 + number
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
         print(f"{recorded[0].message}: start it again with run.resume=true to continue", file=sys.stderr, flush=True)
         return exit_codes.PREEMPTED
@@ -221,6 +258,8 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int) -> int:
         return 128 + ended.asked
     failures = failure.of_launcher(log_dir, recorded)
     if failures:
+        if ended.shown and failures[0].rank == 0:
+            failures[0] = replace(failures[0], trace="")
         began = max((_mtime(folder) for folder in last_attempt), default=0.0)  # when its ranks' folders were created
         memory = oom.words(failures, oom.read(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)

@@ -65,6 +65,27 @@ def descendants(pid: int | None = None) -> list[int]:
     return found
 
 
+def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, int]]:
+    """Local rank → (process id, rank) of the ranks that a torchrun process runs.
+
+    Args:
+        start: only ranks with this TORCHELASTIC_RESTART_COUNT.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for pid in descendants(torchrun):
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+            lines = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        environ = dict(line.partition("=")[::2] for line in lines)
+        numbers = environ.get("LOCAL_RANK", ""), environ.get("RANK", "")
+        is_rank = int(parent) == torchrun and all(number.isdigit() for number in numbers)
+        if is_rank and start in (None, environ.get("TORCHELASTIC_RESTART_COUNT")):
+            found[int(numbers[0])] = (pid, int(numbers[1]))
+    return found
+
+
 def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
     """Send `signum`, wait up to `grace_s`, then kill every process that is left."""
     if process.poll() is None:
@@ -130,12 +151,56 @@ class Follower:
         return data
 
 
-class RankOutput:
-    """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt."""
+_QUIET_S, _HOLD_S = 10.0, 60.0
+_DIED = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
 
-    def __init__(self, log_dir: Path, out: BinaryIO, err: BinaryIO, local_rank: int = 0) -> None:
+
+class PatientFollower(Follower):
+    """Holds a traceback back until it is clear that it ended nothing: another rank's error may have been the first.
+
+    Attributes:
+        showed_traceback: whether a traceback was copied.
+    """
+
+    def __init__(self, path: Path, out: BinaryIO) -> None:
+        super().__init__(path, out)
+        self.showed_traceback = False
+        self._held, self._since = b"", 0.0
+
+    def pump(self, stop_at_error: bool = False) -> int:
+        data = self._new()
+        if self._held:
+            self._held += data
+            age_s = time.monotonic() - self._since  # a process that dies of it writes nothing more, or soon
+            return self.release() if age_s > _HOLD_S or (data and age_s > _QUIET_S) else 0
+        match = _DIED.search(data)
+        if match is not None:
+            self._held, self._since = data[match.start() :], time.monotonic()
+            data = data[: match.start()]
+        self._out.write(data)
+        self._out.flush()
+        return len(data)
+
+    def release(self) -> int:
+        """Copy what is held back; returns the number of bytes."""
+        data, self._held = self._held, b""
+        self.showed_traceback = self.showed_traceback or bool(data)
+        self._out.write(data)
+        self._out.flush()
+        return len(data)
+
+
+class RankOutput:
+    """Copies one rank's output (default: rank 0's) below a torchrun log directory, attempt after attempt.
+
+    Args:
+        patient: hold back tracebacks, which ranks that run shardkit record in an error file.
+    """
+
+    def __init__(self, log_dir: Path, out: BinaryIO, err: BinaryIO, local_rank: int = 0, patient: bool = False) -> None:
         self._log_dir, self._local_rank = log_dir, local_rank
         self._streams = {"stdout.log": out, "stderr.log": err}
+        self._kinds = {"stdout.log": Follower, "stderr.log": PatientFollower if patient else Follower}
         self._followers: dict[Path, Follower] = {}
 
     def pump(self) -> int:
@@ -143,6 +208,14 @@ class RankOutput:
         copied = 0
         for name, stream in self._streams.items():
             for path in sorted(self._log_dir.glob(f"*/attempt_*/{self._local_rank}/{name}")):
-                follower = self._followers.setdefault(path, Follower(path, stream))
+                follower = self._followers.setdefault(path, self._kinds[name](path, stream))
                 copied += follower.pump(stop_at_error=(path.parent / "error.json").exists())
         return copied
+
+    def finish(self, failed: bool) -> bool:
+        """Copy the rest, of failed ranks without the last traceback; returns whether a traceback was copied."""
+        self.pump()
+        patient = [follower for follower in self._followers.values() if isinstance(follower, PatientFollower)]
+        for follower in patient if not failed else patient[:-1]:
+            follower.release()
+        return any(follower.showed_traceback for follower in patient[-1:])

@@ -32,7 +32,7 @@ def build_argv(spec: JobSpec) -> list[str]:
     argv += ["--max-restarts", str(spec.max_restarts), *_rendezvous(spec)]
     if spec.log_dir:
         argv += ["--log-dir", spec.log_dir, "--redirects", "3"]
-    return [*argv, "-m", "shardkit.train", *spec.train_args]
+    return [*argv, *spec.program]
 
 
 def command_line(argv: list[str], environ: Mapping[str, str]) -> str:
@@ -77,8 +77,8 @@ def is_elastic(environ: Mapping[str, str]) -> bool:
     return bool(environ.get(VARIABLE))
 
 
-def check_elastic(spec: JobSpec, config: RunConfig) -> None:
-    """Refuse an elastic job that would go wrong when the number of nodes changes.
+def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
+    """Refuse an elastic job that would go wrong when the number of nodes changes; a script has no config to look at.
 
     Raises:
         LaunchError: no restarts are allowed, or each start would delete the run.
@@ -94,6 +94,8 @@ def check_elastic(spec: JobSpec, config: RunConfig) -> None:
         raise LaunchError(
             f"{nodes} with --max-restarts {spec.max_restarts}: a lost node would end the job", "pass --max-restarts 3"
         )
+    if config is None:
+        return
     if config.run.overwrite:
         raise LaunchError(
             f"{nodes} with run.overwrite=true would delete the run whenever a node joins",

@@ -1,8 +1,8 @@
 """This process's rank, from whichever launcher started it.
 
 Checked in this order: torchrun (torchelastic), RANK and WORLD_SIZE (accelerate, deepspeed, by hand), a task of an srun
-step, Open MPI or a PMI launcher, a single process. Incomplete variables, and variables of two launchers that differ,
-are errors: a job that guesses would train several models at once, or wait for ranks forever.
+step, Open MPI or a PMI launcher, a pod of a Kubernetes job, a single process. Incomplete variables, and variables of
+two launchers that differ, are errors: a job that guesses would train several models at once, or wait for ranks forever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from ...errors import LaunchError
 from .placement import Placement, first_set, integer, mpi_task, node_of, shown, slurm_step
 
-Source = Literal["torchelastic", "env", "slurm", "mpi", "single", "group"]
+Source = Literal["torchelastic", "env", "slurm", "mpi", "kubernetes", "single", "group"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
         return _from_rank_variables(environ, task)
     if task is not None:
         return _from_task(environ, task)
+    pod = _from_pod(environ)
+    if pod is not None:
+        return pod
     if environ.get("LOCAL_RANK", "0") != "0":
         raise LaunchError(
             f"LOCAL_RANK={shown(environ['LOCAL_RANK'])} is set, but neither RANK nor WORLD_SIZE is",
@@ -165,6 +168,25 @@ def _from_task(environ: Mapping[str, str], task: Placement) -> RankEnv:
         master_port=master_port,
         restart_count=_requeues(environ),
     )
+
+
+def _from_pod(environ: Mapping[str, str]) -> RankEnv | None:
+    """The one rank of a pod, from the variables of Kubeflow's torch runtime; None for a single process."""
+    if not environ.get("PET_NNODES") or not environ.get("PET_MASTER_ADDR"):
+        return None
+    n_nodes, asked = integer(environ, "PET_NNODES"), environ.get("PET_NPROC_PER_NODE") or "1"
+    if n_nodes == 1 and not (asked.isdigit() and int(asked) > 1):
+        return None
+    rank_var = "PET_NODE_RANK" if "PET_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
+    rank = integer(environ, rank_var)
+    _check_range(rank, n_nodes, rank_var, "PET_NNODES")
+    if asked != "1":
+        raise LaunchError(
+            f"PET_NNODES={n_nodes}, PET_NPROC_PER_NODE={shown(asked)}, but no launcher started ranks in pod {rank}",
+            f"start through `shardkit launch --nnodes {n_nodes} --nproc-per-node N`, or torchrun",
+        )
+    port = integer(environ, "PET_MASTER_PORT")
+    return RankEnv(rank, n_nodes, 0, 1, rank, n_nodes, "kubernetes", environ["PET_MASTER_ADDR"], port)
 
 
 def _launcher_per_task(environ: Mapping[str, str], task: Placement) -> bool:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -96,9 +97,11 @@ class PreemptionWarning:
 
     Attributes:
         came: the signals, in order; USR2 also stands for a time limit or preemption without a signal.
+        announce: tells the ranks of a script, once, that their job is preempted; None = USR2 to the steps, repeatedly.
     """
 
     def __init__(self) -> None:
+        self.announce: Callable[[], None] | None = None
         self.came = [signal.SIGUSR2] if os.environ.get("SHARDKIT_WARNED") else []
         self._term_passed = False
         self._next_look = self._next_warning = 0.0
@@ -139,12 +142,16 @@ class PreemptionWarning:
         if signal.SIGUSR2 in self.came and now >= self._next_warning:
             if self._next_warning == 0:
                 say("the ranks are told to save")
-            self._next_warning = now + _REPEAT_S
-            _signal_steps("USR2", job_id)
+            if self.announce is None:
+                self._next_warning = now + _REPEAT_S
+                signal_steps("USR2", job_id)
+            else:
+                self._next_warning = math.inf
+                self.announce()
         if signal.SIGTERM in self.came and not self._term_passed:
             self._term_passed = True
             say("got SIGTERM: the ranks are told to save")
-            _signal_steps("TERM", job_id)
+            signal_steps("TERM", job_id)
 
     def wait_for_term(self, timeout_s: float = 120) -> None:
         """Wait for the SIGTERM with which Slurm ends the script of a requeued job."""
@@ -153,7 +160,8 @@ class PreemptionWarning:
             time.sleep(_POLL_S)
 
 
-def _signal_steps(name: str, job_id: str) -> None:
+def signal_steps(name: str, job_id: str) -> None:
+    """Send a signal to every process of a job's steps, but not to its batch script."""
     commands.ask("scancel", f"--signal={name}", job_id)  # fails for a step that is just ending, which does not matter
 
 

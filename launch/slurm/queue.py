@@ -154,7 +154,8 @@ def cancel(job: str) -> str:
     shown = show(job)
     commands.call("scancel", job)
     match = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
-    kept = f"; checkpoints are kept in {match[1]}/checkpoints" if match else ""
+    folder = Path(match[1]) / "checkpoints" if match else None
+    kept = f"; checkpoints are kept in {folder}" if folder is not None and folder.is_dir() else ""
     return f"job {job} was told to end{kept}"
 
 

@@ -21,6 +21,7 @@ PREEMPTED_BY_SLURM = "preempted"
 TAKEN_BACK = "taken back by Slurm"
 NOT_ITS_DOING = (PREEMPTED_BY_SLURM, TAKEN_BACK)
 """Ends that the job did not cause."""
+_TELLING = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # signals that tell a script of a preemption
 _ENDS = {
     "PREEMPTED": PREEMPTED_BY_SLURM,
     "PREEMPTION": PREEMPTED_BY_SLURM,
@@ -145,16 +146,51 @@ def bad_nodes(failures: Sequence[Failure]) -> list[str]:
     return [first.node] if first is not None and first.node and _NODE_FAULT.search(first.message) else []
 
 
-def refusal(run_dir: Path, job_id: str, max_requeues: int) -> LaunchError | None:
-    """Why a job must not start again: too many requeues, or no progress. A preemption is not the job's fault."""
+def script_reason(
+    job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], code: int, saved: bool, restart: int
+) -> str | None:
+    """Why the job of a script should be requeued; None if it should not.
+
+    A script that was told of USR2 ends with 0, 75 or by a signal, or has saved: whether it has finished its work only
+    its next start can tell. Slurm's own record of a preemption or a requeue counts whatever the script's last words.
+
+    Args:
+        code: the step's exit code.
+        saved: whether this start wrote a checkpoint.
+    """
+    why = taken_back(job_id, restart)
+    if why is not None:
+        return why
+    ended = exit_codes.signal_of(code)
+    as_told = code in (exit_codes.OK, exit_codes.PREEMPTED) or (ended is not None and ended.name in _TELLING)
+    if signal.SIGUSR2 in came and (saved or as_told):
+        return "saved after USR2" if saved else "stopped after USR2"
+    bad = bad_nodes(failures)
+    return f"node at fault: {', '.join(bad)}" if bad else None
+
+
+def refusal(
+    run_dir: Path, job_id: str, max_requeues: int, now: int | None = None, idle_words: str | None = None
+) -> LaunchError | None:
+    """Why a job must not start again: too many requeues, or no progress. A preemption is not the job's fault.
+
+    Args:
+        now: the job's progress, as its starts recorded it; default: the run's step.
+        idle_words: says for a script that it made no progress.
+    """
     starts = [start for start in job_starts.starts(run_dir) if start.job == job_id]
     if len(starts) > max_requeues:
         return LaunchError(
             f"job {job_id} was queued again {max_requeues} times", "raise --max-requeues, or submit the job again"
         )
     idle = [start for start in starts if start.reason not in NOT_ITS_DOING][-MAX_IDLE_STARTS:]
-    if len(idle) == MAX_IDLE_STARTS and idle[0].step == job_starts.last_step(run_dir):
+    if len(idle) == MAX_IDLE_STARTS and idle[0].step == (job_starts.last_step(run_dir) if now is None else now):
         ends = "; ".join(dict.fromkeys(start.ended for start in idle))
+        if idle_words is not None:
+            return LaunchError(
+                f"job {job_id} {idle_words} in {MAX_IDLE_STARTS} starts. They ended: {ends}",
+                f"look at {run_dir}/logs, fix the cause, and submit the job again",
+            )
         return LaunchError(
             f"job {job_id} made no step in {MAX_IDLE_STARTS} starts: it is still at {idle[0].step}. They ended: {ends}",
             f"look at {run_dir}/logs, fix the cause, and submit the job again with run.resume=true",

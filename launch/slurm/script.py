@@ -37,7 +37,8 @@ def render_sbatch(spec: JobSpec) -> str:
     if spec.slurm.container_mounts:
         settings["SHARDKIT_CONTAINER_MOUNTS"] = spec.slurm.container_mounts
     exports = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
-    arguments = shlex.join([spec.config or "-", *spec.overrides])
+    words = ["--script"] if spec.script is not None else []
+    arguments = shlex.join([*words, spec.config or "-", *spec.overrides])
     header = [f"#SBATCH {_header_word(line)}" for line in header_options(spec)]
     return "\n".join(["#!/bin/bash", *header, "", *exports, f"set -- {arguments}", "", _body(spec.slurm.style)])
 

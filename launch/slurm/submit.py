@@ -18,28 +18,32 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...errors import ConfigError, LaunchError
+from ..cluster import CLUSTERS
+from ..script import Script
 from ..spec import JobSpec, SlurmOptions, check_fits
 from . import commands
 from .preemption_warning import doubts, limit_s, signal_s
-from .script import render_sbatch
+from .requeue import MAX_IDLE_STARTS
 
 if TYPE_CHECKING:
     from ...config.load import LoadedConfig
 
 
 FOLDER = "submit"
+CONFIG, SCRIPT = "config.yaml", "script.json"
+_SLURM = CLUSTERS["slurm"]
 
 
-def write_snapshot(folder: Path, config: str, script: str) -> list[Path]:
+def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -> list[Path]:
     """Write a submission's snapshot to a folder that `reserve` made; returns the files.
 
-    Files: config.yaml (resolved), job.sbatch (can be submitted again), code.json (versions, commit), code.patch (the
-    changes since that commit, if any).
+    Files: config.yaml (resolved) or script.json (how a script of the user's own starts), job.sbatch (can be submitted
+    again), code.json (versions, commit), code.patch (the changes since that commit, if any).
 
     Raises:
         LaunchError: the run directory cannot be written.
     """
-    files = {"config.yaml": config, "job.sbatch": script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
+    files = {name: config, _SLURM.file_name: script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
     patch = _git("diff", "HEAD", "--binary")
     if patch:
         files["code.patch"] = patch + "\n"
@@ -120,7 +124,7 @@ class Submission:
 
     Attributes:
         spec: the job, with the snapshot's config instead of the user's.
-        config: the resolved config as YAML.
+        config: the resolved config as YAML; a script's description as JSON.
         doubts: reasons why it may lose its work, to show to the user.
     """
 
@@ -131,7 +135,12 @@ class Submission:
     @property
     def script(self) -> str:
         """The script for sbatch."""
-        return render_sbatch(self.spec)
+        return _SLURM.render(self.spec)
+
+    @property
+    def file_name(self) -> str:
+        """The name of the config's or description's file in the snapshot."""
+        return CONFIG if self.spec.script is None else SCRIPT
 
 
 def prepare(
@@ -170,10 +179,55 @@ def prepare(
         name=name or f"shardkit-{run_dir.name}",
         slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
     )
-    render_sbatch(spec)  # refuses values that no script can carry
+    _SLURM.render(spec)  # refuses values that no script can carry
     limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
     found = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
     return Submission(spec, loaded.render(), tuple(found))
+
+
+def prepare_script(
+    script: Script,
+    run_dir: str,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    gpus_per_node: int,
+    max_restarts: int = 0,
+    name: str | None = None,
+    options: SlurmOptions = SlurmOptions(),  # noqa: B008 - immutable
+) -> Submission:
+    """Render the job of a script that `launch.script.check` accepted; writes nothing.
+
+    Raises:
+        LaunchError: options that Slurm could not take, or that contradict the script's.
+    """
+    if nodes < 1 or ranks_per_node < 1:
+        raise LaunchError(f"--nodes {nodes} with {ranks_per_node} rank(s) per node", "ask for at least one of each")
+    if options.style == "srun" and script.heartbeat is not None:
+        raise LaunchError("--heartbeat with --style srun: no launcher looks at the files", "leave --style at torchrun")
+    path = Path(run_dir).absolute()
+    spec = JobSpec(
+        config=str(_next(path) / SCRIPT),
+        run_dir=str(path),
+        nproc_per_node=ranks_per_node,
+        nodes=(nodes, nodes),
+        gpus_per_node=gpus_per_node,
+        max_restarts=max_restarts,
+        python=sys.executable,
+        cwd=os.getcwd(),
+        name=name or f"shardkit-{path.name}",
+        slurm=replace(options, signal_s=signal_s(options.signal_s, path, False)),
+        script=script,
+    )
+    _SLURM.render(spec)  # refuses values that no script can carry
+    limit, lead = limit_s(options.time or ""), spec.slurm.signal_s
+    found = [] if limit is None or lead is None else doubts(limit, lead, path, periodic=True)
+    if script.checkpoints is None:
+        found.append(
+            "without --checkpoints DIR the script's progress cannot be seen: the job is started "
+            f"{MAX_IDLE_STARTS} times at most; starts that Slurm ends for another job do not count"
+        )
+    return Submission(spec, script.as_json(), tuple(found))
 
 
 def submit(job: Submission) -> tuple[str, Path]:
@@ -182,12 +236,12 @@ def submit(job: Submission) -> tuple[str, Path]:
     Raises:
         LaunchError: Slurm is not installed, or sbatch refused; the snapshot is then removed.
     """
-    commands.require("sbatch")
+    commands.require(_SLURM.queue[0])
     folder = reserve(Path(job.spec.run_dir))
-    job = replace(job, spec=replace(job.spec, config=str(folder / "config.yaml")))
+    job = replace(job, spec=replace(job.spec, config=str(folder / job.file_name)))
     try:
-        write_snapshot(folder, job.config, job.script)
-        said = commands.call("sbatch", "--parsable", str(folder / "job.sbatch"))
+        write_snapshot(folder, job.config, job.script, job.file_name)
+        said = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name))
     except LaunchError:
         remove_snapshot(folder)
         raise

@@ -2,32 +2,149 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
+    from ..launch.script import Script
     from ..launch.spec import JobSpec
     from ..plan.model.estimate import MemoryEstimate
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="The YAML file of the run; - for defaults.")]
+_SCRIPT = "shardkit.script"  # the key of the words after `--` in a command's context
+_FOR_CONFIGS = ("bind_cpus", "gpu", "gpu_memory", "force")
+_FOR_SLURM = (
+    "partition", "account", "qos", "array", "dependency", "constraint", "exclude", "container_mounts", "style",
+    "max_requeues", "signal_s", "sbatch",
+)  # fmt: skip
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class JobCommand(TyperCommand):
+    """A command whose words after `--` are a script and its arguments; a mistake before it takes two lines."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Set the words after `--` aside, and read the others.
+
+        Raises:
+            LaunchError: an option that does not exist or lacks its value, or a script without `--` before it.
+        """
+        own = args[: args.index("--")] if "--" in args else list(args)
+        ctx.meta[_SCRIPT] = args[len(own) + 1 :] if len(own) < len(args) else None
+        try:
+            return list(super().parse_args(ctx, list(own)))
+        except _UsageError as error:
+            raise self._explained(error, own, ctx.meta[_SCRIPT]) from error
+
+    def _explained(self, error: Any, own: list[str], script: list[str] | None) -> Exception:
+        from ..errors import LaunchError
+
+        program = _program_in(own)
+        if script is None and program is not None:
+            return LaunchError(*_forgotten(self.name, own, program))
+        nearest = getattr(error, "possibilities", None)
+        fix = f"did you mean {' or '.join(sorted(nearest))}?" if nearest else f"shardkit {self.name} --help lists them"
+        return LaunchError(error.format_message().partition("\n")[0].rstrip("."), fix)
+
+
+def _program_in(words: Sequence[str]) -> int | None:
+    """Where a script or `-m` stands among words that should be a config and its overrides."""
+    return next((i for i, word in enumerate(words) if word == "-m" or re.fullmatch(r"[^=]+\.py", word)), None)
+
+
+def _forgotten(command: str | None, words: Sequence[str], program: int) -> tuple[str, str]:
+    import shlex
+
+    shown = " ".join(["shardkit", command or "", *words[:program], "--", *map(shlex.quote, words[program:])])
+    return f"{words[program]} is not a config: a script stands behind `--`", shown
+
+
+def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **options: Any) -> Script | None:
+    """The script behind `--`, checked; None for a config.
+
+    Raises:
+        LaunchError: both or neither, a script that cannot start, or an option that does not apply.
+    """
+    from ..errors import LaunchError
+    from ..launch import script as scripts
+
+    words, command = ctx.meta[_SCRIPT], str(ctx.info_name)
+    if words is None:
+        if config is None:
+            how = f"shardkit {command} CONFIG, or shardkit {command} [options] -- train.py arguments"
+            raise LaunchError("neither a config nor a script was given", how)
+        if _program_in([config]) is not None:
+            raise LaunchError(*_forgotten(command, [config, *overrides], 0))
+        _refuse_options(ctx, options, "applies to a script behind `--`, and this is a config", "remove it")
+        return None
+    if config is not None:
+        both = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
+        raise LaunchError(both, "remove one of them; the script's own arguments follow its name")
+    _refuse_options(ctx, _FOR_CONFIGS, "applies to a config, and this is a script", "remove it")
+    if options["heartbeat"] is None:
+        said = "says how long --heartbeat may be silent, which is not given"
+        _refuse_options(ctx, ("heartbeat_timeout",), said, "pass --heartbeat auto or FILE too")
+    script = scripts.Script(
+        argv=tuple(words), on_preempt=options["on_preempt"], heartbeat=options["heartbeat"],
+        heartbeat_timeout_s=options["heartbeat_timeout"], checkpoints=options.get("checkpoints"),
+        grace_s=options["grace_s"],
+    )  # fmt: skip
+    scripts.check(script, None if ctx.params.get("to", "slurm") != "slurm" else Path.cwd())
+    return script
+
+
+def _refuse_options(ctx: typer.Context, names: Any, why: str, fix: str) -> None:
+    from ..errors import LaunchError
+
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise LaunchError(f"--{name.replace('_', '-')} {why}", fix)
+
+
+Config = Annotated[
+    Optional[str],  # noqa: UP045 - typer reads it at run time on Python 3.10
+    typer.Argument(metavar="CONFIG | -- SCRIPT", help="The YAML file of the run, - for defaults; or your own script."),
+]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
+    Optional[list[str]],  # noqa: UP045
     typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
 ]
+RunDir = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--run-dir", metavar="DIR", help="A script's logs go there; default: runs/SCRIPT."),
+]
+OnPreempt = Annotated[
+    str, typer.Option(metavar="term|usr1|usr2|file", help="How a script learns that its job is preempted.")
+]
+Heartbeat = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="auto|FILE", help="A script's ranks that stop touching it are ended as hung."),
+]
+HeartbeatTimeout = Annotated[float, typer.Option(metavar="S", help="Seconds without a heartbeat.")]
+Grace = Annotated[float, typer.Option("--grace-s", metavar="S", help="A script's time to end after SIGTERM.")]
 
 
 def launch(
-    config: Config,
+    ctx: typer.Context,
+    config: Config = None,
     overrides: Overrides = None,
     nproc_per_node: Annotated[
         str, typer.Option("--nproc-per-node", metavar="N", help="Ranks on this node; auto = one per GPU.")
     ] = "auto",
-    nnodes: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Nodes; a range makes the job elastic.")] = "1",
+    nnodes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="N|MIN:MAX", help="Nodes, 1 by default; a range makes the job elastic."),
+    ] = None,
     max_restarts: Annotated[int, typer.Option(metavar="K", help="Restarts after a rank failed.")] = 0,
     rdzv_endpoint: Annotated[
         Optional[str],  # noqa: UP045
@@ -38,32 +155,50 @@ def launch(
         str, typer.Option(metavar="KEY=VALUE,...", help="For torchrun's rendezvous, e.g. last_call_timeout=10.")
     ] = "",
     bind_cpus: Annotated[bool, typer.Option(help="Divide the CPUs among the ranks.")] = True,
+    run_dir: RunDir = None,
+    on_preempt: OnPreempt = "term",
+    heartbeat: Heartbeat = None,
+    heartbeat_timeout: HeartbeatTimeout = 600.0,
+    grace_s: Grace = 25.0,
 ) -> None:
-    """Train CONFIG with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
+    """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
+    from ..launch import kubernetes
     from ..launch.local import torchrun
     from ..launch.local.launcher import launch as run
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
     from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 
-    loaded = _load(config, overrides or [])
+    script = _script(
+        ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
+        heartbeat_timeout=heartbeat_timeout, grace_s=grace_s,
+    )  # fmt: skip
+    nnodes, nproc_per_node = kubernetes.sizes(os.environ, nnodes, nproc_per_node)
+    loaded = None if script is not None else _load(str(config), overrides or []).config
+    device = "auto" if loaded is None else loaded.run.device
     spec = JobSpec(
         config=None if config == "-" else config,
         overrides=tuple(overrides or ()),
-        run_dir=loaded.config.run.dir,
-        nproc_per_node=ranks_per_node(nproc_per_node, loaded.config.run.device),
+        run_dir=loaded.run.dir if loaded is not None else _run_dir(run_dir, script),
+        nproc_per_node=ranks_per_node(nproc_per_node, device),
         nodes=parse_nnodes(nnodes),
         max_restarts=max_restarts,
         python=sys.executable,
         rendezvous=Rendezvous(endpoint=rdzv_endpoint, run_id=rdzv_id, conf=rdzv_conf),
-        bind_cpus=bind_cpus,
-        on_gpus=loaded.config.run.device != "cpu" and visible_gpus() > 0,
+        bind_cpus=bind_cpus and script is None,
+        on_gpus=device != "cpu" and visible_gpus() > 0,
+        script=script,
     )
-    torchrun.check_elastic(spec, loaded.config)
-    raise typer.Exit(run(spec, rendezvous_timeout_s=loaded.config.run.init_timeout_s))
+    torchrun.check_elastic(spec, loaded)
+    raise typer.Exit(run(spec, rendezvous_timeout_s=600 if loaded is None else loaded.run.init_timeout_s))
+
+
+def _run_dir(asked: str | None, script: Script | None) -> str:
+    return asked or os.path.join("runs", script.name if script is not None else "script")
 
 
 def submit(
-    config: Config,
+    ctx: typer.Context,
+    config: Config = None,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs, and ranks, on each node; 0 = CPU.")] = 8,
@@ -81,7 +216,7 @@ def submit(
     exclude: Annotated[Optional[str], typer.Option(metavar="NODES", help="Nodes to avoid.")] = None,  # noqa: UP045
     mem: Annotated[Optional[str], typer.Option(metavar="SIZE", help="Host memory per node.")] = None,  # noqa: UP045
     cpus_per_task: Annotated[Optional[int], typer.Option(metavar="N")] = None,  # noqa: UP045
-    container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Run by pyxis.")] = None,  # noqa: UP045
+    container: Annotated[Optional[str], typer.Option(metavar="IMAGE", help="Run by pyxis, or the pods'.")] = None,  # noqa: UP045
     container_mounts: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="SRC:DST,…", help="Mounts besides the working and run directories."),
@@ -107,16 +242,40 @@ def submit(
     gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or for cards of this size.")] = None,  # noqa: UP045
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
+    to: Annotated[
+        str, typer.Option("--to", metavar="slurm|kubernetes|jobset", help="The last two print a manifest.")
+    ] = "slurm",
+    volume: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="CLAIM:/PATH", help="Kubernetes: a volume claim to mount; may be repeated."),
+    ] = None,
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="Kubeflow's training runtime.")] = "torch-distributed",
+    run_dir: RunDir = None,
+    checkpoints: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Where a script writes checkpoints; new files are its progress."),
+    ] = None,
+    on_preempt: OnPreempt = "term",
+    heartbeat: Heartbeat = None,
+    heartbeat_timeout: HeartbeatTimeout = 600.0,
+    grace_s: Grace = 25.0,
 ) -> None:
-    """Queue CONFIG on a Slurm cluster; it is checked first, and continues after preemptions and time limits.
+    """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
 
-    With --gpu or --gpu-memory, its memory is predicted too, and a job that cannot fit is not queued.
+    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued.
     """
     from ..errors import LaunchError
+    from ..launch.cluster import choose
     from ..launch.slurm import queue
     from ..launch.slurm import submit as launcher
-    from ..launch.spec import SlurmOptions
+    from ..launch.slurm.preemption_warning import limit_s
+    from ..launch.spec import KubernetesOptions, SlurmOptions
 
+    cluster = choose(to)
+    script = _script(
+        ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
+        heartbeat_timeout=heartbeat_timeout, grace_s=grace_s, checkpoints=checkpoints,
+    )  # fmt: skip
     if style not in ("torchrun", "srun"):
         raise LaunchError(f"--style {style!r}", "pass torchrun or srun")
     options = SlurmOptions(
@@ -124,13 +283,32 @@ def submit(
         constraint=constraint, mem=mem, exclude=exclude, cpus_per_task=cpus_per_task, container=container,
         container_mounts=container_mounts, signal_s=signal_s, max_requeues=max_requeues, extra=tuple(sbatch or ()),
     )  # fmt: skip
-    job = launcher.prepare(
-        config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node,
-        ranks_per_node=ranks_per_node or gpus_per_node or 1, max_restarts=max_restarts, name=name, options=options,
+    sizes: dict[str, Any] = dict(
+        nodes=nodes, gpus_per_node=gpus_per_node, ranks_per_node=ranks_per_node or gpus_per_node or 1,
+        max_restarts=max_restarts, name=name, options=options,
     )  # fmt: skip
+    if script is not None:
+        job = launcher.prepare_script(script, _run_dir(run_dir, script), **sizes)
+    else:
+        job = launcher.prepare(str(config), overrides or [], **sizes)
     planned = None
     if (gpu or gpu_memory) and not force:
-        planned = _planned(config, overrides or [], job.spec, gpu, gpu_memory, mem)
+        planned = _planned(str(config), overrides or [], job.spec, gpu, gpu_memory, mem)
+    if to != "slurm":
+        _refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {to}", "remove it")
+        pods = KubernetesOptions(
+            image=container, runtime=runtime, volumes=tuple(volume or ()), memory=_quantity(mem),
+            cpus=None if cpus_per_task is None else str(cpus_per_task), limit_s=limit_s(time or ""),
+            max_restarts=max_restarts,
+        )  # fmt: skip
+        spec = replace(job.spec, kubernetes=pods, name=name or _dns_name(job.spec.name))
+        if script is None:
+            spec = replace(spec, config=config, overrides=tuple(overrides or ()))
+        else:
+            spec = replace(spec, run_dir=_run_dir(run_dir, script))
+        typer.echo(cluster.render(spec), nl=False)
+        return
+    _refuse_options(ctx, ("volume", "runtime"), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
     for doubt in job.doubts:
         typer.echo(f"warning: {doubt}", err=True)
     if dry_run:
@@ -146,6 +324,17 @@ def submit(
     held = queue.held_back(job_id)
     if held:
         typer.echo(f"warning: Slurm holds it back: {held}", err=True)
+
+
+def _quantity(size: str | None) -> str | None:
+    """Slurm's size (`64G`, binary) as Kubernetes writes it: `64Gi`."""
+    if size is None:
+        return None
+    return f"{size}Mi" if size.isdigit() else f"{size.rstrip('i')}i" if size[-1] in "KMGTi" else size
+
+
+def _dns_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-")
 
 
 def _planned(
@@ -240,5 +429,7 @@ def _load(config: str, overrides: list[str]) -> LoadedConfig:
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the `shardkit` command."""
-    for command in (launch, submit, jobs, logs, cancel, doctor):
-        app.command()(command)
+    for command in (launch, submit):
+        app.command(cls=JobCommand)(command)
+    for other in (jobs, logs, cancel, doctor):
+        app.command()(other)

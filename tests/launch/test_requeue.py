@@ -258,7 +258,7 @@ class Clock:
         self.now, self.run_dir, self.outlook = 0.0, run_dir, outlook
         monkeypatch.setattr(time, "time", lambda: self.now)
         monkeypatch.setattr(requeue, "outlook", lambda job: self.outlook)
-        monkeypatch.setattr(preemption_warning, "_signal_steps", lambda name, job: self.sent.append((self.now, name)))
+        monkeypatch.setattr(preemption_warning, "signal_steps", lambda name, job: self.sent.append((self.now, name)))
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process's own stay as they are
         self.warning = preemption_warning.PreemptionWarning()
 

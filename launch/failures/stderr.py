@@ -1,0 +1,81 @@
+"""Read from a rank's stderr why it ended, for programs that leave no error file."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_TAIL_BYTES = 1 << 18
+_LINES = 20
+_MOST_LINES = 200
+_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_BEGIN = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_FATAL = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
+_WAITS = re.compile(r"torch/(distributed/|autograd/|nn/parallel/distributed\.py)")
+_LIBRARY = re.compile(r"/(site-packages|dist-packages|lib/python3[\d.]*)/|^<")
+
+
+def tail(path: Path) -> str:
+    """The end of a rank's stderr, without torch's `[rank1]:` marks; empty if there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return _PREFIX.sub("", file.read().decode(errors="replace"))
+    except OSError:  # it is on another machine, or was deleted
+        return ""
+
+
+def last_traceback(text: str) -> tuple[str, str]:
+    """(the exception's line, the last traceback with the ones that it was raised from); empty without a traceback."""
+    lines = text.splitlines()
+    begins = [index for index, line in enumerate(lines) if line == _BEGIN]
+    if not begins:
+        return "", ""
+    chain = begins[-1:]
+    for begin in reversed(begins[:-1]):
+        if _last_said(lines[: chain[0]]) not in _CHAINED:
+            break
+        chain.insert(0, begin)
+    first, last = chain[0], chain[-1]
+    end = next((i for i in range(last + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), None)
+    if end is None:  # cut short: the process died while it wrote
+        return "", ""
+    shown = lines[first : end + 1]
+    if len(shown) > _MOST_LINES:
+        shown = [*shown[: _MOST_LINES // 2], "  …", *shown[-_MOST_LINES // 2 :]]
+    return lines[end], "\n".join(shown)
+
+
+def _last_said(lines: list[str]) -> str:
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+def stacks(text: str) -> str:
+    """The stacks that Python wrote when a signal ended it (PYTHONFAULTHANDLER=1); empty if there is none."""
+    found = list(_FATAL.finditer(text))
+    if not found:
+        return ""
+    block = text[found[-1].start() :].partition("\nExtension modules:")[0].rstrip()
+    if not _FRAME.search(block):  # it died while Python was ending
+        return ""
+    return "\n".join(block.splitlines()[:_MOST_LINES])
+
+
+def where(stack: str) -> tuple[str, bool]:
+    """(place in the user's own code, whether the process waited for its peers), from the current thread's stack."""
+    current = stack.partition("Current thread")[2].partition("\n\n")[0] or stack
+    frames = _FRAME.findall(current)
+    own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0] if frames else None)
+    place = "" if own is None else f"{own[0]}:{own[1]} in {own[2]}"
+    return place, any(_WAITS.search(frame[0]) for frame in frames)
+
+
+def last_lines(text: str) -> str:
+    """The last lines of a rank that ended without a traceback."""
+    return "\n".join(text.rstrip().splitlines()[-_LINES:])

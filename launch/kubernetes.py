@@ -1,0 +1,232 @@
+"""A job as text for Kubernetes: Kubeflow Trainer's TrainJob, or a JobSet where that operator is not installed.
+
+Pure functions; nothing here talks to a cluster. The pods find each other through the variables that Kubeflow's torch
+runtime sets (PET_…); a JobSet sets the same ones itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import LaunchError
+from .ranks.placement import integer
+from .spec import JobSpec, Rendezvous
+
+NODE = "node"
+"""The replicated job and the container of the ranks, as in Kubeflow's runtime `torch-distributed`."""
+_PORT = 29400  # inside a pod's own network, where nothing else listens
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_END_S = 60  # the launcher's own time to end the ranks, after the script's
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+def render_train_job(spec: JobSpec) -> str:
+    """The manifest of a TrainJob (trainer.kubeflow.org/v1alpha1).
+
+    Raises:
+        LaunchError: no image, or a name or volume that Kubernetes would refuse.
+    """
+    pod = {
+        "terminationGracePeriodSeconds": _grace_s(spec),
+        "volumes": _volumes(spec),
+        "containers": [{"name": NODE, "volumeMounts": _mounts(spec)}],
+    }
+    patched = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    trainer = {
+        "image": _image(spec),
+        "command": _command(spec)[:4],
+        "args": _command(spec)[4:],
+        "numNodes": spec.nodes[1],
+        "numProcPerNode": spec.nproc_per_node,
+        **({"resourcesPerNode": _resources(spec)} if _resources(spec) else {}),
+    }
+    manifest = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(spec),
+        "spec": {
+            "runtimeRef": {"name": spec.kubernetes.runtime},
+            **_deadline(spec),
+            "trainer": trainer,
+            "runtimePatches": [
+                {"manager": "shardkit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patched]}}}}
+            ],
+        },
+    }
+    return _yaml(manifest)
+
+
+def render_job_set(spec: JobSpec) -> str:
+    """The manifest of a JobSet (jobset.x-k8s.io/v1alpha2), one pod per node.
+
+    A pod that fails ends its job, and the set starts again as a whole, `max_restarts` times. Disruptions (preemption,
+    drained nodes) do not count.
+
+    Raises:
+        LaunchError: no image, or a name or volume that Kubernetes would refuse.
+    """
+    name, nodes = str(_metadata(spec)["name"]), spec.nodes[1]
+    variables: list[dict[str, Any]] = [
+        {"name": "PET_NNODES", "value": str(nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(spec.nproc_per_node)},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-{NODE}-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+    ]
+    container = {
+        "name": NODE,
+        "image": _image(spec),
+        "command": _command(spec)[:4],
+        "args": _command(spec)[4:],
+        "env": variables,
+        "volumeMounts": _mounts(spec),
+        **({"resources": _resources(spec)} if _resources(spec) else {}),
+    }
+    job = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        **_deadline(spec),
+        "podFailurePolicy": {
+            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": _grace_s(spec),
+                "containers": [container],
+                "volumes": _volumes(spec),
+            }
+        },
+    }
+    disrupted = {
+        "name": "disrupted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(spec),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": spec.kubernetes.max_restarts, "rules": [disrupted]},
+            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+    return _yaml(manifest)
+
+
+def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:
+    """Where the nodes of a pod's job meet, and which of them this pod is; None outside such a job.
+
+    Raises:
+        LaunchError: variables that are incomplete or wrong.
+    """
+    host = environ.get("PET_MASTER_ADDR")
+    if not host:
+        return None
+    rank_var = "PET_NODE_RANK" if "PET_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
+    node_rank, port = integer(environ, rank_var), integer(environ, "PET_MASTER_PORT")
+    return Rendezvous(f"{host}:{port}", node_rank, node_rank == 0, run_id)
+
+
+def sizes(environ: Mapping[str, str], nnodes: str | None, nproc_per_node: str) -> tuple[str, str]:
+    """(nodes, ranks per node) of a launcher: as asked, else those of the pod's job, else one node.
+
+    Raises:
+        LaunchError: other nodes were asked for than the job has; each pod would train by itself, or wait for ever.
+    """
+    given = environ.get("PET_NNODES") if environ.get("PET_MASTER_ADDR") else None
+    if given is not None and nnodes is not None and nnodes != given:
+        raise LaunchError(f"--nnodes {nnodes}, but this pod's job has PET_NNODES={given}", "leave --nnodes out")
+    per_node = environ.get("PET_NPROC_PER_NODE", "")
+    if given is not None and nproc_per_node == "auto" and per_node.isdigit():
+        nproc_per_node = per_node
+    return nnodes or given or "1", nproc_per_node
+
+
+def _metadata(spec: JobSpec) -> dict[str, object]:
+    if not _NAME.fullmatch(spec.name):
+        raise LaunchError(
+            f"--name {spec.name!r}: Kubernetes takes up to 40 lower-case letters, digits and '-', a letter first",
+            "pass --name with such a name",
+        )
+    return {"name": spec.name, "annotations": {"shardkit/run-dir": spec.run_dir}}
+
+
+def _image(spec: JobSpec) -> str:
+    if not spec.kubernetes.image:
+        raise LaunchError(
+            "a job on Kubernetes needs an image", "pass --container IMAGE, an image whose python3 has shardkit"
+        )
+    return spec.kubernetes.image
+
+
+def _command(spec: JobSpec) -> list[str]:
+    """The launcher's command line in a pod; the first four words are the program."""
+    launch = ["python3", "-m", "shardkit.cli", "launch"]
+    sizes = ["--nnodes", str(spec.nodes[1]), "--nproc-per-node", str(spec.nproc_per_node)]
+    sizes += ["--max-restarts", str(spec.max_restarts)]
+    if spec.script is None:
+        return [*launch, spec.config or "-", *sizes, *spec.overrides]
+    return [*launch, *sizes, "--run-dir", spec.run_dir, *spec.script.launch_options(), "--", *spec.script.argv]
+
+
+def _grace_s(spec: JobSpec) -> int:
+    return _END_S + (math.ceil(spec.script.grace_s) if spec.script is not None else 0)
+
+
+def _deadline(spec: JobSpec) -> dict[str, int]:
+    limit_s = spec.kubernetes.limit_s
+    return {} if limit_s is None else {"activeDeadlineSeconds": limit_s}
+
+
+def _resources(spec: JobSpec) -> dict[str, dict[str, str]]:
+    asked = {
+        "nvidia.com/gpu": str(spec.gpus_per_node) if spec.gpus_per_node else None,
+        "cpu": spec.kubernetes.cpus,
+        "memory": spec.kubernetes.memory,
+    }
+    limits = {name: value for name, value in asked.items() if value is not None}
+    return {"limits": limits, "requests": dict(limits)} if limits else {}
+
+
+def _claims(spec: JobSpec) -> list[tuple[str, str]]:
+    found = []
+    for volume in spec.kubernetes.volumes:
+        claim, colon, path = volume.partition(":")
+        if not colon or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
+            raise LaunchError(
+                f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and where it goes"
+            )
+        found.append((claim, path))
+    return found
+
+
+def _volumes(spec: JobSpec) -> list[dict[str, Any]]:
+    """The claims, and memory for /dev/shm: a pod's own has 64 MiB, too little for loaders and NCCL."""
+    claims = [
+        {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        for number, (claim, _) in enumerate(_claims(spec))
+    ]
+    return [*claims, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+
+
+def _mounts(spec: JobSpec) -> list[dict[str, str]]:
+    mounts = [{"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(_claims(spec))]
+    return [*mounts, {"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def _yaml(manifest: Mapping[str, Any]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(manifest, Dumper=Dumper, sort_keys=False, width=4096, allow_unicode=True))

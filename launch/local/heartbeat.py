@@ -1,0 +1,134 @@
+"""Notice ranks of a script that stop touching their heartbeat file, and end them with their stacks in the log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import LaunchError
+from ..failures import failure, stderr
+from ..script import AUTO, HEARTBEAT, Script
+from . import processes
+
+FIRST_S = 600.0
+"""The first heartbeat of a start may take this long if `--heartbeat-timeout` is shorter: imports, compilation."""
+_GAP_S = 2.0  # a longer pause between two looks: this process itself was suspended
+_END_S = 5.0  # for a rank to write its stacks
+_POLL_S = 0.05
+
+
+@dataclass
+class _Watched:
+    path: Path
+    last: int | None  # st_mtime_ns; None = no file
+    quiet_s: float = 0.0
+    began: bool = False
+
+
+class Heartbeats:
+    """The heartbeat files of one node's ranks.
+
+    A rank that removes its file has finished, and is not watched until the file is back. A file's time stamp counts as
+    different or the same and as nothing else: the clocks of the ranks, of a file server and of this process may differ.
+    Time in which this process was suspended does not count.
+    """
+
+    def __init__(self, script: Script, n_ranks: int, log_dir: Path, clock: Callable[[], float] = time.monotonic):
+        self.folder = log_dir / "heartbeat"
+        self._template = str(self.folder / "{local_rank}") if script.heartbeat == AUTO else str(script.heartbeat)
+        self._timeout_s = script.heartbeat_timeout_s
+        self._n_ranks = n_ranks
+        self._clock = clock
+        self._looked: float | None = None
+        self._watched: dict[int, _Watched] = {}
+
+    def variables(self) -> dict[str, str]:
+        """The variable that tells ranks where to touch their files; none if the user chose the files.
+
+        Raises:
+            LaunchError: the folder cannot be made.
+        """
+        if self._template != str(self.folder / "{local_rank}"):
+            return {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"cannot make {self.folder}: {error.strerror}", "free space there") from error
+        return {HEARTBEAT: str(self.folder)}
+
+    def begin(self) -> None:
+        """Start counting anew, for a new start of the ranks: files of an earlier one are no heartbeats."""
+        self._looked = None
+        paths = {rank: Path(self._template.replace("{local_rank}", str(rank))) for rank in range(self._n_ranks)}
+        self._watched = {rank: _Watched(path, _stamp(path)) for rank, path in paths.items()}
+
+    def rest(self) -> None:
+        """Watch nothing until the next start."""
+        self._watched = {}
+
+    def quiet(self) -> dict[int, str]:
+        """Local rank → what is wrong with it, for ranks that are silent for too long."""
+        now = self._clock()
+        passed = 0.0 if self._looked is None else min(now - self._looked, _GAP_S)
+        self._looked = now
+        found = {}
+        for rank, watched in self._watched.items():
+            stamp = _stamp(watched.path)
+            if stamp != watched.last or (stamp is None and watched.began):
+                watched.last, watched.quiet_s, watched.began = stamp, 0.0, watched.began or stamp is not None
+                continue
+            watched.quiet_s += passed
+            limit_s = self._timeout_s if watched.began else max(self._timeout_s, FIRST_S)
+            if watched.quiet_s > limit_s:
+                found[rank] = (
+                    f"no heartbeat for {watched.quiet_s:.0f} s (--heartbeat-timeout {self._timeout_s:g})"
+                    if watched.began
+                    else f"no heartbeat in its first {limit_s:g} s: {watched.path} was not touched"
+                )
+        return found
+
+
+def _stamp(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def end(torchrun: int, quiet: dict[int, str], attempt: Path) -> None:
+    """End silent ranks of an attempt and record why, each with its stack; torchrun then ends or restarts the others.
+
+    SIGABRT makes Python write the stacks of a rank's threads (PYTHONFAULTHANDLER=1), whatever it is doing.
+    """
+    start = attempt.name.removeprefix("attempt_")  # its ranks may have ended, and those of the next one begun
+    ranks = {local: found for local, found in processes.ranks_of(torchrun, start).items() if local in quiet}
+    _signal([pid for pid, _ in ranks.values()], signal.SIGABRT)
+    deadline = time.monotonic() + _END_S
+    while (left := _alive([pid for pid, _ in ranks.values()])) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    _signal(left, signal.SIGKILL)
+    for local, (pid, rank) in ranks.items():
+        folder = attempt / str(local)
+        stack = stderr.stacks(stderr.tail(folder / "stderr.log"))
+        place, waits = stderr.where(stack)
+        told = [quiet[local], *([f"at {place}"] if place else []), *(["it waits for its peers"] if waits else [])]
+        told += ["it did not answer SIGABRT"] if pid in left else []
+        failure.record_for(folder, rank, ", ".join(told), stack)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _alive(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie does not."""
+    running = set(processes.descendants())
+    return [pid for pid in pids if pid in running]

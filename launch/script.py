@@ -1,0 +1,166 @@
+"""A training script of the user's own: checked before it starts, and judged by the checkpoints that it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from ..errors import LaunchError
+
+ON_PREEMPT = ("term", "usr1", "usr2", "file")
+PREEMPT_FILE = "SHARDKIT_PREEMPT_FILE"
+"""The variable that names the file which appears when a job is preempted."""
+HEARTBEAT = "SHARDKIT_HEARTBEAT"
+"""The variable that names the folder in which each rank touches a file named by its LOCAL_RANK."""
+AUTO = "auto"
+_HOW = "shardkit launch [options] -- train.py arguments, or -- -m package.module arguments"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program that torchrun or srun starts once per rank. It need not import shardkit.
+
+    Attributes:
+        argv: `FILE argument…` or `-m MODULE argument…`.
+        on_preempt: how the script learns that its job is preempted: SIGTERM, SIGUSR1, SIGUSR2, or a file that appears.
+        heartbeat: `auto`, or a file that ranks touch while they make progress; `{local_rank}` in it is the rank's
+            number on its machine. None = no watchdog.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as hung.
+        checkpoints: the folder where the script writes its checkpoints; new files in it are a job's progress.
+        grace_s: seconds that ranks get to end by themselves after the launcher's SIGTERM.
+    """
+
+    argv: tuple[str, ...]
+    on_preempt: str = "term"
+    heartbeat: str | None = None
+    heartbeat_timeout_s: float = 600.0
+    checkpoints: str | None = None
+    grace_s: float = 25.0
+
+    @property
+    def name(self) -> str:
+        """A short name for directories: the script's file name without its suffix, or the module's last word."""
+        word = self.argv[1].rpartition(".")[2] if self.argv[0] == "-m" else Path(self.argv[0]).stem
+        return re.sub(r"[^\w.-]", "_", word) or "script"
+
+    def numbered(self, index: str) -> Script:
+        """The script of one task of a job array: `%a` becomes the task's index."""
+
+        def numbered(text: str | None) -> str | None:
+            return text and text.replace("%a", index)
+
+        argv = tuple(word.replace("%a", index) for word in self.argv)
+        return replace(self, argv=argv, heartbeat=numbered(self.heartbeat), checkpoints=numbered(self.checkpoints))
+
+    def launch_options(self) -> list[str]:
+        """The options of `shardkit launch` for this script, without its own words."""
+        options = ["--on-preempt", self.on_preempt, "--grace-s", f"{self.grace_s:g}"]
+        if self.heartbeat is not None:
+            options += ["--heartbeat", self.heartbeat, "--heartbeat-timeout", f"{self.heartbeat_timeout_s:g}"]
+        return options
+
+    def as_json(self) -> str:
+        """This description as text, for a job's snapshot."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def from_json(text: str, where: str) -> Script:
+    """The description in a job's snapshot.
+
+    Raises:
+        LaunchError: the text is not a script's description.
+    """
+    names = {field.name for field in fields(Script)}
+    try:
+        found = json.loads(text)
+        script = Script(**{name: value for name, value in found.items() if name in names})
+        return Script(**{**asdict(script), "argv": tuple(str(word) for word in script.argv)})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{where} does not describe a script: {error}", "submit the job again") from error
+
+
+def check(script: Script, cwd: Path | None) -> None:
+    """Refuse a script that cannot start.
+
+    Args:
+        cwd: where it will start; None = in an image, whose files cannot be seen from here.
+
+    Raises:
+        LaunchError: no such file or module, a word before it that does not belong there, or options that contradict.
+    """
+    first = script.argv[0] if script.argv else ""
+    if not first:
+        raise LaunchError("nothing follows `--`", _HOW)
+    if re.fullmatch(r"python[\d.]*|torchrun", Path(first).name):
+        raise LaunchError(f"`-- {first}`: the ranks are started by shardkit, with its own interpreter", _HOW)
+    if first == "-m":
+        _check_module(script.argv, cwd)
+    elif first.startswith("-"):
+        raise LaunchError(f"`-- {first}`: a script or -m MODULE must follow `--`", _HOW)
+    elif cwd is not None and not _is_program(cwd / first):
+        raise LaunchError(
+            f"{first} does not exist" if not (cwd / first).exists() else f"{first} is not a Python script",
+            f"name a file that exists from {cwd}, or a module with -m",
+        )
+    if script.on_preempt not in ON_PREEMPT:
+        raise LaunchError(f"--on-preempt {script.on_preempt!r}", f"pass one of {', '.join(ON_PREEMPT)}")
+    if not 1 <= script.heartbeat_timeout_s < 1e9:
+        raise LaunchError(f"--heartbeat-timeout {script.heartbeat_timeout_s:g}", "pass seconds from 1")
+    if not 0 <= script.grace_s < 1e9:
+        raise LaunchError(f"--grace-s {script.grace_s:g}", "pass seconds from 0")
+
+
+def _is_program(path: Path) -> bool:
+    return path.is_file() or (path / "__main__.py").is_file()
+
+
+def _check_module(argv: Sequence[str], cwd: Path | None) -> None:
+    if len(argv) < 2 or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", argv[1]):
+        raise LaunchError("-m is not followed by a module's name", _HOW)
+    missing = None if cwd is None else missing_module(argv[1], cwd)
+    if missing is not None:
+        raise LaunchError(
+            f"there is no module {missing} in {cwd} or among the packages of {sys.executable}",
+            "correct the name, start from the folder that holds it, or install the package",
+        )
+
+
+def missing_module(name: str, cwd: Path) -> str | None:
+    """The part of a module's name that `python -m name` could not find; None if it finds all. Runs none of its code."""
+    parts = name.split(".")
+    path = [str(cwd), *sys.path]
+    spec = PathFinder.find_spec(parts[0], path) or importlib.util.find_spec(parts[0])
+    for depth in range(1, len(parts) + 1):
+        if spec is None:
+            return ".".join(parts[:depth])
+        locations = spec.submodule_search_locations
+        if depth < len(parts):
+            whole = ".".join(parts[: depth + 1])
+            spec = PathFinder.find_spec(whole, list(locations)) if locations is not None else None
+            if spec is None:
+                return whole
+    assert spec is not None
+    if spec.submodule_search_locations is not None and not any(
+        (Path(folder) / "__main__.py").is_file() for folder in spec.submodule_search_locations
+    ):
+        return f"{name}.__main__"
+    return None
+
+
+def newest_change(folder: str | None) -> int:
+    """When the newest file below a folder changed, in ns since the epoch; 0 if there is none, or no folder."""
+    newest = 0
+    for parent, _, names in os.walk(folder) if folder is not None else ():
+        for name in names:
+            try:
+                newest = max(newest, os.stat(os.path.join(parent, name)).st_mtime_ns)
+            except OSError:  # deleted meanwhile
+                continue
+    return newest

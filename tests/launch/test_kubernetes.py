@@ -1,0 +1,169 @@
+"""Manifests for Kubernetes as text: the recorded ones, read back through the published models; who a pod is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardkit.cli.__main__ import main
+from shardkit.errors import LaunchError
+from shardkit.launch.cluster import CLUSTERS, choose
+from shardkit.launch.kubernetes import meeting, sizes
+from shardkit.launch.local.launcher import _with_meeting
+from shardkit.launch.ranks.env import RankEnv, detect
+from shardkit.launch.script import Script
+from shardkit.launch.spec import JobSpec, KubernetesOptions
+
+GOLDEN = Path(__file__).with_name("golden")
+BASE = JobSpec(
+    config=None, run_dir="/data/runs/a", nproc_per_node=8, nodes=(2, 2), gpus_per_node=8, name="pretrain-a",
+    script=Script(("train.py", "--text", "it's: 'yes' # {no}"), on_preempt="usr1", heartbeat="auto", grace_s=90),
+    kubernetes=KubernetesOptions("registry.lab/train:3", volumes=("team-data:/data",), cpus="32", memory="400Gi",
+                                 limit_s=14400, max_restarts=2),
+)  # fmt: skip
+CONFIG = replace(
+    BASE, script=None, config="configs/fsdp.yaml", overrides=("optim.lr=1e-4",), nodes=(1, 1), gpus_per_node=0,
+    kubernetes=KubernetesOptions("train:3"),
+)  # fmt: skip
+CASES = {
+    "script.trainjob": ("kubernetes", BASE), "config.trainjob": ("kubernetes", CONFIG),
+    "script.jobset": ("jobset", BASE), "config.jobset": ("jobset", CONFIG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_manifest_is_the_recorded_one(name: str) -> None:
+    """Record anew, after looking at the difference: SHARDKIT_RECORD=1 pytest tests/launch/test_kubernetes.py."""
+    cluster, spec = CASES[name]
+    path, text = GOLDEN / f"{name}.yaml", choose(cluster).render(spec)
+    if os.environ.get("SHARDKIT_RECORD") == "1":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_published_models_read_every_key(name: str) -> None:
+    """They drop keys that they do not know without a word: only an equal dictionary shows that there was none."""
+    models: Any = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+    manifest = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
+    model = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[manifest["kind"]]
+    assert model.from_dict(manifest).to_dict() == manifest
+    manifest["spec"]["replicasTypo"] = 1
+    assert model.from_dict(manifest).to_dict() != manifest
+
+
+def test_words_reach_the_script_unchanged() -> None:
+    for cluster, spec in CASES.values():
+        manifest = yaml.safe_load(choose(cluster).render(spec))
+        node = manifest["spec"].get("trainer") or _container(manifest)
+        words = [*node["command"], *node["args"]]
+        assert words[:4] == ["python3", "-m", "shardkit.cli", "launch"]
+        if spec.script is not None:
+            assert words[words.index("--") + 1 :] == list(spec.script.argv)
+        else:
+            assert words[4] == "configs/fsdp.yaml" and words[-1] == "optim.lr=1e-4"
+
+
+def _container(manifest: dict[str, Any]) -> dict[str, Any]:
+    (job,) = manifest["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "Pretrain_A"}, "--name 'Pretrain_A': Kubernetes takes"),
+        ({"name": "a" * 41}, "up to 40"),
+        ({"kubernetes": KubernetesOptions()}, "needs an image"),
+        ({"kubernetes": KubernetesOptions("i", volumes=("data",))}, "'data' is not CLAIM:/PATH"),
+        ({"kubernetes": KubernetesOptions("i", volumes=("data:runs",))}, "is not CLAIM:/PATH"),
+    ],
+)
+@pytest.mark.parametrize("cluster", ["kubernetes", "jobset"])
+def test_what_kubernetes_would_refuse_is_refused_here(cluster: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        CLUSTERS[cluster].render(replace(BASE, **change))
+    assert said in caught.value.cause and caught.value.fix
+
+
+def test_every_cluster_is_behind_the_same_interface() -> None:
+    texts = {name: cluster.render(BASE) for name, cluster in CLUSTERS.items()}
+    assert texts["slurm"].startswith("#!/bin/bash\n") and len(set(texts.values())) == 3
+    with pytest.raises(LaunchError, match="--to 'lsf'"):
+        choose("lsf")
+
+
+POD = {
+    "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a-node-0-0.a",
+    "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1",
+}  # fmt: skip
+
+
+def test_the_launchers_of_pods_meet_where_the_operator_says() -> None:
+    found, reserved = _with_meeting(BASE, POD, 1)
+    assert reserved is None
+    assert (found.rendezvous.endpoint, found.rendezvous.node_rank) == ("a-node-0-0.a:29400", 1)
+    without = {name: value for name, value in POD.items() if name != "PET_NODE_RANK"}
+    assert meeting(without, "x") == meeting(POD, "x")
+    assert meeting({"JOB_COMPLETION_INDEX": "1"}, "x") is None, "any indexed job has that"
+    with pytest.raises(LaunchError, match="PET_MASTER_PORT"):
+        meeting({**POD, "PET_MASTER_PORT": "some"}, "x")
+
+
+def test_a_launcher_in_a_pod_takes_the_jobs_sizes_and_no_others() -> None:
+    assert sizes(POD, None, "auto") == ("2", "8") and sizes(POD, "2", "4") == ("2", "4")
+    assert sizes({**POD, "PET_NPROC_PER_NODE": "auto"}, None, "auto") == ("2", "auto")
+    assert sizes({}, None, "auto") == ("1", "auto") and sizes({}, "1:2", "3") == ("1:2", "3")
+    with pytest.raises(LaunchError, match="--nnodes 1, but this pod's job has PET_NNODES=2"):
+        sizes(POD, "1", "auto")
+
+
+def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher() -> None:
+    assert detect({**POD, "PET_NPROC_PER_NODE": "1"}) == RankEnv(1, 2, 0, 1, 1, 2, "kubernetes", "a-node-0-0.a", 29400)
+    for asked in ("8", "auto"):
+        with pytest.raises(LaunchError, match="no launcher started ranks"):
+            detect({**POD, "PET_NPROC_PER_NODE": asked})
+    with pytest.raises(LaunchError, match="no launcher started ranks"):
+        detect({**POD, "PET_NNODES": "1", "PET_NODE_RANK": "0"})
+    alone = {**POD, "PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"}
+    assert detect(alone).source == "single"
+    with pytest.raises(LaunchError, match="PET_NODE_RANK=2 does not fit PET_NNODES=2"):
+        detect({**POD, "PET_NODE_RANK": "2"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "kubernetes", "--partition", "gpu"], "--partition applies to Slurm"),
+        (["--to", "lsf"], "--to 'lsf'"),
+        (["--volume", "data:/data"], "--volume applies to Kubernetes"),
+        (["--to", "jobset"], "needs an image"),
+    ],
+)
+def test_options_of_the_other_cluster_are_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *options, "--", "-m", "package.that.is.in.the.image"] if "--to" in options else
+             ["submit", *options, "--", "-m", "json.tool"])  # fmt: skip
+    cause, fix = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and said in cause and fix.startswith("  fix: ")
+
+
+def test_submit_prints_a_manifest_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main_words = ["--to", "kubernetes", "--container", "train:3", "--nodes", "2", "--mem", "64G", "--time", "4:00:00"]
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *main_words, "--run-dir", "/data/My run", "--", "train.py", "--lr", "3"])
+    assert ended.value.code == 0 and list(tmp_path.iterdir()) == []
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert manifest["metadata"]["name"] == "shardkit-my-run" and manifest["spec"]["activeDeadlineSeconds"] == 14400
+    assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "memory": "64Gi"}
