@@ -48,8 +48,10 @@ def host_cost(result: dict[str, Any]) -> str:
         "CUDA's runtime in one step, shardkit / hand-written, without steps that gather memory. The hand-written loop "
         "reads no loss. shardkit waits for one event a step, the loss, which every line of `metrics.jsonl` has; "
         "backward and update are still queued then. Its further launches are the loss's sum over micro-batches and "
-        "the check that the norm is finite. Added: median processor time of the host, shardkit's step less the "
-        f"hand-written one (goal ≤ {goals['added_ms']:g} ms)."
+        "the check that the norm is finite. DeepSpeed asks whether its norm is valid and reads memory that nothing "
+        "computed, so that it takes another path, with two pageable copies, on one side only; on a card that computes "
+        "both sides are equal (tests/cuda/test_host_cost.py). Added: median processor time of all of the process's "
+        f"threads, shardkit's step less the hand-written one (goal ≤ {goals['added_ms']:g} ms)."
     )
     named = {
         "device syncs": ["device_sync"], "stream syncs": ["stream_sync"], "event waits": ["event_sync"],
