@@ -13,7 +13,7 @@ from .markdown import interval, machine, mib, paragraph
 from .report_auto import auto
 from .report_compiled import compiled
 from .report_crashes import crashes
-from .report_cuda import cuda_parity
+from .report_cuda import cuda_parity, host_cost
 from .report_mutants import mutants
 from .report_peers import peers
 from .report_plan_peers import plan_peers
@@ -347,6 +347,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint_matrix": checkpoint_matrix,
     "crashes": crashes,
     "cuda_parity": cuda_parity,
+    "host_cost": host_cost,
     "launch": launch,
     "plan": plan,
     "plan_accuracy": plan_accuracy,

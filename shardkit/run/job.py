@@ -65,7 +65,7 @@ class Job:
     calls: BlockCalls = field(init=False)
     step_index: int = 0
     at_end: ExitStack = field(default_factory=ExitStack)
-    _last_step: float = field(default_factory=time.perf_counter)
+    _last_step: float = math.nan
     _sums: SumCheck = field(default_factory=SumCheck)
 
     def __post_init__(self) -> None:
@@ -167,6 +167,8 @@ class Job:
                 "pass as many micro-batches as the config accumulates",
             )
         self.step_index += 1
+        if self.step_index == 1:  # building the model is no part of it
+            self._last_step = time.perf_counter()
         due = self.ledger.due(self.step_index)
         self.ledger.begin_step(self.step_index, due)
         counted = [(batch, n_targets(batch)) for batch in batches]

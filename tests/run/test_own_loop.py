@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -135,3 +136,21 @@ def test_what_is_no_sum_is_said_in_a_line_or_not_at_all() -> None:
     assert "returned float, not one number" in number
     assert "reduction='max'" in word and "'mean'" in word
     assert "the loss is not finite at step 1 on rank 0" in loss
+
+
+def first_step_s(idle_s: float) -> float | None:
+    """The time of a first step, `idle_s` after the model was wrapped."""
+    with start(None, settings("single")) as job:
+        wrap(job)
+        time.sleep(idle_s)
+        job.step(batches(0), loss_fn("sum"), count)
+        found = job.ledger.row().step_time_s
+    gc.collect()
+    return found
+
+
+@pytest.mark.dist
+def test_a_first_steps_time_begins_with_the_step() -> None:
+    idle_s = 2.0
+    (found,) = run_ranks(1, "tests.run.test_own_loop:first_step_s", idle_s=idle_s)
+    assert found is not None and 0 < found < idle_s
