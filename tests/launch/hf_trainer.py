@@ -1,4 +1,4 @@
-"""transformers' Trainer with its just-in-time checkpoints, as users write it: FOLDER STEPS WAIT [ZERO]."""
+"""transformers' Trainer with its just-in-time checkpoints, as users write it: FOLDER STEPS WAIT."""
 
 from __future__ import annotations
 
@@ -47,12 +47,10 @@ class Paced(TrainerCallback):
 def main() -> None:
     folder, words = Path(sys.argv[1]), sys.argv[2:]
     steps, seconds = int(words[0]), float(words[1])
-    zero = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": int(words[2] if words[2:] else 0)}}
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(folder / "checkpoints"), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.05,
         logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, enable_jit_checkpoint=True, disable_tqdm=True,
-        deepspeed=zero if words[2:] else None,
     )  # fmt: skip
     trainer = Trainer(model=Model(), args=args, train_dataset=Data(), callbacks=[Paced(seconds)])
     whole = [path for path in (folder / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").exists()]

@@ -91,24 +91,21 @@ def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [[], pytest.param(["2"], marks=pytest.mark.deepspeed)], ids=["ddp", "zero2"])
-def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(
-    stage: list[str], cluster: Cluster, tmp_path: Path
-) -> None:
+@pytest.mark.timeout(580)
+def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(cluster: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     mine, run_dir = tmp_path / "mine", tmp_path / "run"
     mine.mkdir()
     words = ["--checkpoints", str(mine / "checkpoints"), "--", "-m", "tests.launch.hf_trainer", str(mine), "20", "1"]
-    job, output = submit(cluster, run_dir, *words, *stage)
-    until(lambda: "'loss'" in read(output), 120, lambda: read(output))
+    job, output = submit(cluster, run_dir, *words)
+    until(lambda: "'loss'" in read(output), 240, lambda: read(output))
     cluster.preempt()
     assert cluster.wait(job, output) == "COMPLETED", read(output)
     assert cluster.field(job, "Restarts") == "1", read(output)
     (saved,) = (mine / "checkpoints").glob("checkpoint-*")
     assert 0 < int(saved.name.partition("-")[2]) < 20
     (tmp_path / "alone").mkdir()
-    undisturbed(tmp_path, "-m", "tests.launch.hf_trainer", str(tmp_path / "alone"), "20", "0", *stage)
+    undisturbed(tmp_path, "-m", "tests.launch.hf_trainer", str(tmp_path / "alone"), "20", "0")
     assert json.loads((mine / "losses.json").read_text()) == json.loads((tmp_path / "alone/losses.json").read_text())
 
 
