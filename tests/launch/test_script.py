@@ -71,6 +71,7 @@ def test_the_rank_that_failed_first_is_told_and_its_exit_code_passed_on(
     assert "  1 other rank(s) ended because of it: 0" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path) -> None:
     watch = ["--heartbeat", "auto", "--heartbeat-timeout", "5", "--max-restarts", "1", "--run-dir", str(tmp_path)]

@@ -74,6 +74,7 @@ def test_checkpointing_and_sharding_lower_the_prediction(two_h100: Planner) -> N
     assert sharded.categories["params"].device == pytest.approx(plain.categories["params"].device / 2, rel=0.03)
 
 
+@pytest.mark.slow  # 52 layers, whole
 def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
     deep = config("parallel.strategy=fsdp", "model.n_layers=52", "activation.policy=full", "precision.mode=bf16")
     target = choose_target(deep, 4, gpu="h100")
