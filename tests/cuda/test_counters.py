@@ -55,9 +55,9 @@ EXPECTED: dict[str, dict[str, int]] = {
         "emulated_operator": 677,
     },
     "single@1 with activations on the host": {
-        "stream_wait_event": 320,
-        "copy_h2d": 60,
-        "copy_d2h": 122,
+        "stream_wait_event": 280,
+        "copy_h2d": 52,
+        "copy_d2h": 106,
         "emulated_operator": 570,
     },
     "fsdp+param@2": {
@@ -137,9 +137,9 @@ EXPECTED: dict[str, dict[str, int]] = {
         "emulated_operator": 743,
     },
     "fsdp@2 with activations on the host": {
-        "stream_wait_event": 420,
-        "copy_h2d": 60,
-        "copy_d2h": 122,
+        "stream_wait_event": 380,
+        "copy_h2d": 52,
+        "copy_d2h": 106,
         "emulated_operator": 715,
     },
     "hsdp+param@4": {
