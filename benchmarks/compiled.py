@@ -69,7 +69,9 @@ def _run_batch(key: tuple[int, str], names: list[str], folder: Path) -> None:
             if failed is None:
                 raise
             late = "did not end within" in str(error)
-            write(folder, failed, {"unfinished" if late else "error": str(error)})
+            frames = (" ", "Traceback", "Thread", "The above")  # they hold paths of this machine
+            named = [line for line in str(error).splitlines() if line and not line.startswith(frames)]
+            write(folder, failed, {"unfinished" if late else "error": "\n".join(named)})
     done = [name for name in names if name in recorded(folder)]
     print(f"{len(done)} of {len(names)} cases in {time.monotonic() - began:.0f} s: {done[-1:]}", flush=True)
 
