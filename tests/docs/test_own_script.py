@@ -16,6 +16,7 @@ BASH = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 TEXT = re.findall(r"^```text\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_examples_print_what_the_page_shows(folder: Path) -> None:
     assert len(BASH) == len(TEXT) == 2
