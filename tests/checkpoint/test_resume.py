@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -124,8 +125,11 @@ def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: p
             assert time.monotonic() < deadline
             time.sleep(0.002)  # looks for the moment; nothing depends on how often
     finally:
-        os.killpg(first.pid, signal.SIGKILL)
+        whole_job = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+        for process in whole_job:  # torchrun puts each rank into a session of its own
+            process.kill()
         first.wait()
+        psutil.wait_procs(whole_job[1:], timeout=30)
     done = run(fresh, *same, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr
