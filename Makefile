@@ -118,7 +118,7 @@ bench-gpu:
 # Memory alone, on emulated cards: the plan against torch's own allocator (docs/gpu.md).
 bench-emulated: $(CUDA_INSTALLED)
 	$(CUDA_BIN)/python -m tests.emulated_cuda.build
-	$(CUDA_BIN)/python -m benchmarks gpu --emulated --part accuracy --part ranks --budget-s 6000 $(ARGS)
+	$(CUDA_BIN)/python -m benchmarks gpu --emulated --budget-s 6000 $(ARGS)
 
 wheels: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)

@@ -19,7 +19,8 @@ from shardkit.errors import ConfigError, ShardkitError, report
 from shardkit.hardware.cards import GPUS, Gpu, find_gpu, parse_bytes
 
 from ..common import REPO, RESULTS, environment
-from . import EMULATED_ONLY, PARTS, part_cases
+from . import EMULATED as FOR_EMULATED
+from . import PARTS, part_cases
 from .cases import Case, Found, Where
 from .child import HOST_RESERVE, run_case
 from .store import Store
@@ -126,7 +127,10 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument(
-        "--part", choices=(*PARTS, *EMULATED_ONLY), action="append", help="may be repeated; default: all"
+        "--part",
+        choices=tuple(dict.fromkeys((*PARTS, *FOR_EMULATED))),
+        action="append",
+        help="may be repeated; default: all",
     )
     parser.add_argument(
         "--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)"
@@ -152,9 +156,13 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
         parser.error("--emulated measures: it does not go with --dry-run or --predict")
     if args.emulated and importlib.util.find_spec("emucuda") is None:
         parser.error("--emulated: this interpreter has no emulated card: take the one that `make test-cuda` makes")
-    for part in set(args.part or ()) & set(EMULATED_ONLY):
-        if not args.emulated:
-            parser.error(f"--part {part} is for emulated cards: pass --emulated")
+    allowed = FOR_EMULATED if args.emulated else PARTS
+    for part in args.part or ():
+        if part not in allowed:
+            cards = "an emulated card has no speed" if args.emulated else "it is for emulated cards"
+            parser.error(
+                f"--part {part}: {cards}; {'with' if args.emulated else 'without'} --emulated: {', '.join(allowed)}"
+            )
     here = [] if args.emulated else environment()["gpus"]
     if not here and not (args.dry_run or args.predict or args.emulated):
         parser.error("there is no GPU here (nvidia-smi finds none): pass --dry-run, or --predict to plan only")
@@ -164,8 +172,7 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     free = psutil.virtual_memory().available - 2 * HOST_RESERVE
     host = parse_bytes(args.host_memory, "--host-memory") if args.host_memory else free
     card = find_gpu(args.gpu or _card(here[0] if here else None)).name
-    known = (*PARTS, *EMULATED_ONLY) if args.emulated else PARTS
-    parts = [part for part in known if args.part is None or part in args.part]
+    parts = [part for part in allowed if args.part is None or part in args.part]
     return parts, Asked(
         args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit, args.emulated
     )

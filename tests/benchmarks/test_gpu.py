@@ -254,7 +254,12 @@ def test_what_an_emulated_card_shows_is_never_among_the_measurements(
     with pytest.raises(SystemExit):
         command.parse(["--emulated", "--out", str(RESULTS)])
     assert "is for measurements" in capsys.readouterr().err
-    _, parsed = command.parse(["--emulated", "--host-memory", "100GiB"])
+    for wrong in (["--emulated", "--part", "mfu"], ["--dry-run", "--part", "ranks"]):
+        with pytest.raises(SystemExit):
+            command.parse(wrong)
+        assert f"--part {wrong[-1]}: " in capsys.readouterr().err
+    parts, parsed = command.parse(["--emulated", "--host-memory", "100GiB"])
+    assert parts == ["accuracy", "ranks"]
     assert parsed.emulated and parsed.out == RESULTS / "emulated" and parsed.card == "h200"
 
     there = Part("accuracy", replace(asked, dry=False, emulated=True))
