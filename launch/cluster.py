@@ -41,5 +41,5 @@ def choose(name: str) -> Cluster:
         LaunchError: there is none of that name.
     """
     if name not in CLUSTERS:
-        raise LaunchError(f"--to {name!r}", f"pass one of {', '.join(CLUSTERS)}")
+        raise LaunchError(f"--to {name!r} is not a kind of cluster", f"pass one of {', '.join(CLUSTERS)}")
     return CLUSTERS[name]

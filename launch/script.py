@@ -110,11 +110,11 @@ def check(script: Script, cwd: Path | None) -> None:
             f"name a file that exists from {cwd}, or a module with -m",
         )
     if script.on_preempt not in ON_PREEMPT:
-        raise LaunchError(f"--on-preempt {script.on_preempt!r}", f"pass one of {', '.join(ON_PREEMPT)}")
+        raise LaunchError(f"--on-preempt {script.on_preempt!r} is not known", f"pass one of {', '.join(ON_PREEMPT)}")
     if not 1 <= script.heartbeat_timeout_s < 1e9:
-        raise LaunchError(f"--heartbeat-timeout {script.heartbeat_timeout_s:g}", "pass seconds from 1")
+        raise LaunchError(f"--heartbeat-timeout {script.heartbeat_timeout_s:g} is out of range", "pass seconds from 1")
     if not 0 <= script.grace_s < 1e9:
-        raise LaunchError(f"--grace-s {script.grace_s:g}", "pass seconds from 0")
+        raise LaunchError(f"--grace-s {script.grace_s:g} is out of range", "pass seconds from 0")
 
 
 def _is_program(path: Path) -> bool:
