@@ -28,7 +28,7 @@ help:
 	@echo 'make test-cuda  run the tests that need GPUs, on emulated ones (once: 5 GB into $(CUDA_VENV))'
 	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
 	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
-	@echo 'make bench-emulated  the plan against CUDA'"'"'s allocator, on emulated cards'
+	@echo 'make bench-emulated  the same on emulated cards: memory, no speeds'
 	@echo 'make lint       ruff, lint and format check (format: apply)'
 	@echo 'make typecheck  mypy, strict'
 	@echo 'make docs       build the site into build/docs; a broken link is an error'
@@ -56,7 +56,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.3'
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
 	@# setuptools warns about every editable install.
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf,vision]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,dev,hf,finetune,vision]'
 	@touch $@
 
 # run.overwrite: an earlier run in the same directory would otherwise be refused.
@@ -105,7 +105,7 @@ $(CUDA_INSTALLED): setup.cfg pyproject.toml constraints.txt
 	ls $(CUDA_VENV)/lib/python3*/site-packages/nvidia/*/lib/libcudart.so.* >/dev/null 2>&1 || { \
 	  echo 'error: the package index has no CUDA build of torch $(CUDA_TORCH) for this Python and machine'; \
 	  echo '  fix: name an index that has one (PIP_INDEX_URL), or a release that it has (CUDA_TORCH)'; exit 2; } >&2
-	PYTHONWARNINGS=ignore $(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt -e '.[test,hf,vision]'
+	PYTHONWARNINGS=ignore $(CUDA_BIN)/python -m pip install -q -c $(CUDA_VENV)/constraints.txt -e '.[test,hf,finetune,vision]'
 	@touch $@
 
 bench: $(INSTALLED)
@@ -115,7 +115,7 @@ bench: $(INSTALLED)
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks gpu $(ARGS)
 
-# Memory alone, on emulated cards: the plan against torch's own allocator (docs/gpu.md).
+# Every part on emulated cards: memory by torch's own allocator, no speeds (docs/gpu.md).
 bench-emulated: $(CUDA_INSTALLED)
 	$(CUDA_BIN)/python -m tests.emulated_cuda.build
 	$(CUDA_BIN)/python -m benchmarks gpu --emulated --budget-s 6000 $(ARGS)
@@ -154,4 +154,4 @@ clean:
 	find . -path ./$(VENV) -prune -o -path ./$(CUDA_VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(CUDA_VENV) benchmarks/.venv
+	rm -rf $(VENV) $(CUDA_VENV) benchmarks/.venv-*

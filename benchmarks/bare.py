@@ -16,14 +16,29 @@ from typing import Any
 
 SIZES = {"vocab_size": 256, "max_seq_len": 128, "d_model": 256, "n_layers": 4, "n_heads": 4}
 SEQ, MICRO, ACCUM, LR, MAX_NORM, WEIGHT_DECAY = 128, 4, 2, 3e-4, 1.0, 0.1
+if os.environ.get("PEERS_MODEL") == "355m":  # `benchmarks.peers --cuda` at full size
+    SIZES = {"vocab_size": 50257, "max_seq_len": 1024, "d_model": 1024, "n_layers": 24, "n_heads": 16}
+    SEQ = 1024
 
 Step = Callable[[list[Any]], float]
+
+
+def device() -> Any:
+    """This rank's device: a card of its own with `PEERS_DEVICE=cuda`, else the CPU."""
+    import torch
+
+    if os.environ.get("PEERS_DEVICE") != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def backend() -> str:
+    return "nccl" if device().type == "cuda" else "gloo"
 
 
 def batches(tokens_file: str, rank: int, world: int) -> Iterator[list[Any]]:
     """Each step's micro-batches of this rank, in file order."""
     import numpy as np
-    import torch
 
     tokens = np.memmap(tokens_file, dtype=np.uint16, mode="r")
     at = 0
@@ -31,56 +46,73 @@ def batches(tokens_file: str, rank: int, world: int) -> Iterator[list[Any]]:
         step = []
         for micro in range(ACCUM):
             rows = [at + (micro * world + rank) * MICRO + i for i in range(MICRO)]
-            window = np.stack([tokens[r * SEQ : r * SEQ + SEQ + 1] for r in rows]).astype(np.int64)
-            whole = torch.from_numpy(window)
-            step.append((whole[:, :-1], whole[:, 1:]))
+            step.append(_placed(np.stack([tokens[r * SEQ : r * SEQ + SEQ + 1] for r in rows]).astype(np.int64)))
         at += ACCUM * MICRO * world
         yield step
 
 
-def make_model() -> Any:
+def _placed(window: Any) -> tuple[Any, Any]:
+    """Inputs and targets of a micro-batch, on this rank's device."""
     import torch
 
+    whole = torch.from_numpy(window)
+    x, y = whole[:, :-1], whole[:, 1:]
+    if device().type == "cpu":
+        return x, y
+    x, y = (part.contiguous().pin_memory().to(device(), non_blocking=True) for part in (x, y))
+    return x, y
+
+
+def make_model() -> Any:
     from shardkit.models.transformer import Transformer, init_parameter
     from shardkit.parallel.weights import Weights
 
     config: Any = SimpleNamespace(**SIZES, dropout=0.0, tie_weights=False, loss_chunk_size=1024)
     weights = Weights(0, partial(init_parameter, config))
     model = weights.build(lambda: Transformer(config), None)
-    weights.materialise(model, torch.device("cpu"))
+    weights.materialise(model, device())
     return model
 
 
-def groups(model: Any) -> list[dict[str, Any]]:
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "emb" not in n]
-    plain = [p for n, p in model.named_parameters() if p.ndim == 1 or "emb" in n]
+def decays(model: Any) -> set[str]:
+    """Names of the parameters that weight decay shrinks."""
+    return {name for name, param in model.named_parameters() if param.ndim > 1 and "emb" not in name}
+
+
+def groups(model: Any, names: set[str] | None = None) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay; `names`: those with it, where an engine has flattened them."""
+    names = decays(model) if names is None else names
+    named = [(name.replace("_fsdp_wrapped_module.", ""), param) for name, param in model.named_parameters()]
+    decayed = [param for name, param in named if name in names]
+    plain = [param for name, param in named if name not in names]
     return [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
 
 
-def adamw(model: Any) -> Any:
+def adamw(model: Any, names: set[str] | None = None) -> Any:
     import torch
 
-    return torch.optim.AdamW(groups(model), lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups(model, names), lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def ddp() -> Step:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    cards = [device()] if device().type == "cuda" else None
+    model = DistributedDataParallel(make_model(), device_ids=cards, gradient_as_bucket_view=True)
     optimizer = adamw(model)
 
     def step(micro: list[Any]) -> float:
-        total = 0.0
+        losses = []
         for i, (x, y) in enumerate(micro):
             model.require_backward_grad_sync = i == len(micro) - 1
             loss = model(x, y) / (y.numel() * len(micro))
             loss.backward()
-            total += loss.item()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return read(losses)
 
     return step
 
@@ -92,29 +124,34 @@ def fsdp() -> Step:
     from torch.distributed.fsdp import fully_shard
 
     model = make_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optimizer = adamw(model)
 
     def step(micro: list[Any]) -> float:
-        total = 0.0
+        losses = []
         for x, y in micro:
             loss = model(x, y) / (y.numel() * len(micro))
             loss.backward()
-            total += loss.item()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return read(losses)
 
     return step
 
 
 def ds_config(stage: int, model: Any) -> dict[str, Any]:
-    """DeepSpeed's config for this model; each bucket holds all of it, and nothing overlaps on a CPU."""
+    """DeepSpeed's config for this model; each bucket holds all of it, on cards up to shardkit's 500 MiB.
+
+    Nothing overlaps on a CPU.
+    """
     numel = sum(p.numel() for p in model.parameters())
+    if device().type == "cuda":
+        numel = min(numel, 500 * 2**20 // 4)
     prefetch = {"stage3_prefetch_bucket_size": numel // 10} if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -126,15 +163,16 @@ def ds_config(stage: int, model: Any) -> dict[str, Any]:
             "stage": stage,
             "reduce_bucket_size": numel,
             "allgather_bucket_size": numel,
-            "overlap_comm": False,
+            "overlap_comm": device().type == "cuda",
             **prefetch,
         },
     }
 
 
 def import_deepspeed() -> Any:
-    """deepspeed for CPUs, without its own shared-memory collectives: compiling them takes minutes."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    """deepspeed, on CPUs without its own shared-memory collectives: compiling them takes minutes."""
+    if device().type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as shardkit does
@@ -143,20 +181,27 @@ def import_deepspeed() -> Any:
 
 def zero(stage: int) -> Step:
     deepspeed = import_deepspeed()
-    deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
+    deepspeed.init_distributed(backend(), verbose=False, dist_init_required=False)
     model = make_model()
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(stage, model))
 
     def step(micro: list[Any]) -> float:
-        total = 0.0
+        losses = []
         for x, y in micro:
             loss = engine(x, y) / y.numel()
             engine.backward(loss)
             engine.step()
-            total += loss.item() / len(micro)
-        return total
+            losses.append(loss.detach() / len(micro))
+        return read(losses)
 
     return step
+
+
+def read(losses: list[Any]) -> float:
+    """The sum of a step's losses, read from the device at once."""
+    import torch
+
+    return float(torch.stack(losses).sum().item())
 
 
 ENGINES: dict[str, Callable[[], Step]] = {

@@ -66,6 +66,17 @@ def write_result(name: str, payload: Mapping[str, Any]) -> Path:
     return path
 
 
+def unmeasured(engines: Sequence[str], found: Mapping[str, Any]) -> list[str]:
+    """The engines without a result of this commit: where an interrupted measurement goes on."""
+    commit = _commit()
+    return [engine for engine in engines if found.get(engine, {}).get("measured", {}).get("commit") != commit]
+
+
+def stamp() -> dict[str, Any]:
+    """Commit and date, to record with one of several figures in a file."""
+    return {key: environment()[key] for key in ("commit", "date")}
+
+
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

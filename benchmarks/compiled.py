@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,13 +23,19 @@ from tests.cuda.compiled import Case, cases, pool, refusal, write
 from tests.ranks import RankError
 
 from .common import REPO, RESULTS, environment
+from .report_compiled import eager
 
 LIST = REPO / "benchmarks" / "compiled_cases.txt"
 WRITTEN = RESULTS / "emulated" / "compiled.json"
 PLANNED = Path("plan") / "plan.json"
-AT_ONCE = 12
+ISOLATED = "isolated"
+AT_ONCE = 40
+"""Cases that the same processes run one after the other; between two of them dynamo starts anew."""
+ROUND = 200
+"""Cases that are sorted by the processes they need, so that few have to start; the list's order counts beyond."""
 CARD = {
     "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "4", "EMUCUDA_MEMORY": "80G", "EMUCUDA_SM": "9.0",
+    "EMUCUDA_SKIP_ABOVE": "64K",
     # Autotuning's choice among products says nothing here, and compiling the candidates takes hours.
     "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -41,55 +48,95 @@ def recorded(folder: Path) -> dict[str, Any]:
     return {result["case"]: result for result in found}
 
 
-def run(todo: Sequence[Case], folder: Path, deadline: float) -> None:
-    """Run the cases that have no result, until the deadline; a case that fails is recorded with its error."""
+def measured(folder: Path) -> dict[str, Any]:
+    """Results by case, without those that an earlier commit's benchmark counted."""
+    return {name: found for name, found in recorded(folder).items() if "earlier" not in found}
+
+
+def take_over(folder: Path) -> None:
+    """Give the folder the committed results that it lacks, so that a campaign goes on in another checkout."""
+    known = json.loads(WRITTEN.read_text()) if WRITTEN.exists() else {"cases": {}, "isolated": {}, "planned": {}}
+    for place, cases_found in ((folder, known["cases"]), (folder / ISOLATED, known["isolated"])):
+        for name, found in cases_found.items():
+            if not (place / f"{name}.json").exists():
+                write(place, name, found)
+    plans = known["planned"] | planned(folder)
+    (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
+    (folder / PLANNED).write_text(json.dumps(plans, indent=1))
+
+
+def run(todo: Sequence[Case], folder: Path, deadline: float, isolated: bool = False) -> None:
+    """Run the cases that have no result; a case that fails is recorded with its error.
+
+    Inductor's and Triton's own caches are kept in the folder: dynamo, whose graphs are counted, has none.
+
+    Args:
+        deadline: no case starts later (seconds of `time.monotonic`).
+        isolated: each case has processes and caches of its own, and every rank compiles, not the first alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for key, group in groupby(todo, pool):
-        left = [case for case in group if str(case) not in recorded(folder)]
-        for case in left:
-            if (why := refusal(case)) is not None:
-                write(folder, str(case), {"refused": why})
-        left = [case for case in left if refusal(case) is None]
-        while left and time.monotonic() < deadline:
-            _run_batch(key, [str(case) for case in left[:AT_ONCE]], folder)
-            left = [case for case in left if str(case) not in recorded(folder)]
+    for case in todo:
+        if str(case) not in measured(folder) and (why := refusal(case)) is not None:
+            write(folder, str(case), {"refused": why})
+    left = [case for case in todo if str(case) not in measured(folder)]
+    while left and time.monotonic() < deadline:
+        for key, group in groupby(sorted(left[:ROUND], key=pool), pool):
+            names = [str(case) for case in group]
+            if time.monotonic() < deadline:
+                _run_batch(key, names[: 1 if isolated else AT_ONCE], folder, deadline, isolated)
+        done = measured(folder)
+        left = [case for case in left if str(case) not in done]
 
 
-def _run_batch(key: tuple[int, str], names: list[str], folder: Path) -> None:
+def _run_batch(key: tuple[int, str], names: list[str], folder: Path, deadline: float, isolated: bool) -> None:
     world, backend = key
-    began = time.monotonic()
+    began, worked = time.monotonic(), _processor_s()
     with tempfile.TemporaryDirectory(prefix="compiled-") as room:
+        cache = Path(room) if isolated else (folder / "cache").resolve()
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
         try:
             gpu_ranks(
-                world, "tests.cuda.compiled:run", timeout=300 + 120 * len(names), env={"TMPDIR": room},
-                todo=names, backend=backend, record=str(folder),
+                world, "tests.cuda.compiled:run", timeout=300 + 120 * len(names), env={"TMPDIR": room, **caches},
+                todo=names, backend=backend, record=str(folder), deadline=deadline, every_rank=isolated,
             )  # fmt: skip
         except RankError as error:
-            failed = next((name for name in names if name not in recorded(folder)), None)
+            failed = next((name for name in names if name not in measured(folder)), None)
             if failed is None:
                 raise
             late = "did not end within" in str(error)
             frames = (" ", "Traceback", "Thread", "The above")  # they hold paths of this machine
             named = [line for line in str(error).splitlines() if line and not line.startswith(frames)]
             write(folder, failed, {"unfinished" if late else "error": "\n".join(named)})
-    done = [name for name in names if name in recorded(folder)]
-    print(f"{len(done)} of {len(names)} cases in {time.monotonic() - began:.0f} s: {done[-1:]}", flush=True)
+    done = [name for name in names if name in measured(folder)]
+    spent = f"{time.monotonic() - began:.0f} s, {_processor_s() - worked:.0f} s of processor time"
+    print(f"{len(done)} of {len(names)} cases on {world} ranks in {spent}: {done[-1:]}", flush=True)
 
 
-def plan_eager(todo: Sequence[Case], folder: Path) -> None:
-    """Ask the planner for the peaks of eager cases; the file has each as soon as it is known."""
+def _processor_s() -> float:
+    """Seconds of processor time of all ranks that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def plan_each(todo: Sequence[Case], folder: Path, deadline: float) -> None:
+    """Ask the planner for the peaks of the eager cases until the deadline; the file has each as soon as it is known."""
     from shardkit.config.load import load_config
     from shardkit.hardware.cards import GPUS
-    from shardkit.plan.client import plan
+    from shardkit.plan.client import Planner
     from shardkit.plan.target import Target
 
     found = planned(folder)
-    for case in todo:
-        if case.scope == "eager" and str(case) not in found and refusal(case) is None:
-            peak = plan(load_config(None, case.settings()), Target(case.world, GPUS["h100"], case.world)).peak
-            found[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
-            (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
-            (folder / PLANNED).write_text(json.dumps(found, indent=1))
+    wanted = {Case.named(eager(str(case))) for case in todo if refusal(case) is None}
+    left = sorted((case for case in wanted if str(case) not in found), key=lambda case: (case.world, str(case)))
+    for world, group in groupby(left, lambda case: case.world):
+        with Planner(Target(world, GPUS["h100"], world)) as planner:
+            for case in group:
+                if time.monotonic() > deadline:
+                    return
+                peak = planner.predict(load_config(None, case.settings()).config).peak
+                found[str(case)] = {"allocated": peak.allocated, "reserved": peak.reserved}
+                (folder / PLANNED).parent.mkdir(parents=True, exist_ok=True)
+                (folder / PLANNED).write_text(json.dumps(found, indent=1))
 
 
 def planned(folder: Path) -> dict[str, Any]:
@@ -99,15 +146,18 @@ def planned(folder: Path) -> dict[str, Any]:
 
 def collect(folder: Path) -> dict[str, Any]:
     """One result of all cases; those without a file are listed as not run."""
-    found = recorded(folder)
+    found, isolated = recorded(folder), recorded(folder / ISOLATED)
     names = [str(case) for case in cases()]
+    for result in (*found.values(), *isolated.values()):
+        del result["case"]
     return {
         "environment": environment(),
         "emulated": True,
         "card": CARD,
         "not_run": [name for name in names if name not in found],
         "planned": planned(folder),
-        "cases": {name: {k: v for k, v in found[name].items() if k != "case"} for name in names if name in found},
+        "isolated": {name: isolated[name] for name in names if name in isolated},
+        "cases": {name: found[name] for name in names if name in found},
     }
 
 
@@ -115,24 +165,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=REPO / "build" / "compiled", help="where cases are recorded")
     parser.add_argument("--only", default=".", help="a pattern that a case's name has to match")
-    parser.add_argument("--budget-s", type=float, default=1e6, help="no set of cases starts later")
+    parser.add_argument("--budget-s", type=float, default=1e6, help="no case starts later")
+    parser.add_argument("--isolated", action="store_true", help="a case has processes and caches of its own")
     parser.add_argument("--again", action="store_true", help="forget the results of the cases that match")
     parser.add_argument("--list", action="store_true", help=f"write the names of all cases to {LIST.name}")
-    parser.add_argument("--plan", action="store_true", help="ask the planner for the eager cases")
+    parser.add_argument("--plan", action="store_true", help="ask the planner for peaks")
     parser.add_argument("--collect", action="store_true", help="run nothing; write the result of recorded cases")
     options = parser.parse_args()
     if options.list:
         LIST.write_text("".join(f"{case}\n" for case in cases()))
         return
+    take_over(options.folder)
     todo = [case for case in cases() if re.search(options.only, str(case))]
     if options.again:
         for case in todo:
             (options.folder / f"{case}.json").unlink(missing_ok=True)
+    deadline = time.monotonic() + options.budget_s
     if options.plan:
-        plan_eager(todo, options.folder)
+        plan_each(todo, options.folder, deadline)
     elif not options.collect:
         os.environ.update(CARD)  # ranks read it when Python starts
-        run(todo, options.folder, time.monotonic() + options.budget_s)
+        folder = options.folder / ISOLATED if options.isolated else options.folder
+        run(todo, folder, deadline, options.isolated)
     WRITTEN.parent.mkdir(parents=True, exist_ok=True)
     WRITTEN.write_text(json.dumps(collect(options.folder), indent=1) + "\n")
     print(f"written: {WRITTEN}")

@@ -2,7 +2,8 @@
 
 `EMUCUDA=1 EMUCUDA_DEVICES=2 .venv-cuda/bin/python -m benchmarks.host_cost` (after `make test-cuda`). Both train the
 same 355M model in bf16 in one process, step by step in turns. Counted are the calls of CUDA's runtime; measured is the
-process's processor time. `--clock` measures steps on kernels of a given duration by the card's clock.
+process's processor time, and beside it the time by the clock. `--clock` measures steps on kernels of a given duration
+by the card's clock.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +23,14 @@ from statistics import median
 from typing import Any
 
 from . import bare
-from .common import RESULTS, median_ci, write_result
+from .common import RESULTS, median_ci, stamp, unmeasured, write_result
 from .overhead import write_tokens
 
 ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
 MICRO, SEQ = 4, 1024
 WARM, GATHER = 66, 1000
 """shardkit looks at its first 64 losses; DDP measures itself, and waits for that, in ten steps and each hundredth."""
+COUNTED = 5
 GOALS = {"added_ms": 2.0, "ratio": 1.005}
 WAITS = ("device_sync", "stream_sync", "event_sync", "copy_blocking", "copy_pageable")
 CALLS = (
@@ -36,6 +39,8 @@ CALLS = (
 )  # fmt: skip
 VIRTUAL = {"EMUCUDA_KERNEL_US": "40", "EMUCUDA_GEMM_US": "600"}
 """The step then takes the card longer than the host, as on a GPU."""
+SECONDS = ("wall_s", "cpu_s", "thread_s")
+"""By the clock, of the process's processor time, and of the training thread's."""
 Step = Callable[[], None]
 
 
@@ -139,7 +144,7 @@ def measured(
     from shardkit.run.trainer import Trainer
 
     virtual = "EMUCUDA_KERNEL_US" in os.environ
-    loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + 3) | dict(changes or {}))
+    loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + COUNTED + 3) | dict(changes or {}))
     with start(loaded) as job:
         trainer = Trainer(job)
         trainer._moved = True  # nothing is computed, so no weight moves
@@ -150,6 +155,9 @@ def measured(
         gc.collect()
         gc.disable()  # what it frees, and when, is not the step's doing
         found = {n: _on_the_clock(arm, turns) for n, arm in arms.items()} if virtual else _in_turns(arms, turns)
+        if not virtual:
+            for name, arm in arms.items():
+                found[name]["python_calls"] = _python_calls(arm)
         gc.enable()
         records.close()  # type: ignore[attr-defined]
         arms.clear()
@@ -158,7 +166,7 @@ def measured(
 
 
 def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, dict[str, Any]]:
-    """Calls and processor seconds of each arm's steps; the first arm alternates."""
+    """Calls, processor seconds and seconds by the clock of each arm's steps; the first arm alternates."""
     import emucuda
     import torch
 
@@ -166,19 +174,38 @@ def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, di
     for turn in range(WARM + turns):
         for name in sorted(arms, reverse=turn % 2 == 0):
             torch.cuda.synchronize()
-            spent = time.process_time()
+            began = time.perf_counter(), time.process_time(), time.thread_time()
             with emucuda.counting() as calls:
                 arms[name]()
-            spent = time.process_time() - spent
-            by_arm[name].append({"cpu_s": spent, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
+            ended = time.perf_counter(), time.process_time(), time.thread_time()
+            seconds = dict(zip(SECONDS, (b - a for a, b in zip(began, ended, strict=True)), strict=True))
+            by_arm[name].append({**seconds, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
     return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
 
 
 def _typical(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each call's median count, and every step's processor seconds."""
+    """Each call's median count, and every step's seconds."""
     names = steps[0]["calls"]
     calls = {name: median(step["calls"][name] for step in steps) for name in names}
-    return {"calls": {k: int(v) for k, v in calls.items() if v}, "cpu_s": [step["cpu_s"] for step in steps]}
+    seconds = {name: [step[name] for step in steps] for name in SECONDS}
+    return {"calls": {k: int(v) for k, v in calls.items() if v}, **seconds}
+
+
+def _python_calls(step: Step) -> float:
+    """Calls of Python functions in a step on its own thread, which no load of the machine changes."""
+    count = 0
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(called)
+    try:
+        for _ in range(COUNTED):
+            step()
+    finally:
+        sys.setprofile(None)
+    return count / COUNTED
 
 
 def _on_the_clock(step: Callable[[], Any], turns: int) -> dict[str, Any]:
@@ -213,26 +240,36 @@ def ranks(engine: str, turns: int, **env: str) -> dict[str, Any]:
 
 def counted(engine: str, turns: int) -> dict[str, Any]:
     arms = ranks(engine, turns)
-    added = [a - b for a, b in zip(arms["shardkit"]["cpu_s"], arms["hand-written"]["cpu_s"], strict=True)]
-    return {"ranks": ENGINES[engine], "arms": arms, "added_ms": [1e3 * value for value in median_ci(added)]}
+
+    def added(seconds: str) -> list[float]:
+        pairs = zip(arms["shardkit"][seconds], arms["hand-written"][seconds], strict=True)
+        return [1e3 * value for value in median_ci([a - b for a, b in pairs])]
+
+    return {
+        "measured": stamp(), "ranks": ENGINES[engine], "arms": arms, "added_ms": added("cpu_s"),
+        "added_thread_ms": added("thread_s"), "added_wall_ms": added("wall_s"),
+    }  # fmt: skip
 
 
 def on_the_clock(engine: str, turns: int) -> dict[str, Any]:
     arms = ranks(engine, turns, **VIRTUAL)
-    return {"durations_us": VIRTUAL, "arms": arms, "ratio": arms["shardkit"]["step_s"] / arms["hand-written"]["step_s"]}
+    ratio = arms["shardkit"]["step_s"] / arms["hand-written"]["step_s"]
+    return {"measured": stamp(), "durations_us": VIRTUAL, "arms": arms, "ratio": ratio}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--resume", action="store_true", help="leave out engines that this commit has measured")
     parser.add_argument("--clock", action="store_true", help="only the steps on kernels of a given duration")
     args = parser.parse_args()
     if os.environ.get("EMUCUDA", "0") in ("", "0"):
         parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
     path = RESULTS / "host_cost.json"
     engines: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
-    for engine in args.engines:
+    held = {engine: found.get("clock", {}) for engine, found in engines.items()} if args.clock else engines
+    for engine in unmeasured(args.engines, held) if args.resume else args.engines:
         found = {"clock": on_the_clock(engine, args.turns)} if args.clock else counted(engine, args.turns)
         engines[engine] = engines.get(engine, {}) | found
         print(engine, json.dumps(engines[engine]), flush=True)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from . import bare
-from .common import REPO, RESULTS, environment, median_ci, write_result
+from .common import REPO, RESULTS, environment, median_ci, stamp, unmeasured, write_result
 
 ENGINES = ("ddp", "fsdp", "zero2")
 GOALS = {"step_time": 1.02, "peak_tensor_memory": 1.01, "first_step": 1.10}
@@ -31,7 +31,7 @@ def overrides(engine: str, tokens: str, run_dir: str, max_steps: int) -> list[st
     sizes = [f"model.{key}={value}" for key, value in bare.SIZES.items()]
     return [
         *sizes, f"parallel.strategy={engine}", f"data.path={tokens}", "data.shuffle=false", f"run.dir={run_dir}",
-        "run.device=cpu", f"train.seq_len={bare.SEQ}", f"train.micro_batch_size={bare.MICRO}",
+        f"run.device={bare.device().type}", f"train.seq_len={bare.SEQ}", f"train.micro_batch_size={bare.MICRO}",
         f"train.grad_accum_steps={bare.ACCUM}", f"train.max_norm={bare.MAX_NORM}", f"train.max_steps={max_steps}",
         "train.eval_batches=0", "train.seed=0", f"optim.lr={bare.LR}", "optim.schedule=constant",
         f"optim.weight_decay={bare.WEIGHT_DECAY}",
@@ -51,7 +51,12 @@ class Ours:
         self._records: Any = self.trainer.recorded_steps()
 
     def step(self) -> float:
-        return float(next(self._records)["loss"])
+        return float(self.record()["loss"])
+
+    def record(self) -> dict[str, float]:
+        """The next step's line of metrics.jsonl."""
+        found: dict[str, float] = next(self._records)
+        return found
 
     def close(self) -> None:
         self._records.close()
@@ -82,17 +87,19 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     ours = Ours(overrides(engine, tokens, f"{folder}/run", pairs + warmup))
     theirs, data = bare.ENGINES[engine](), bare.batches(tokens, rank, world)
     times: dict[str, list[float]] = {"shardkit": [], "bare": []}
+    spent: dict[str, list[float]] = {"shardkit": [], "bare": []}
     losses: dict[str, list[float]] = {"shardkit": [], "bare": []}
     arms = {"shardkit": lambda: ours.step(), "bare": lambda: theirs(next(data))}
     for pair in range(pairs + warmup):
         for name in sorted(arms, reverse=pair % 2 == 0):  # the first arm alternates
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             loss = arms[name]()
-            took = time.perf_counter() - began
+            took, cpu = time.perf_counter() - began, time.process_time() - cpu
             losses[name].append(loss)
             if pair >= warmup:
                 times[name].append(took)
+                spent[name].append(cpu)
     local = losses["bare"]
     every: list[Any] = [None] * world
     dist.all_gather_object(every, local)
@@ -101,7 +108,7 @@ def measure_pairs(engine: str, tokens: str, folder: str, pairs: int) -> dict[str
     ledger = ours.trainer.job.ledger
     share = ledger.overhead_s / sum(times["shardkit"])
     ours.close()
-    return {"times": times, "loss_difference": worst, "ledger_share": share}
+    return {"times": times, "spent": spent, "loss_difference": worst, "ledger_share": share}
 
 
 def measure_peak(arm: str, engine: str, tokens: str, folder: str) -> dict[str, Any]:
@@ -159,7 +166,9 @@ def write_tokens(folder: Path) -> str:
     from shardkit.tasks.causal_lm import CausalLM
 
     path = folder / "tokens.bin"
-    np.asarray(CausalLM(RunConfig()).corpus.train[:4_000_000], dtype=np.uint16).tofile(path)
+    corpus = CausalLM(RunConfig()).data.corpus
+    assert corpus is not None, "bytes are a stream"
+    np.asarray(corpus.train[:4_000_000], dtype=np.uint16).tofile(path)
     return str(path)
 
 
@@ -168,6 +177,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--starts", type=int, default=9)
     parser.add_argument("--engines", nargs="*", default=list(ENGINES))
+    parser.add_argument("--resume", action="store_true", help="leave out engines that this commit has measured")
     parser.add_argument("--worker", nargs=4, metavar=("MODE", "ENGINE", "TOKENS", "FOLDER"))
     args = parser.parse_args()
     if args.worker:
@@ -177,11 +187,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temp:
         folder = Path(temp)
         tokens = write_tokens(folder)
-        for engine in args.engines:
+        for engine in unmeasured(args.engines, results) if args.resume else args.engines:
             results[engine] = measure(engine, tokens, folder, args.pairs, args.starts)
             show(engine, results[engine])
-    path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
-    print(f"written: {path}  ({environment()['cpu']})")
+            path = write_result("overhead", {"goals": GOALS, "settings": vars(bare)["SIZES"], "engines": results})
+            print(f"written: {path}  ({environment()['cpu']})", flush=True)
 
 
 def earlier() -> dict[str, Any]:
@@ -200,7 +210,10 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
 
     paired = work("pairs")
     times = paired["times"]
-    ratios = [a / b for a, b in zip(times["shardkit"], times["bare"], strict=True)]
+    ratios, spent = (
+        median_ci([a / b for a, b in zip(found["shardkit"], found["bare"], strict=True)])
+        for found in (times, paired["spent"])
+    )
     peaks = {arm: work(arm)["peak"] for arm in ("shardkit", "bare")}
     begins: dict[str, list[float]] = {"shardkit": [], "bare": []}
     for index in range(starts):
@@ -208,8 +221,9 @@ def measure(engine: str, tokens: str, folder: Path, pairs: int, starts: int) -> 
             begins[arm].append(first_step_seconds(arm, engine, tokens, folder))
     start_ratios = [a / b for a, b in zip(begins["shardkit"], begins["bare"], strict=True)]
     return {
-        "measured": {key: environment()[key] for key in ("commit", "date")},
-        "step_time": {"ratio": median_ci(ratios), "median_s": median(times["bare"]), "samples": times},
+        "measured": stamp(),
+        "step_time": {"ratio": ratios, "median_s": median(times["bare"]), "samples": times},
+        "processor_time": {"ratio": spent, "median_s": median(paired["spent"]["bare"]), "samples": paired["spent"]},
         "loss_difference": paired["loss_difference"],
         "ledger_share_of_step_time": paired["ledger_share"],
         "peak_tensor_memory": {"ratio": peaks["shardkit"] / peaks["bare"], **peaks},
@@ -222,6 +236,7 @@ def show(engine: str, result: dict[str, Any]) -> None:
     first, first_low, first_high = result["first_step"]["ratio"]
     print(
         f"{engine}: step time × {step:.4f} [{low:.4f}, {high:.4f}] of {1000 * result['step_time']['median_s']:.0f} ms, "
+        f"processor time × {result['processor_time']['ratio'][0]:.4f}, "
         f"peak tensor memory × {result['peak_tensor_memory']['ratio']:.4f}, "
         f"first step × {first:.3f} [{first_low:.3f}, {first_high:.3f}] of {result['first_step']['median_s']:.1f} s, "
         f"ledger {100 * result['ledger_share_of_step_time']:.2f} % of step time, "

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import bare, peers_env
+from . import bare, peers_arms, peers_env
 from .common import RESULTS, environment, median_ci, write_result
 from .overhead import write_tokens
 from .peers_arms import ARMS, OURS, REFUSALS
@@ -30,6 +32,8 @@ TOLERANCE = 1e-5  # largest difference of a loss from the hand-written loop's
 WARMUP = 2  # untimed steps after the first
 PEAK_STEPS = 3
 FEWEST = 6  # samples for an interval
+SMALL_STEPS, FULL_STEPS = 10, 76  # on cards; shardkit looks at its first 64 losses, DDP at its first ten steps
+PACKAGES = ("torch", "accelerate", "deepspeed", "lightning-fabric", "transformers")
 
 Samples = Mapping[str, Sequence[float]]  # of each arm
 
@@ -130,6 +134,67 @@ def peaks(engine: str, arms: Sequence[str], tokens: str, folder: Path) -> dict[s
     return found
 
 
+def on_card(engine: str, arm: str, tokens: str, model: str, compute: bool, steps: int) -> dict[str, Any]:
+    """What an arm's ranks saw of their emulated cards, or its error.
+
+    Args:
+        model: "small", that of the CPU's comparison, or "355m".
+        compute: whether the card computes; without, losses say nothing.
+    """
+    os.environ.update(
+        PEERS_DEVICE="cuda", PEERS_MODEL=model, EMUCUDA="1", EMUCUDA_DEVICES=str(RANKS), EMUCUDA_MEMORY="80G",
+        EMUCUDA_COMPUTE=str(int(compute)), PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )  # fmt: skip
+    try:
+        with tempfile.TemporaryDirectory() as folder, Ranks(engine, arm, tokens, Path(folder), steps, "card") as ranks:
+            return _of_ranks(ranks.card(), compute)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        return {"error": next((line for line in lines if "Error: " in line), lines[-1]).removeprefix("[rank0]: ")}
+
+
+def _of_ranks(ranks: Sequence[Mapping[str, Any]], compute: bool) -> dict[str, Any]:
+    """Mean losses, the larger peak of each kind, and rank 0's calls and processor seconds."""
+    peak = {kind: max(rank["peak"][kind] for rank in ranks) for kind in ("allocated", "reserved")}
+    losses = [sum(values) / len(ranks) for values in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    seen = {"peak": peak, "calls": ranks[0]["calls"], "cpu_s": ranks[0]["cpu_s"]}
+    return {"losses": losses, **seen} if compute else seen
+
+
+def cuda(engines: Sequence[str], only: str) -> None:
+    """Measure on emulated cards what is missing, and write it arm by arm.
+
+    Raises:
+        DifferentLosses: an arm that computes does not train like the hand-written loop.
+    """
+    path = RESULTS / "emulated" / "peers.json"
+    known: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = write_tokens(Path(folder))  # imports torch, before the ranks' settings emulate a card
+        for engine in engines:
+            _cuda(engine, only, tokens, known.setdefault(engine, {}), lambda: _write_cuda(path, known))
+
+
+def _cuda(engine: str, only: str, tokens: str, known: dict[str, Any], write: Callable[[], None]) -> None:
+    arms = peers_arms.on_cards(engine)
+    for model, compute, steps in (("small", True, SMALL_STEPS), ("355m", False, FULL_STEPS)):
+        held = known.setdefault(model, {})
+        for arm in arms:
+            if only in arm and "peak" not in held.get(arm, {}):
+                held[arm] = on_card(engine, arm, tokens, model, compute, steps)
+                print(engine, model, arm, {k: v for k, v in held[arm].items() if k != "losses"}, flush=True)
+                write()
+        if compute:
+            print(engine, loss_differences({arm: held[arm]["losses"] for arm in arms if "losses" in held.get(arm, {})}))
+
+
+def _write_cuda(path: Path, known: Mapping[str, Any]) -> None:
+    about = {"environment": environment(), "emulated": True, "ranks": RANKS, "tolerance": TOLERANCE}
+    packages = {package: version(package) for package in PACKAGES}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "packages": packages, "engines": known}, indent=1) + "\n")
+
+
 def refusals(engine: str, tokens: str, folder: Path) -> dict[str, str]:
     """The error of each library that does not train with this engine on a CPU."""
     found = {}
@@ -147,13 +212,12 @@ def earlier() -> dict[str, Any]:
 
 
 def write(engines: Mapping[str, Any]) -> Path:
-    packages = ("torch", "accelerate", "deepspeed", "lightning-fabric", "transformers")
     return write_result(
         "peers",
         {
             "ranks": RANKS,
             "tolerance": TOLERANCE,
-            "packages": {package: version(package) for package in packages},
+            "packages": {package: version(package) for package in PACKAGES},
             "settings": {key: value for key, value in vars(bare).items() if key.isupper() and key != "ENGINES"},
             "engines": {engine: engines[engine] for engine in ARMS if engine in engines},
         },
@@ -175,10 +239,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25, help="of each arm; nothing is written below 6")
     parser.add_argument("--engines", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--parts", nargs="*", default=["memory", "time"], choices=["memory", "time"])
+    parser.add_argument(
+        "--cuda", action="store_true",
+        help="memory, calls and processor time on emulated cards, in this interpreter: the environment of "
+        "`make test-cuda` with lightning-fabric beside",
+    )  # fmt: skip
+    parser.add_argument("--only", default="", metavar="TEXT", help="of --cuda: only libraries whose names contain this")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(*args.worker)
+        return
+    if args.cuda:
+        missing = [name for name in ("emucuda", "lightning_fabric", "accelerate") if find_spec(name) is None]
+        if missing:
+            parser.error(f"--cuda: this interpreter has no {', '.join(missing)}: see docs/gpu.md")
+        cuda(args.engines, args.only)
         return
     peers_env.enter()
     with tempfile.TemporaryDirectory() as temp:

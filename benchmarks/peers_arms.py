@@ -1,7 +1,8 @@
 """One engine under each library, written as in its documentation: the same model, weights, data and settings.
 
 An arm is a function that sets a rank up and returns its optimizer step. `ARMS` lists the measured arms, hand-written
-first. `REFUSALS` lists arms that do not run on a CPU; each raises its library's own error.
+first. `REFUSALS` lists arms that do not run on a CPU; each raises its library's own error. On cards they are measured
+too, and so is transformers' Trainer, whose loop is its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Unsharded(RuntimeError):
 def by_hand(engine: str) -> Step:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(bare.backend())
     return bare.ENGINES[engine]()
 
 
@@ -34,7 +35,7 @@ def accelerate_ddp() -> Step:
     from accelerate.utils import DistributedDataParallelKwargs
 
     kwargs = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM, kwargs_handlers=[kwargs])
+    accelerator = Accelerator(cpu=_on_cpu(), gradient_accumulation_steps=ACCUM, kwargs_handlers=[kwargs])
     model = bare.make_model()
     return _accelerated(accelerator, *accelerator.prepare(model, bare.adamw(model)))
 
@@ -46,12 +47,29 @@ def accelerate_fsdp2() -> Step:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM, fsdp_plugin=plugin)
+    # Every micro-batch reduces, as in the other arms of this engine: `accumulate` would keep whole gradients.
+    accelerator = Accelerator(cpu=_on_cpu(), fsdp_plugin=plugin)
     model = bare.make_model()
     model, optimizer = accelerator.prepare(model, bare.adamw(model))
     if not isinstance(model, FSDPModule):
         raise Unsharded(f"fsdp_plugin(fsdp_version=2) was given and prepare() returned a {type(model).__name__}")
-    return _accelerated(accelerator, model, optimizer)
+
+    def step(micro: list[Any]) -> float:
+        losses = []
+        for x, y in micro:
+            loss = model(x, y) / (y.numel() * len(micro))
+            accelerator.backward(loss)
+            losses.append(loss.detach())
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return bare.read(losses)
+
+    return step
+
+
+def _on_cpu() -> bool:
+    return bool(bare.device().type == "cpu")
 
 
 def accelerate_zero(stage: int) -> Step:
@@ -70,7 +88,7 @@ def accelerate_zero(stage: int) -> Step:
 
 def _accelerated(accelerator: Any, model: Any, optimizer: Any) -> Step:
     def step(micro: list[Any]) -> float:
-        total = 0.0
+        losses = []
         for x, y in micro:
             with accelerator.accumulate(model):
                 loss = model(x, y) / y.numel()
@@ -79,8 +97,8 @@ def _accelerated(accelerator: Any, model: Any, optimizer: Any) -> Step:
                     accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
-            total += loss.item() / len(micro)
-        return total
+            losses.append(loss.detach() / len(micro))
+        return bare.read(losses)
 
     return step
 
@@ -112,9 +130,12 @@ def fabric_fsdp2() -> Step:
 def fabric_fsdp1() -> Step:
     from lightning_fabric.strategies import FSDPStrategy
 
-    fabric = _fabric(FSDPStrategy())
-    model = fabric.setup_module(bare.make_model())
-    return _fabric_step(fabric, model, fabric.setup_optimizers(bare.adamw(model)), reduce_every=True)
+    model = bare.make_model()
+    names = bare.decays(model)
+    fabric = _fabric(FSDPStrategy(auto_wrap_policy={type(model.blocks[0])}))
+    model = fabric.setup_module(model)
+    optimizer = bare.adamw(model, {f"_forward_module.{name}" for name in names} | names)
+    return _fabric_step(fabric, model, fabric.setup_optimizers(optimizer), reduce_every=True)
 
 
 def fabric_zero(stage: int) -> Step:
@@ -123,32 +144,111 @@ def fabric_zero(stage: int) -> Step:
 
     model = bare.make_model()
     fabric = _fabric(DeepSpeedStrategy(config=bare.ds_config(stage, model)))
-    return _fabric_step(fabric, *fabric.setup(model, bare.adamw(model)))
+    model, _ = fabric.setup(model, bare.adamw(model))
+    # Fabric 2.6.6's optimizer steps an engine that looks like an optimizer. DeepSpeed 0.19.8's has no `param_groups`:
+    # ZeRO's own optimizer would then be stepped in each micro-batch, without gradients ("KeyError: 0").
+    engine = fabric.strategy.model
+
+    def step(micro: list[Any]) -> float:
+        losses = []
+        for x, y in micro:  # the engine accumulates, clips, and updates at the last one
+            loss = model(x, y) / y.numel()
+            fabric.backward(loss)
+            engine.step()
+            losses.append(loss.detach() / len(micro))
+        return bare.read(losses)
+
+    return step
 
 
 def _fabric(strategy: Any) -> Any:
     from lightning_fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
+    fabric = Fabric(accelerator=bare.device().type, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     return fabric
 
 
 def _fabric_step(fabric: Any, model: Any, optimizer: Any, reduce_every: bool = False) -> Step:
     def step(micro: list[Any]) -> float:
-        total = 0.0
+        losses = []
         for i, (x, y) in enumerate(micro):
             more = i < len(micro) - 1 and not reduce_every
             with fabric.no_backward_sync(model) if more else nullcontext():
                 loss = model(x, y) / (y.numel() * len(micro))
                 fabric.backward(loss)
-            total += loss.item()
+            losses.append(loss.detach())
         fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return total
+        return bare.read(losses)
 
     return step
+
+
+def trainer(engine: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:
+    """Train with transformers' Trainer; `after` gets the mean of this rank's losses in each step.
+
+    Everything beside the contract of the other arms is its default: its checks of every loss too.
+    """
+    os.environ.setdefault("ACCELERATE_USE_CPU", str(_on_cpu()).lower())
+    if engine.startswith("zero"):
+        bare.import_deepspeed()
+    import numpy as np
+    import torch
+    from torch import nn
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    stream = np.memmap(tokens, dtype=np.uint16, mode="r")
+
+    class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return (len(stream) - 1) // bare.SEQ
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            whole = torch.from_numpy(stream[row * bare.SEQ : (row + 1) * bare.SEQ + 1].astype(np.int64))
+            return {"x": whole[:-1], "y": whole[1:]}
+
+    class Mean(nn.Module):
+        """The model with its loss as the Trainer wants it."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Any, y: Any) -> dict[str, Any]:
+            return {"loss": self.model(x, y) / y.numel()}
+
+    losses: list[Any] = []
+
+    class Ours(Trainer):  # type: ignore[misc, unused-ignore]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = self.optimizer or bare.adamw(model or self.model)
+            return self.optimizer
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.detach() / ACCUM)
+            return loss
+
+    class After(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            after(bare.read(losses))
+            losses.clear()
+
+    model = Mean(bare.make_model())
+    more: dict[str, Any] = {
+        "ddp": {"ddp_find_unused_parameters": False},
+        "fsdp": {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Block"]}},
+        "zero2": {"deepspeed": bare.ds_config(2, model)}, "zero3": {"deepspeed": bare.ds_config(3, model)},
+    }[engine]  # fmt: skip
+    args = TrainingArguments(
+        f"{folder}/trainer", per_device_train_batch_size=bare.MICRO, gradient_accumulation_steps=ACCUM,
+        max_steps=count, max_grad_norm=MAX_NORM, learning_rate=bare.LR, lr_scheduler_type="constant",
+        train_sampling_strategy="sequential", save_strategy="no", logging_strategy="no", report_to=[],
+        disable_tqdm=True, remove_unused_columns=False, use_cpu=_on_cpu(), **more,
+    )  # fmt: skip
+    Ours(model=model, args=args, train_dataset=Rows(), callbacks=[After()]).train()
 
 
 ARMS: dict[str, dict[str, Arm]] = {
@@ -162,7 +262,23 @@ REFUSALS: dict[str, dict[str, Arm]] = {
     "zero2": {"Fabric": partial(fabric_zero, 2)},
     "zero3": {"Fabric": partial(fabric_zero, 3)},
 }
-OURS = "shardkit"
+OURS, TRAINER = "shardkit", "transformers' Trainer"
+
+
+def on_cards(engine: str) -> list[str]:
+    """All arms that train on cards, the hand-written one first."""
+    return [*ARMS[engine], *REFUSALS.get(engine, {}), TRAINER, OURS]
+
+
+def each_step(engine: str, arm: str, tokens: str, folder: str, count: int, after: Callable[[float], None]) -> None:
+    """Take `count` optimizer steps of an arm on this rank, and call `after` with the loss of each."""
+    if arm == TRAINER:
+        trainer(engine, tokens, folder, count, after)
+        return
+    steps = steps_of(engine, arm, tokens, folder, count)
+    for loss in steps:
+        after(loss)
+    steps.close()
 
 
 def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Generator[float]:
@@ -170,7 +286,10 @@ def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Gen
     if arm == OURS:
         from .overhead import Ours, overrides
 
-        ours = Ours(overrides(engine, tokens, f"{folder}/run", count))
+        cards = [] if _on_cpu() else ["memory.plan=false", "checkpoint.at_end=false", "memory.interval=1000"]
+        ours = Ours([*overrides(engine, tokens, f"{folder}/run", count), *cards])
+        if os.environ.get("EMUCUDA_COMPUTE") == "0":
+            ours.trainer._moved = True  # nothing is computed, so no weight moves
         try:
             for _ in range(count):
                 yield ours.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,8 +16,10 @@ from .report_compiled import compiled
 from .report_crashes import crashes
 from .report_cuda import cuda_parity, host_cost
 from .report_mutants import mutants
-from .report_peers import peers
+from .report_other_loops import other_loops
+from .report_peers import peers, peers_on_cards
 from .report_plan_peers import plan_peers
+from .report_sft import data_wait, sft
 
 PAGE = REPO / "docs" / "benchmarks.md"
 INTRO = """# Benchmarks
@@ -35,14 +38,19 @@ def page() -> str:
         if path.exists():
             parts.append(section(json.loads(path.read_text())))
     parts.append(on_a_gpu(RESULTS))
-    if (RESULTS / "emulated" / "compiled.json").exists():
-        parts.append(compiled(json.loads((RESULTS / "emulated" / "compiled.json").read_text())))
+    on_cards = {"compiled": compiled, "peers": peers_on_cards, "other_loops": partial(other_loops, emulated=True)}
+    for name, section in on_cards.items():
+        path = RESULTS / "emulated" / f"{name}.json"
+        if path.exists():
+            parts.append(section(json.loads(path.read_text())))
     return "\n".join(parts)
 
 
 def overhead(result: dict[str, Any]) -> str:
     rows = [
-        f"| {engine} | {interval(r['step_time']['ratio'], 3)} | {r['peak_tensor_memory']['ratio']:.4f} "
+        f"| {engine} | {interval(r['step_time']['ratio'], 3)} "
+        f"| {interval(r['processor_time']['ratio'], 3) if 'processor_time' in r else '–'} "
+        f"| {r['peak_tensor_memory']['ratio']:.4f} "
         f"| {interval(r['first_step']['ratio'], 3)} | {100 * r['ledger_share_of_step_time']:.2f} % "
         f"| {r['loss_difference']:.0e} |"
         for engine, r in result["engines"].items()
@@ -55,8 +63,9 @@ def overhead(result: dict[str, Any]) -> str:
         f"shardkit's ledger, metrics and progress on. Goals: step time ≤ {goals['step_time']}, peak tensor memory ≤ "
         f"{goals['peak_tensor_memory']}, command to first step ≤ {goals['first_step']}.",
         "",
-        "| engine | step time | peak tensor memory | command to first step | ledger / step time | loss difference |",
-        "|---|---|---|---|---|---|",
+        "| engine | step time | its processor time, rank 0 | peak tensor memory | command to first step "
+        "| ledger / step time | loss difference |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
         machine(result["environment"]),
@@ -149,6 +158,35 @@ def checkpoint_matrix(result: dict[str, Any]) -> str:
         "",
         "| precision | pairs | masters and moments bit-equal after the load | loss difference |",
         "|---|---|---|---|",
+        *rows,
+        "",
+        machine(result["environment"]),
+        "",
+    ])  # fmt: skip
+
+
+def folder(result: dict[str, Any]) -> str:
+    rows = [
+        f"| {engine} | {mib(r['folder_bytes'])} | {mib(r['shard_bytes'])} | {mib(r['beyond_bytes'])} "
+        f"| {r['read_ratio']:.3f} | {mib(sum(r['state_bytes'].values()))} | {mib(r['build_bytes'])} |"
+        for engine, r in result["engines"].items()
+    ]
+    goals = result["goals"]
+    return "\n".join([
+        "## Weights from a folder",
+        "",
+        f"`python -m benchmarks.folder`: `model.init_from` fills {result['ranks']} CPU ranks of one node. Beyond the "
+        "shard: the largest anonymous",
+        "memory of a rank while it loads, less what it held before, when its shard already existed: at most a piece of "
+        f"{mib(goals['beyond_bytes'])} MiB is",
+        "the goal. Bytes requested by all ranks are counted in the reader: at most "
+        f"{goals['read_ratio']} × the folder's. State is all that the",
+        "engine holds of the model with SGD, under ZeRO masters and gradients too. Building is the peak while it is "
+        "wrapped,",
+        "before anything is read (docs/log.md says where memory went). Sizes in MiB.",
+        "",
+        "| engine | folder | read by a rank | beyond the shard | requested / folder | state | building |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
         machine(result["environment"]),
@@ -342,9 +380,12 @@ def plan_accuracy(result: dict[str, Any]) -> str:
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "peers": peers,
+    "sft": sft,
+    "data_wait": data_wait,
     "startup": startup,
     "checkpoint": checkpoint,
     "checkpoint_matrix": checkpoint_matrix,
+    "folder": folder,
     "crashes": crashes,
     "cuda_parity": cuda_parity,
     "host_cost": host_cost,
@@ -352,6 +393,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "plan": plan,
     "plan_accuracy": plan_accuracy,
     "plan_peers": plan_peers,
+    "other_loops": other_loops,
     "auto": auto,
     "activation": activation,
     "gather": gather,

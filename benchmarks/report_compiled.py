@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from statistics import median
 from typing import Any
 
 from .markdown import machine, mib, paragraph, table
@@ -37,6 +38,10 @@ def compiled(result: dict[str, Any]) -> str:
             "such a run cannot be saved, or has no optimizer state to resume from."
         ),
         "",
+        paragraph(_isolated(result["isolated"], cases)),
+        "",
+        paragraph(_earlier(cases)),
+        "",
         *_reasons(cases),
         "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in",
         "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count",
@@ -44,12 +49,47 @@ def compiled(result: dict[str, Any]) -> str:
         "",
         _table(whole, cases, result["planned"]),
         "",
-        paragraph(_memory(whole, cases, result["planned"])),
+        "Peaks of compiled steps by group; cases with other settings are in the last groups alone.",
+        "",
+        _memory(whole, cases, result["planned"]),
         "",
         machine(result["environment"]),
         "",
     ]
     return "\n".join(parts)
+
+
+def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> str:
+    """How cases that had processes and caches of their own differ from those that shared them."""
+    both = {name: (found, cases[name]) for name, found in alone.items() if "spans" in found and "spans" in cases[name]}
+    counted = ("span", "graphs", "recompiled", "breaks", "graph_launches")
+    equal = sum([[s[key] for key in counted] for s in a["spans"]] == [[s[key] for key in counted] for s in b["spans"]]
+                for a, b in both.values())  # fmt: skip
+    off, off_reserved = (
+        max((abs(x / y - 1) for a, b in both.values() if (x := take(a)) and (y := take(b))), default=0.0)
+        for take in (peak, reserved)
+    )
+    shared = (
+        "Up to 40 cases ran one after the other in the same processes, with inductor's and Triton's caches kept for "
+        "the next (dynamo, which is counted, starts anew), and the first rank alone compiled. This can raise reserved "
+        "memory: what a case leaves behind parts the allocator's segments. "
+    )
+    return shared + (
+        f"{len(both)} of the cases ({sum('@1' not in name for name in both)} of several ranks) ran again in processes "
+        f"and caches of their own, all ranks compiling: {equal} have equal counts; peaks of steady steps differ by at "
+        f"most {100 * off:.2f} %, reserved memory by {100 * off_reserved:.1f} %."
+    )
+
+
+def _earlier(cases: dict[str, dict[str, Any]]) -> str:
+    found = [case["earlier"] for case in cases.values() if "earlier" in case]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} of the cases were counted at commit {found[0][:10]}, which did not see the functions that "
+        "torch.compile gives up. Their peaks lacked cuBLAS's workspaces where another case had run before, and are "
+        "left out."
+    )
 
 
 def _number(cases: dict[str, dict[str, Any]], kind: str) -> int:
@@ -83,13 +123,13 @@ def graphs(found: dict[str, Any], kind: str) -> int:
     return sum(span["graphs"] for span in spans(found, kind))
 
 
-def peak(found: dict[str, Any]) -> int:
-    """The largest peak of steady steps, in bytes."""
-    return max(span["peak"] for span in spans(found, "step"))
+def peak(found: dict[str, Any], kind: str = "step") -> int | None:
+    """The largest peak of steady steps, in bytes; None if it is not known."""
+    return max((span["peak"] for span in spans(found, kind) if "peak" in span), default=None)
 
 
-def reserved(found: dict[str, Any]) -> int:
-    return max(span["reserved"] for span in spans(found, "step"))
+def reserved(found: dict[str, Any]) -> int | None:
+    return max((span["reserved"] for span in spans(found, "step") if "reserved" in span), default=None)
 
 
 def eager(name: str) -> str:
@@ -102,16 +142,16 @@ def _table(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dic
     rows = []
     for name, found in whole.items():
         engine, scope, policy, mode, *other = name.split(" ")
-        own, plain = peak(found), cases.get(eager(name), {})
+        own, plain = peak(found), cases.get(eager(name), {"spans": []})
         later = [graphs(found, kind) for kind in KINDS[1:]]
-        compiling = max(span["peak"] for span in spans(found, "first"))
+        compiling = peak(found, "first")
         rows.append([
             f"`{engine}` {scope}", policy, mode, *(other or [""]),
             str(graphs(found, "first")), " / ".join(map(str, later)), str(sum(s["breaks"] for s in found["spans"])),
             str(spans(found, "step")[-1]["graph_launches"] or "–"),
-            _of(planned.get(eager(name), {}).get("allocated")), _of(peak(plain) if "spans" in plain else None),
-            mib(own), mib(compiling) if compiling > own else "",
-            f"{_of(reserved(plain) if 'spans' in plain else None)} → {mib(reserved(found))}",
+            _of(planned.get(eager(name), {}).get("allocated")), _of(peak(plain)),
+            _of(own), mib(compiling) if own and compiling and compiling > own else "",
+            f"{_of(reserved(plain))} → {_of(reserved(found))}",
         ])  # fmt: skip
     head = (
         "", "policy", "mode", "other", "graphs", "later", "breaks", "replayed", "plan", "eager", "compiled",
@@ -125,17 +165,33 @@ def _of(n_bytes: int | None) -> str:
 
 
 def _memory(whole: dict[str, dict[str, Any]], cases: dict[str, Any], planned: dict[str, Any]) -> str:
-    pairs = [(peak(f), peak(cases[eager(n)])) for n, f in whole.items() if "spans" in cases.get(eager(n), {})]
-    over = [(peak(f), planned[eager(n)]["allocated"]) for n, f in whole.items() if eager(n) in planned]
-    said = []
-    if pairs:
-        ratios = sorted(own / other for own, other in pairs)
-        said.append(f"Over eager steps, peaks are {100 * (ratios[0] - 1):+.1f} to {100 * (ratios[-1] - 1):+.1f} %.")
-    if over:
-        ratios = sorted(own / plan for own, plan in over)
-        above = sum(ratio > 1.0 for ratio in ratios)
-        said.append(
-            f"Over the plan, which plans eager steps, {100 * (ratios[0] - 1):+.1f} to {100 * (ratios[-1] - 1):+.1f} %; "
-            f"{above} of {len(ratios)} are above it."
-        )
-    return " ".join(said)
+    """Peaks of compiled steps over those of eager steps and over plans, by group: cases, median, range."""
+    rows = []
+    for group, names in _groups(whole):
+        own = {name: n_bytes for name in names if (n_bytes := peak(whole[name]))}
+        plain = {name: peak(cases[eager(name)]) for name in own if "spans" in cases.get(eager(name), {})}
+        over_eager = [own[name] / n_bytes for name, n_bytes in plain.items() if n_bytes]
+        over_plan = [own[name] / planned[eager(name)]["allocated"] for name in own if eager(name) in planned]
+        if over_eager or over_plan:
+            above = sum(ratio > 1 for ratio in over_plan)
+            rows.append([group, _range(over_eager), _range(over_plan), f"{above} of {len(over_plan)}"])
+    return table(("", "over eager steps: cases, median, range", "over the plan", "above the plan"), rows)
+
+
+def _groups(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Groups of the cases without other settings, by each axis, and those with them by setting."""
+    plain = [name for name in names if len(name.split(" ")) == 4]
+    for axis, title in enumerate(("", "scope", "policy", "mode")):
+        values = dict.fromkeys(name.split(" ")[axis] for name in plain)
+        for value in values:
+            yield f"{title} `{value}`".strip(), [name for name in plain if name.split(" ")[axis] == value]
+    others = dict.fromkeys(name.split(" ")[4] for name in names if len(name.split(" ")) == 5)
+    for other in others:
+        yield f"`{other}`", [name for name in names if name.endswith(f" {other}")]
+
+
+def _range(ratios: list[float]) -> str:
+    if not ratios:
+        return "–"
+    percent = [100 * (ratio - 1) for ratio in ratios]
+    return f"{len(percent)}: {median(percent):+.1f} % [{min(percent):+.1f}, {max(percent):+.1f}]"

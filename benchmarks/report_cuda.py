@@ -46,14 +46,16 @@ def host_cost(result: dict[str, Any]) -> str:
     text = paragraph(
         "`python -m benchmarks.host_cost`, on an **emulated** card that computes nothing: the same 355M model in bf16, "
         "shardkit's whole trainer and the shortest hand-written loop in turns in one process. Cells give the calls of "
-        "CUDA's runtime in one step, shardkit / hand-written, without steps that gather memory. The hand-written loop "
-        "reads no loss. shardkit waits for one event a step, the loss, which every line of `metrics.jsonl` has; "
-        "backward and update are still queued then. Its further launches are the loss's sum over micro-batches and "
-        "the check that the norm is finite. DeepSpeed asks whether its norm is valid and reads memory that nothing "
-        "computed, so that it takes another path, with two pageable copies, on one side only; on a card that computes "
-        "both sides are equal (tests/cuda/test_host_cost.py). Added: median processor time of all of the process's "
-        f"threads, shardkit's step less the hand-written one (goal ≤ {goals['added_ms']:g} ms)."
-        + result.get("note", "")
+        "CUDA's runtime in one step, shardkit / hand-written, without steps that gather memory. The hand-written "
+        "loop reads no loss. shardkit waits for one event a step, the loss, which every line of `metrics.jsonl` "
+        "has; backward and update are still queued then. Its further launches are the check that the norm is "
+        "finite, and what torch's fused optimizers do in order to leave out an update where it is not. DeepSpeed "
+        "asks whether its norm is valid and reads memory that nothing computed, so that it takes another path, "
+        "with two pageable copies, on one side only; on a card that computes both sides are equal "
+        "(tests/cuda/test_host_cost.py). Added: median processor time of all of the process's threads, shardkit's "
+        f"step less the hand-written one (goal ≤ {goals['added_ms']:g} ms); beside it the training thread's alone, "
+        "and the same by the clock. Python calls: functions called in a step on that thread, which no load of the "
+        "machine changes; older measurements lack some of these." + result.get("note", "")
     )
     named = {
         "device syncs": ["device_sync"], "stream syncs": ["stream_sync"], "event waits": ["event_sync"],
@@ -66,9 +68,15 @@ def host_cost(result: dict[str, Any]) -> str:
         counts = [
             " / ".join(str(sum(arm.get(n, 0) for n in names)) for arm in (ours, theirs)) for names in named.values()
         ]
-        rows.append([f"{engine}@{found['ranks']}", *counts, interval(found["added_ms"], 1)])
+        added = [
+            interval(found[key], 1) if key in found else "–" for key in ("added_ms", "added_thread_ms", "added_wall_ms")
+        ]
+        made = [found["arms"][arm].get("python_calls") for arm in ("shardkit", "hand-written")]
+        counts.append("–" if None in made else " / ".join(f"{n:.0f}" for n in made))
+        rows.append([f"{engine}@{found['ranks']}", *counts, *added])
     parts = ["## The host's cost of a step on CUDA", "", text, ""]
-    parts += [table(["engine@ranks", *named, "added, ms"], rows), ""]
+    head = ["engine@ranks", *named, "Python calls", "added, ms", "its training thread, ms", "by the clock, ms"]
+    parts += [table(head, rows), ""]
     clocks = {engine: found["clock"] for engine, found in result["engines"].items() if "clock" in found}
     if clocks:
         said = ", ".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -37,6 +38,49 @@ def peers(result: dict[str, Any]) -> str:
         machine(result["environment"]),
         "",
     ])  # fmt: skip
+
+
+WAITS = {
+    "synchronisations": ["device_sync", "stream_sync"], "event waits": ["event_sync"],
+    "blocking or pageable copies": ["copy_blocking", "copy_pageable"], "launches": ["launch", "gemm"],
+}  # fmt: skip
+"""Columns → the calls of CUDA's runtime that they sum."""
+
+
+def peers_on_cards(result: dict[str, Any]) -> str:
+    text = paragraph(
+        f"`python -m benchmarks.peers --cuda`: {result['ranks']} ranks on **emulated** cards. Losses: the model of the "
+        "table above, computed on the cards, fp32. The rest: the 355m model on cards that compute nothing, fp32, two "
+        "micro-batches of 4 × 1024 tokens, median of the last eight of 76 steps; allocated and reserved are peaks of "
+        "torch's own allocator on the larger rank, GiB. Every arm reads its loss once a step; the Trainer checks every "
+        "micro-batch's as well, its default. Buckets of DeepSpeed are shardkit's in all arms. Nothing here is a "
+        "speed of a card: *host* is processor time of rank 0's threads for one step, milliseconds."
+    )
+    head = ["engine", "library", "loss difference", "allocated", "reserved", "host, ms", *WAITS]
+    rows = [row for engine, found in result["engines"].items() for row in _on_cards(engine, found)]
+    packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
+    parts = ["## Beside other libraries, on emulated cards", text, table(head, rows), paragraph(packages + ".")]
+    return "\n\n".join([*parts, machine(result["environment"]), ""])
+
+
+def _on_cards(engine: str, found: dict[str, Any]) -> Iterator[list[str]]:
+    small, full = found.get("small", {}), found.get("355m", {})
+    first = next(iter(small.values()), {}).get("losses", [])
+    for arm in dict.fromkeys([*small, *full]):
+        losses, seen = small.get(arm, {}).get("losses"), full.get(arm, {})
+        apart = max(map(abs, (a - b for a, b in zip(losses, first, strict=True)))) if losses else None
+        cells = [said(small.get(arm, {})) if apart is None else f"{apart:.0e}"]
+        if "peak" not in seen:
+            yield [engine, arm, *cells, said(seen), *[""] * (len(WAITS) + 2)]
+            continue
+        peak = (f"{seen['peak'][kind] / 2**30:.3f}" for kind in ("allocated", "reserved"))
+        calls = (str(sum(seen["calls"].get(name, 0) for name in names)) for names in WAITS.values())
+        yield [engine, arm, *cells, *peak, f"{1e3 * median(seen['cpu_s']):.0f}", *calls]
+
+
+def said(found: dict[str, Any]) -> str:
+    """An arm's error, or that it has no result yet."""
+    return str(found.get("error", NOT_YET)).replace("|", "\\|")
 
 
 def _ratios(engines: dict[str, Any]) -> list[list[str]]:

@@ -26,12 +26,14 @@ class Ranks:
         name: for errors.
         worker: module and arguments of a rank, which calls `serve` with its last argument, the folder.
         folder: directory for the ranks' files.
+        limit_s: the most seconds that ranks may take to start, and for an answer.
 
     Raises:
-        RuntimeError: a rank ended early, or took more than four minutes; includes the ranks' output.
+        RuntimeError: a rank ended early, or took too long; includes the ranks' output.
     """
 
-    def __init__(self, name: str, worker: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, worker: Sequence[str], folder: Path, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
         self.name, self.scratch = name, Path(tempfile.mkdtemp(dir=folder))
         self.log = self.scratch / "log"
         self.streams: list[Any] = []
@@ -51,13 +53,13 @@ class Ranks:
                 self._accept(server)
 
     def _accept(self, server: socket.socket) -> None:
-        if self.process.poll() is not None or time.time() > self.began + LIMIT_S:
+        if self.process.poll() is not None or time.time() > self.began + self.limit_s:
             raise self._failed()
         try:
             connection, _ = server.accept()
         except TimeoutError:
             return
-        connection.settimeout(LIMIT_S)
+        connection.settimeout(self.limit_s)
         self.streams.append(connection.makefile("rw"))
         connection.close()  # the stream stays open
 
@@ -114,15 +116,17 @@ def rotated(arms: Sequence[Any], index: int) -> list[Any]:
     return [*arms[first:], *arms[:first]]
 
 
-def serve(scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]]) -> None:
-    """The rank's side: send each of `answers`, which read the requests."""
+def serve(
+    scratch: str, answers: Callable[[TextIO], Iterator[dict[str, Any]]], end: Callable[[], None] | None = None
+) -> None:
+    """The rank's side: send each of `answers`, which read the requests; then `end`, by default `leave`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{scratch}/turns")
         stream = connection.makefile("rw")
         for answer in answers(stream):
             print(json.dumps(answer), file=stream, flush=True)
         stream.close()
-    leave()
+    (end or leave)()
 
 
 def timed(steps: Iterator[float], stream: TextIO) -> Iterator[dict[str, float]]:

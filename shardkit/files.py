@@ -201,6 +201,39 @@ def _append(descriptor: int, line: bytes) -> None:
         raise
 
 
+def extend_last_line(path: str | Path, fields: Mapping[str, Any]) -> None:
+    """Add fields to the last object of a file of JSON lines, in one write: a reader finds the old line or the new one.
+
+    A file that is missing or ends in no such line is left alone; so is one on a full or failing disk, with a warning.
+
+    Raises:
+        ConfigError: the file cannot be opened for writing.
+        ValueError: a number is not finite, which JSON cannot hold.
+    """
+    more = b", " + json.dumps(fields, allow_nan=False).encode()[1:] + b"\n"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "make the run directory writable") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < 3 or os.pread(descriptor, 2, size - 2) != b"}\n":
+            return
+        try:
+            if os.pwrite(descriptor, more, size - 2) == len(more):
+                return
+        except OSError as error:
+            if error.errno not in STORAGE_TROUBLE:
+                raise
+        os.pwrite(descriptor, b"}\n", size - 2)  # these two bytes have their place already
+        os.ftruncate(descriptor, size)
+        _LOG.warning("cannot write %s: the disk is full or fails; its last line lacks %s", path, ", ".join(fields))
+    finally:
+        os.close(descriptor)
+
+
 def read_objects(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """The objects on a file's lines; damaged lines are skipped, and a file that cannot be read has none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.files import append_lines, locked, read_objects, write_whole
+from shardkit.files import append_jsonl, append_lines, extend_last_line, locked, read_objects, write_whole
 from tests.faults.test_disk import small_disk  # noqa: F401 - a fixture
 from tests.launch.jobs import REPO
 
@@ -216,3 +217,26 @@ def test_damaged_lines_are_passed_over_and_the_end_can_be_read_alone(tmp_path: P
     assert read_objects(path) == [{"n": 1}, {"n": 3}, {"n": 4}]
     assert read_objects(path, last_bytes=20) == [{"n": 4}]
     assert read_objects(path, last_bytes=1000) == read_objects(path)
+
+
+def test_the_last_line_of_a_file_gets_more_fields(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_jsonl(path, {"step": 1}, {"step": 2})
+    extend_last_line(path, {"late": 0.5})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 2, "late": 0.5}]
+    path.write_bytes(b'{"step": 1}\n{"st')
+    extend_last_line(path, {"late": 0.5})
+    assert path.read_bytes() == b'{"step": 1}\n{"st'
+
+
+def test_a_full_disk_leaves_the_last_line_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_jsonl(path, {"step": 1})
+    before, write = path.read_bytes(), os.pwrite
+
+    def half(descriptor: int, data: bytes, at: int) -> int:
+        return write(descriptor, data[: max(2, len(data) // 2)], at)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    extend_last_line(path, {"late": 0.5})
+    assert path.read_bytes() == before

@@ -115,7 +115,7 @@ def test_the_map_stays_small_enough_to_know() -> None:
     edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
     assert len(edges) <= 100, f"{len(edges)} imports between them: {edges}"
     modules = [name for name in SOURCES if name.split(".")[-1] != "__init__"]
-    assert len(modules) <= 202, f"{len(modules)} modules"
+    assert len(modules) <= 218, f"{len(modules)} modules"
 
 
 def test_packages_form_no_cycle() -> None:

@@ -7,15 +7,17 @@ from importlib import import_module
 from .cases import Cases
 
 PARTS = ("mfu", "ladder", "largest", "accuracy", "categories")
-EMULATED = ("accuracy", "ranks")
-"""Parts whose figures are memory alone, for emulated cards; `ranks` exists only there."""
+EMULATED = ("accuracy", "ranks", "choices", "ladder", "largest", "categories", "mfu")
+"""The parts on emulated cards, those first whose figures are memory alone; `ranks` and `choices` exist only there."""
+ALONE = ("mfu",)
+"""Parts whose cases train in the process that runs the case, which is a fresh one."""
 
 
 def part_cases(part: str, dry: bool) -> Cases:
     """The cases of a part in the order of their runs, the most informative first.
 
     Args:
-        dry: on the CPU, tiny, fewer of each kind.
+        dry: tiny, fewer of each kind.
     """
     cases: Cases = import_module(f".{part}", __name__).cases(dry)
     return cases

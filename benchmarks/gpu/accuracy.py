@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from .cases import Case, Cases, Found, Where
-from .target import load, predicted, settings, target, train, went
+from .target import load, planned, predicted, target, train, went, went_traced
 
 MARGIN, TOO_LITTLE = 1.02, 0.95
 TIGHT = {"required": MARGIN, "too little": TOO_LITTLE}
@@ -85,17 +85,15 @@ def cases(dry: bool) -> Cases:
 
 
 def _predict(overrides: Sequence[str], where: Where) -> Found:
-    from shardkit.plan.client import plan
-
-    return predicted(plan(load(where, overrides)([]), target(where)))
+    return predicted(planned(where, load(where, overrides)([]), target(where)))
 
 
 def _measure(overrides: Sequence[str], where: Where) -> Found:
-    return went(train(where, overrides, steps=3))
+    return went_traced(train(where, overrides, steps=3), where.folder / "run")
 
 
 def _in_little(overrides: Sequence[str], share: float, where: Where) -> Found:
     if "required" not in where.predicted:
         return {"outcome": "failed", "message": "its prediction failed"}
     cap = round(where.predicted["required"] * share)
-    return {**went(train(where, settings(where, overrides), f"{cap / 2**10:.0f}KiB", steps=3)), "cap": cap}
+    return {**went(train(where, overrides, f"{cap / 2**10:.0f}KiB", steps=3, traced=False)), "cap": cap}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .nursery import Helpers
 
 Found = dict[str, Any]
 """A case's result as it is written to JSON; `outcome` says how the case ended."""
@@ -16,7 +19,7 @@ class Where:
     """The surroundings of a case.
 
     Attributes:
-        dry: on the CPU with tiny sizes.
+        dry: with tiny sizes; on the CPU, unless `emulated`.
         card: short name of the GPU (`shardkit.hardware.cards`).
         host_memory: bytes of host memory that a case may count on.
         folder: for temporary files.
@@ -24,6 +27,7 @@ class Where:
         predicted: the result of `Case.predict`, here or elsewhere.
         earlier: the result that this case kept when it was interrupted; `ended` is "host memory" if that ran out.
         keep: stores the result so far.
+        helpers: processes that serve one case after the other.
     """
 
     dry: bool
@@ -34,11 +38,16 @@ class Where:
     predicted: Found = field(default_factory=dict)
     earlier: Found = field(default_factory=dict)
     keep: Callable[[Found], None] = lambda found: None
+    helpers: Helpers | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.dry and not self.emulated
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row or cell; both functions run in fresh processes.
+    """One row or cell; both functions run in processes of their own.
 
     Attributes:
         predict: asks the planner; needs no GPU.

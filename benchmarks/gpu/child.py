@@ -1,4 +1,4 @@
-"""A case in its own process: started, watched and ended by the command, which holds no GPU itself."""
+"""Cases in processes of their own: started, watched and ended by the command, which holds no GPU itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from shardkit.hardware.cards import GPUS, Gpu
 
 from ..common import REPO
 from .cases import Found, Where
+from .nursery import Helpers
 
 Ended = Literal["done", "time is up", "host memory"]
 HOST_RESERVE = 3 << 30
@@ -26,51 +28,96 @@ HOST_RESERVE = 3 << 30
 _POLL_S = 0.25
 
 
-def run_case(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, Ended]:
-    """Run `predict` or `measure` of a case in fresh processes; returns its result, also if it was ended early.
+class Worker:
+    """The process that runs cases: started for the first one, and for the next one if it has ended."""
 
-    A crash is an outcome. The processes end with this function, even if it raises.
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+
+    def hand(self, request: Path, environment: Mapping[str, str]) -> None:
+        """Let it run the case of a request."""
+        if self._process is None or self._process.poll() is not None:
+            self.end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.child"], cwd=REPO, env=dict(environment),
+                stdin=subprocess.PIPE, stdout=self._said, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{request}\n".encode())
+        self._process.stdin.flush()
+
+    def ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def last_line(self) -> str:
+        self._said.seek(0)
+        lines = [line for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "it said nothing"
+
+    def end(self) -> None:
+        """Kill it and every process that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # all of them are gone
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def run_case(
+    part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None = None
+) -> tuple[Found, Ended]:
+    """Run `predict` or `measure` of a case; returns its result, also if it was ended early.
+
+    A crash is an outcome. The processes end with this function, even if it raises, except for a `worker` whose case
+    succeeded.
+
+    Args:
+        worker: runs several cases, on emulated cards; without one the case has fresh processes.
     """
-    request, exchange, log = (where.folder / name for name in ("asked.json", "case.json", "case.log"))
-    exchange.unlink(missing_ok=True)
+    request, exchange, done = (where.folder / name for name in ("asked.json", "case.json", "done"))
+    for path in (exchange, done):
+        path.unlink(missing_ok=True)
     asked = {
         "part": part, "case": case, "what": what, "dry": where.dry, "card": where.card, "exchange": str(exchange),
-        "emulated": where.emulated, "host_memory": where.host_memory,
+        "emulated": where.emulated, "host_memory": where.host_memory, "done": str(done),
         "predicted": where.predicted, "earlier": where.earlier,
     }  # fmt: skip
     request.write_text(json.dumps(asked))
     deadline, found, seen = time.monotonic() + limit_s, dict(where.earlier), 0
     found.pop("ended", None)
-    with log.open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.child", str(request)], cwd=REPO,
-            env=_environment(where, what), stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            while process.poll() is None:
-                if exchange.exists() and (at := exchange.stat().st_mtime_ns) != seen:
-                    seen, found = at, json.loads(exchange.read_text())
-                    where.keep(found)
-                if psutil.virtual_memory().available < HOST_RESERVE:
-                    return found, "host memory"
-                if time.monotonic() > deadline:
-                    return found, "time is up"
-                time.sleep(_POLL_S)
-        finally:
-            _end(process)
-    if exchange.exists():
-        found = json.loads(exchange.read_text())
-    if process.returncode:
-        found = {**found, "outcome": "failed", "message": _last_line(log)}
-    return found, "done"
+    process = worker or Worker()
+    try:
+        process.hand(request, _environment(where, "predicted" if worker else what))
+        while not (gone := process.ended()) and not done.exists():
+            if exchange.exists() and (at := exchange.stat().st_mtime_ns) != seen:
+                seen, found = at, json.loads(exchange.read_text())
+                where.keep(found)
+            if psutil.virtual_memory().available < HOST_RESERVE:
+                return found, "host memory"
+            if time.monotonic() > deadline:
+                return found, "time is up"
+            time.sleep(_POLL_S)
+        if exchange.exists():
+            found = json.loads(exchange.read_text())
+        if gone and not done.exists():
+            found = {**found, "outcome": "failed", "message": process.last_line()}
+        return found, "done"
+    finally:
+        if worker is None or not done.exists():
+            process.end()
 
 
 def _environment(where: Where, what: str) -> dict[str, str]:
-    """An environment that finds ninja and other tools beside this interpreter; a dry run leaves GPUs alone."""
+    """An environment that finds ninja and other tools beside this interpreter; a case on the CPU leaves GPUs alone."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     device: dict[str, str] = {}
-    if where.dry:
+    if where.on_cpu:
         device = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     elif where.emulated:
         device = {"OMP_NUM_THREADS": "1", **(emulated_card(GPUS[where.card]) if what == "measured" else {})}
@@ -89,24 +136,12 @@ def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:
         "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "8", "EMUCUDA_NAME": card.device_name,
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),
         "EMUCUDA_WORKSPACE": str(card.blas_workspace), "EMUCUDA_SM": ".".join(map(str, card.capability)),
+        "EMUCUDA_MULTIPROCESSORS": str(card.multiprocessors),
+        "EMUCUDA_THREADS": str(card.threads_per_multiprocessor),
     }  # fmt: skip
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the case's remaining processes."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of them are gone
-    process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
-
-
-def _main(asked: dict[str, Any]) -> None:
+def _main(asked: dict[str, Any], helpers: Helpers) -> None:
     from . import EMULATED, PARTS, part_cases
 
     assert asked["part"] in (*PARTS, *EMULATED)
@@ -120,11 +155,14 @@ def _main(asked: dict[str, Any]) -> None:
     case = part_cases(asked["part"], asked["dry"])[asked["case"]]
     with tempfile.TemporaryDirectory(dir=exchange.parent) as folder:
         where = Where(asked["dry"], asked["card"], asked["host_memory"], Path(folder), asked["emulated"])
-        where = replace(where, predicted=asked["predicted"], earlier=asked["earlier"], keep=write)
+        where = replace(where, predicted=asked["predicted"], earlier=asked["earlier"], keep=write, helpers=helpers)
         run = case.predict if asked["what"] == "predicted" else case.measure
         assert run is not None
         write(run(where))
+    Path(asked["done"]).touch()
 
 
 if __name__ == "__main__":
-    _main(json.loads(Path(sys.argv[1]).read_text()))
+    with Helpers() as helpers:
+        for line in sys.stdin:
+            _main(json.loads(Path(line.strip()).read_text()), helpers)

@@ -19,10 +19,10 @@ from shardkit.errors import ConfigError, ShardkitError, report
 from shardkit.hardware.cards import GPUS, Gpu, find_gpu, parse_bytes
 
 from ..common import REPO, RESULTS, environment
+from . import ALONE, PARTS, part_cases
 from . import EMULATED as FOR_EMULATED
-from . import PARTS, part_cases
 from .cases import Case, Found, Where
-from .child import HOST_RESERVE, run_case
+from .child import HOST_RESERVE, Worker, run_case
 from .store import Store
 
 DRY = REPO / "build" / "gpu_dry_run"
@@ -40,6 +40,7 @@ class Asked:
         predict: only ask the planner.
         only: run only cases whose names contain this.
         emulated: measure on an emulated card that computes nothing.
+        keep_plans: take predictions of other code, too.
     """
 
     dry: bool
@@ -51,6 +52,7 @@ class Asked:
     only: str = ""
     commit: str | None = None
     emulated: bool = False
+    keep_plans: bool = False
 
 
 class Part:
@@ -59,11 +61,21 @@ class Part:
     def __init__(self, name: str, asked: Asked, say: Callable[[str], None] = print) -> None:
         self.name, self.asked, self._say = name, asked, say
         card = _described(GPUS[asked.card]) if asked.emulated else None
-        self.store = Store(name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit, card)
+        self.store = Store(
+            name, asked.out, asked.dry, asked.card, asked.host_memory, asked.commit, card, asked.keep_plans
+        )
         self._deadline = time.monotonic() + asked.budget_s
+        self._worker = Worker() if asked.emulated and name not in ALONE else None
 
     def run(self) -> bool:
         """Run the missing cases; returns whether none is left."""
+        try:
+            return self._run_all()
+        finally:
+            if self._worker is not None:
+                self._worker.end()
+
+    def _run_all(self) -> bool:
         cases = {name: case for name, case in part_cases(self.name, self.asked.dry).items() if self.asked.only in name}
         for name, case in cases.items():
             for what in ("predicted",) if self.asked.predict else ("predicted", "measured"):
@@ -72,10 +84,17 @@ class Part:
                 if self._left() < _LEAST_S:
                     self._say(f"{self.name}: time is up; run it again to go on with {name!r}")
                     return False
-                if not self._run(name, case, what):
+                if not self._run_predicted(case.predicted_as) or not self._run(name, case, what):
                     return False
         self._say(f"{self.name}: complete, {self.store.path}")
         return True
+
+    def _run_predicted(self, name: str | None) -> bool:
+        """Predict the case whose prediction another one needs, if it is missing."""
+        if name is None or self.store.complete(name, "predicted"):
+            return True
+        case = part_cases(self.name, self.asked.dry)[name]
+        return case.predict is None or self._run(name, case, "predicted")
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -91,7 +110,7 @@ class Part:
                 predicted=predicted or {}, earlier=earlier,
                 keep=lambda found: self.store.put(name, what, found, complete=False),
             )  # fmt: skip
-            found, ended = run_case(self.name, name, what, where, limit)
+            found, ended = run_case(self.name, name, what, where, limit, self._worker)
         went_on = found != {key: value for key, value in earlier.items() if key != "ended"}
         if ended == "host memory" and went_on:  # while trying something new
             self.store.put(name, what, {**found, "ended": ended}, complete=False)
@@ -136,12 +155,17 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
         "--budget-s", type=float, default=520.0, metavar="S", help="seconds for each part (%(default)s)"
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes, but the same code")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="the same code with tiny sizes, on the CPU without --emulated"
+    )
     parser.add_argument(
         "--emulated", action="store_true",
-        help="memory only, on emulated cards that compute nothing (needs the environment of `make test-cuda`)",
+        help="on emulated cards that compute nothing: no speeds (needs the environment of `make test-cuda`)",
     )  # fmt: skip
     parser.add_argument("--predict", action="store_true", help="only plan: needs no GPU")
+    parser.add_argument(
+        "--keep-plans", action="store_true", help="take predictions that another version of the code has made"
+    )
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"the card, if it is not here or not known (default {DEFAULT_CARD})"
     )
@@ -152,21 +176,19 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     )  # fmt: skip
     parser.add_argument("--commit", metavar="HASH", help="of this checkout, if there is no git")
     args = parser.parse_args(argv)
-    if args.emulated and (args.dry_run or args.predict):
-        parser.error("--emulated measures: it does not go with --dry-run or --predict")
+    if args.emulated and args.predict:
+        parser.error("--emulated measures: it does not go with --predict")
     if args.emulated and importlib.util.find_spec("emucuda") is None:
         parser.error("--emulated: this interpreter has no emulated card: take the one that `make test-cuda` makes")
     allowed = FOR_EMULATED if args.emulated else PARTS
     for part in args.part or ():
         if part not in allowed:
-            cards = "an emulated card has no speed" if args.emulated else "it is for emulated cards"
-            parser.error(
-                f"--part {part}: {cards}; {'with' if args.emulated else 'without'} --emulated: {', '.join(allowed)}"
-            )
+            parser.error(f"--part {part}: it is for emulated cards; without --emulated: {', '.join(allowed)}")
     here = [] if args.emulated else environment()["gpus"]
     if not here and not (args.dry_run or args.predict or args.emulated):
         parser.error("there is no GPU here (nvidia-smi finds none): pass --dry-run, or --predict to plan only")
-    out = args.out or (DRY if args.dry_run else EMULATED if args.emulated else RESULTS)
+    dry = DRY / "emulated" if args.emulated else DRY
+    out = args.out or (dry if args.dry_run else EMULATED if args.emulated else RESULTS)
     if (args.dry_run or args.emulated) and out.resolve() == RESULTS:
         parser.error(f"--out {out} is for measurements: a dry run and an emulated card write elsewhere")
     free = psutil.virtual_memory().available - 2 * HOST_RESERVE
@@ -174,8 +196,9 @@ def parse(argv: Sequence[str] | None) -> tuple[list[str], Asked]:
     card = find_gpu(args.gpu or _card(here[0] if here else None)).name
     parts = [part for part in allowed if args.part is None or part in args.part]
     return parts, Asked(
-        args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit, args.emulated
-    )
+        args.dry_run, args.predict, card, host, out, args.budget_s, args.only, args.commit, args.emulated,
+        args.keep_plans,
+    )  # fmt: skip
 
 
 def _described(card: Gpu) -> str:

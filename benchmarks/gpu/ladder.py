@@ -5,12 +5,16 @@ Running out of memory is a result. Sizes are predicted first; then the largest t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from .cases import Case, Cases, Found, Where
-from .target import load, next_size, predicted, settings, target, train, went
+from .target import load, next_size, planned, predicted, settings, target, train, went
+
+if TYPE_CHECKING:
+    from shardkit.plan.search.max_model import Boundary, Size
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,13 @@ def cases(dry: bool) -> Cases:
 
 
 def _predict(card: Card, rung: Sequence[str], where: Where) -> Found:
-    from shardkit.plan.client import plan
-
-    return predicted(plan(load(where, card.base, rung)([]), target(where, card.cap)))
+    return predicted(planned(where, load(where, card.base, rung)([]), target(where, card.cap)))
 
 
 def _measure(card: Card, rung: Sequence[str], where: Where) -> Found:
+    host = where.predicted.get("host", 0)
+    if where.emulated and host > where.host_memory:  # nothing that computes nothing is worth filling a machine
+        return {"outcome": "out of host memory", "message": f"{host} bytes are needed, {where.host_memory} are free"}
     return went(train(where, settings(where, card.base, rung), card.cap, steps=6))
 
 
@@ -79,36 +84,49 @@ def _predict_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -
         found = largest(base, sizes, to, None)
     except ConfigError as error:
         return {"outcome": "no boundary", "message": error.cause}
+    return {"outcome": "ok", "needed": found.predicted, **neighbours(found, sizes), "host_limit": where.host_memory}
+
+
+def neighbours(found: Boundary, sizes: Sequence[Size]) -> Found:
+    """The predicted size and those around it."""
     at = sizes.index(found.largest)
-    around = sizes[max(0, at - _MOST_TRIED) : at + 1 + _MOST_TRIED]
+    near = sizes[max(0, at - _MOST_TRIED) : at + 1 + _MOST_TRIED]
     return {
-        "outcome": "ok", "amount": found.largest.amount, "needed": found.predicted, "at": around.index(found.largest),
-        "limited_by": found.limited_by, "host_limit": where.host_memory,
-        "sizes": [[list(size.settings), size.amount] for size in around],
+        "amount": found.largest.amount, "at": near.index(found.largest), "limited_by": found.limited_by,
+        "sizes": [[list(size.settings), size.amount] for size in near],
     }  # fmt: skip
 
 
 def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -> Found:
+    if where.predicted["outcome"] != "ok":
+        return {"outcome": where.predicted["outcome"]}
+    fixed = ["train.micro_batch_size=1"] if kind == "model" else []
+
+    def run(name: str, size: Sequence[str]) -> Found:
+        return went(train(where, settings(where, card.base, rung, fixed, size), card.cap, steps=3, name=name))
+
+    return around(where.predicted, where, run, {})
+
+
+def around(plan: Found, where: Where, run: Callable[[str, Sequence[str]], Found], kept: Found) -> Found:
     """Train the predicted size and its neighbours until one works and the next one runs out of memory.
 
     If host memory is the limit, no larger size is tried: the machine would run out of it.
+
+    Args:
+        run: trains with a size's settings, under a name.
+        kept: the result so far beside these trials.
     """
-    plan = where.predicted
-    if plan["outcome"] != "ok":
-        return {"outcome": plan["outcome"]}
     trials: Found = dict(where.earlier.get("trials", {}))
-    fixed = ["train.micro_batch_size=1"] if kind == "model" else []
     while len(trials) < _MOST_TRIED and (at := next_size(trials, plan["at"], 1)) is not None:
         if not 0 <= at < len(plan["sizes"]):
             break
         size, amount = plan["sizes"][at]
-        chosen = settings(where, card.base, rung, fixed, size)
-        trial = train(where, chosen, card.cap, steps=3, name=str(at))
-        trials[str(at)] = {**went(trial), "amount": amount}
-        where.keep({"trials": trials})
-        if trial.outcome == "failed" or (trial.outcome == "ok" and plan["limited_by"] == "host"):
+        trials[str(at)] = trial = {**run(str(at), size), "amount": amount}
+        where.keep({**kept, "trials": trials})
+        if trial["outcome"] == "failed" or (trial["outcome"] == "ok" and plan["limited_by"] == "host"):
             break
-    return {**summary(trials), "trials": trials}
+    return {**kept, **summary(trials), "trials": trials}
 
 
 def summary(trials: Found) -> Found:

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardkit.hardware.cards import GPUS
+
 from .cases import Case, Cases, Found, Where
+from .child import emulated_card
 from .target import load, next_size, settings, target, train
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ SIZES = {"d_model": 4096, "n_heads": 32, "vocab_size": 50257, "max_seq_len": 102
 DRY_SIZES = {"d_model": 64, "n_heads": 4, "vocab_size": 256, "max_seq_len": 64}
 DRY_LIMIT = 3_800_000
 """Bytes of device and of host memory that a dry run plans for."""
+EMULATED_SIZES = {"d_model": 1024, "n_heads": 16, "vocab_size": 8192, "max_seq_len": 512}
+EMULATED_LIMIT = 2 << 30
+"""Bytes of an emulated card and of the host memory beside it: what offloading keeps on the host is real there."""
 _MOST_TRIED, _DRY_MOST_TRIED = 4, 2
 _MOST_PLANNED = 8
 _SPLITS = 20
@@ -71,7 +77,7 @@ def cases(dry: bool) -> Cases:
 
 def model(where: Where) -> dict[str, int]:
     """The model's sizes except its depth."""
-    return DRY_SIZES if where.dry else SIZES
+    return EMULATED_SIZES if where.emulated else DRY_SIZES if where.dry else SIZES
 
 
 def base(where: Where) -> list[str]:
@@ -100,8 +106,10 @@ def _predict(arm: Arm, where: Where) -> Found:
 
     from shardkit.plan.client import Planner
 
-    to = target(where)
-    if where.dry:  # the CPU has one memory: a limit on tensors represents both sides
+    if where.emulated:
+        where = replace(where, host_memory=EMULATED_LIMIT)
+    to = target(where, f"{EMULATED_LIMIT >> 20}MiB" if where.emulated else None)
+    if where.on_cpu:  # the CPU has one memory: a limit on tensors represents both sides
         to = replace(to, cap=DRY_LIMIT, host_memory=None)
     with Planner(to) as planner:
 
@@ -109,7 +117,7 @@ def _predict(arm: Arm, where: Where) -> Found:
             split = [] if share == 1 else [f"parallel.offload_ratio={share:g}"]
             return planner.predict(load(where, base(where), arm.settings, [f"model.n_layers={layers}"], split)([]))
 
-        shallow, deeper = (1, 2) if where.dry else (8, 16)
+        shallow, deeper = (1, 2) if model(where) is not SIZES else (8, 16)
         whole = plan(shallow, 1), plan(deeper, 1)
         half = plan(deeper, 0.5) if arm.split else whole[1]
         lines = [
@@ -203,6 +211,8 @@ def _died(where: Where, layers: int) -> Found:
 
 def memory_here(where: Where) -> Found:
     """Bytes of the card, and of host memory that can be used."""
+    if where.emulated:
+        return {"hbm": EMULATED_LIMIT, "host_usable": EMULATED_LIMIT}
     if where.dry:
         return {"hbm": DRY_LIMIT, "host_usable": where.host_memory}
     import torch
@@ -216,14 +226,22 @@ def _try(arm: Arm, where: Where, layers: int, ratio: float) -> Found:
     else:
         split = [] if ratio == 1 else [f"parallel.offload_ratio={ratio:g}"]
         chosen = settings(where, base(where), arm.settings, [f"model.n_layers={layers}"], split)
-        trial = train(where, chosen, steps=STEPS)
+        trial = train(where, chosen, steps=STEPS, card=_card(where))
         found = {
             "outcome": trial.outcome, "losses": list(trial.losses), "peak_allocated": trial.peak,
             "tokens_per_s": trial.tokens_per_s, "message": trial.message,
         }  # fmt: skip
-    if found["outcome"] == "ok" and not falls(found["losses"]):
+    if found["outcome"] == "ok" and not (where.emulated or falls(found["losses"])):
         found |= {"outcome": "failed", "message": f"the loss does not fall: {found['losses']}"}
     return {**found, "n_params": n_params(where, layers), "layers": layers}
+
+
+def _card(where: Where) -> dict[str, str]:
+    """The variables of the emulated card, for the processes that train; none for another card."""
+    if not where.emulated:
+        return {}
+    limits = {"MEMORY": EMULATED_LIMIT, "HOST_MEMORY": EMULATED_LIMIT, "CONTEXT": 0}
+    return emulated_card(GPUS[where.card]) | {f"EMUCUDA_{name}": str(limit) for name, limit in limits.items()}
 
 
 def falls(losses: list[float]) -> bool:
@@ -234,10 +252,12 @@ def falls(losses: list[float]) -> bool:
 def _plainly(stage: int, where: Where, layers: int) -> Found:
     """Plain DeepSpeed, in its own process."""
     asked: dict[str, Any] = {
-        "stage": stage, "sizes": {**model(where), "n_layers": layers}, "steps": STEPS, "cpu": where.dry,
+        "stage": stage, "sizes": {**model(where), "n_layers": layers}, "steps": STEPS, "cpu": where.on_cpu,
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.plain", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=dict(os.environ))
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | _card(where)
+    )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return {"outcome": "failed", "losses": [], "message": lines[-1]}

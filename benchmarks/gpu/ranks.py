@@ -6,20 +6,20 @@ The list stands here before anything is measured, and every case stays in it.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardkit.hardware.cards import GPUS
 
-from .accuracy import MODELS, TIGHT
+from .accuracy import DRY_MODELS, MODELS, TIGHT
 from .cases import Case, Cases, Found, Where
 from .child import emulated_card
 from .mfu import MODELS as LARGE
-from .target import load, predicted, train, went
+from .target import load, planned, predicted, train, went, went_traced
 
 if TYPE_CHECKING:
+    from shardkit.plan.search.trial import Trial
     from shardkit.plan.target import Target
 
 _MIXTRAL: dict[str, Any] = {
@@ -29,6 +29,7 @@ _MIXTRAL: dict[str, Any] = {
 }  # fmt: skip
 _SIZES: dict[str, tuple[str, ...]] = {
     **MODELS,
+    "debug": DRY_MODELS["355m"],
     "1.3b": ("model.preset=1.3b", "train.micro_batch_size=8", "train.seq_len=1024"),
     "13b": ("model.preset=13b", "train.micro_batch_size=1", "train.seq_len=2048"),
     "llama-8b": (*LARGE["llama-8b"].overrides, "train.micro_batch_size=1", "train.seq_len=2048"),
@@ -127,21 +128,22 @@ SETTINGS = [
 ]
 
 
+DRY_SETTINGS = [Setting("debug", 2, "ddp", "fp32", "none")]
+
+
 def cases(dry: bool) -> Cases:
     """Each setting; then each in only as much memory as its prediction requires, and in less."""
-    assert not dry, "emulated cards have no dry run"
-    found: Cases = {one.name: Case(partial(_measure, one), partial(_predict, one)) for one in SETTINGS}
+    settings = DRY_SETTINGS if dry else SETTINGS
+    found: Cases = {one.name: Case(partial(_measure, one), partial(_predict, one)) for one in settings}
     for kind, share in TIGHT.items():
         found.update(
-            {f"{one.name}: {kind}": Case(partial(_in_little, one, share), predicted_as=one.name) for one in SETTINGS}
+            {f"{one.name}: {kind}": Case(partial(_in_little, one, share), predicted_as=one.name) for one in settings}
         )
     return found
 
 
 def _predict(setting: Setting, where: Where) -> Found:
-    from shardkit.plan.client import plan
-
-    return predicted(plan(load(where, setting.overrides)([]), _target(setting, where)))
+    return predicted(planned(where, load(where, setting.overrides)([]), _target(setting, where)))
 
 
 def _target(setting: Setting, where: Where) -> Target:
@@ -153,13 +155,17 @@ def _target(setting: Setting, where: Where) -> Target:
     )
 
 
-def _measure(setting: Setting, where: Where, cap: str | None = None) -> Found:
-    os.environ.update(emulated_card(GPUS[setting.card], setting.also != _FIXED))  # of the ranks
-    return went(train(where, setting.overrides, cap, steps=3, ranks=setting.ranks))
+def _measure(setting: Setting, where: Where) -> Found:
+    return went_traced(_train(setting, where), where.folder / "run")
 
 
 def _in_little(setting: Setting, share: float, where: Where) -> Found:
     if "required" not in where.predicted:
         return {"outcome": "failed", "message": "its prediction failed"}
     cap = round(where.predicted["required"] * share)
-    return {**_measure(setting, where, f"{cap / 2**10:.0f}KiB"), "cap": cap}
+    return {**went(_train(setting, where, f"{cap / 2**10:.0f}KiB")), "cap": cap}
+
+
+def _train(setting: Setting, where: Where, cap: str | None = None) -> Trial:
+    card = emulated_card(GPUS[setting.card], setting.also != _FIXED)
+    return train(where, setting.overrides, cap, steps=3, ranks=setting.ranks, card=card, traced=cap is None)

@@ -14,6 +14,8 @@ from .cases import Found
 
 CODE = ("shardkit", "launch", "benchmarks/gpu")
 _NOT_MEASURED_WITH = ("tables.py", "wheels.py")  # they change no figure
+SPEEDS = ("tokens_per_s", "step_s", "flops", "best_flops", "peak_flops", "time_ratios")
+"""Keys of results that an emulated card cannot have."""
 
 
 def code_digest() -> str:
@@ -29,8 +31,27 @@ def code_digest() -> str:
 def kind(held: dict[str, Any]) -> str:
     """The kind of a file's results."""
     if held["dry_run"]:
-        return "a dry run"
+        return "a dry run on an emulated card" if held.get("emulated") else "a dry run"
     return "an emulated card's results" if held.get("emulated") else "measurements"
+
+
+def without_speeds(found: Any) -> Any:
+    """A result, or a part of one, without the keys of `SPEEDS` at any depth."""
+    if isinstance(found, dict):
+        return {key: without_speeds(value) for key, value in found.items() if key not in SPEEDS}
+    return [without_speeds(value) for value in found] if isinstance(found, list) else found
+
+
+def first_speed(found: Any, where: str = "") -> str | None:
+    """The place of the first speed in a result or a group of results, `None` if there is none."""
+    items = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    for key, value in items:
+        place = f"{where}/{key}" if where else str(key)
+        if key in SPEEDS and value is not None:
+            return place
+        if (deeper := first_speed(value, place)) is not None:
+            return deeper
+    return None
 
 
 def _cards(environment: dict[str, Any]) -> list[str]:
@@ -45,6 +66,7 @@ class Store:
         host_memory: available bytes; plans for more memory are made again.
         commit: the checkout's commit, if there is no git.
         emulated: the emulated card, described as nvidia-smi does; `None`: results of a real one, or of a dry run.
+        keep_plans: predictions of other code count as well.
 
     Raises:
         ConfigError: the file holds another kind of results: measurements, a dry run, or those of an emulated card.
@@ -52,8 +74,9 @@ class Store:
 
     def __init__(
         self, part: str, folder: Path, dry: bool, card: str, host_memory: int, commit: str | None = None,
-        emulated: str | None = None,
+        emulated: str | None = None, keep_plans: bool = False,
     ) -> None:  # fmt: skip
+        self._keep_plans = keep_plans
         self._host_memory = host_memory
         self.path = folder / f"gpu_{part}.json"
         self._stamp: dict[str, Any] = {"card": card, "code": code_digest(), "environment": environment()}
@@ -73,7 +96,9 @@ class Store:
     def found(self, case: str, what: str) -> Found | None:
         """The result of an earlier call, complete or not; `None` if its code, card or versions were different."""
         held: Found | None = self._all["cases"].get(case, {}).get(what)
-        if held is None or (held["card"], held["code"]) != (self._stamp["card"], self._stamp["code"]):
+        if held is None or held["card"] != self._stamp["card"]:
+            return None
+        if held["code"] != self._stamp["code"] and not (self._keep_plans and what == "predicted"):
             return None
         if held.get("host_limit", 0) > self._host_memory:
             return None
@@ -88,7 +113,9 @@ class Store:
         return held is not None and bool(held["complete"])
 
     def put(self, case: str, what: str, found: Found, complete: bool) -> None:
-        """Write a result with its origin; the file is complete at any moment."""
+        """Write a result with its origin; the file is complete at any moment, and has no speed of an emulated card."""
+        if self._all.get("emulated"):
+            found = without_speeds(found)
         self._all["cases"].setdefault(case, {})[what] = {"complete": complete, **found, **self._stamp}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")

@@ -10,14 +10,15 @@ from typing import Any
 
 from ..common import median_ci
 from ..markdown import interval, machine, paragraph, table
-from . import PARTS, part_cases
+from . import EMULATED, PARTS, part_cases
 from .accuracy import MARGIN, TIGHT, TOO_LITTLE
 from .cases import Found
 from .categories import ARMS as CATEGORY_ARMS
+from .choices import ASKED
 from .ladder import CARDS, KINDS, rungs
-from .largest import ARMS, BYTES_PER_PARAMETER
+from .largest import ARMS, BYTES_PER_PARAMETER, EMULATED_LIMIT
 from .mfu import CEILING, GOALS, MODELS
-from .store import kind
+from .store import first_speed, kind
 
 MISSING = "not yet measured"
 GIB = 2**30
@@ -29,6 +30,7 @@ TAUGHT = [
     ("adds two gradients of a tensor in place, as autograd does", "355m, fsdp, full", "reserved −2.6 %, with the next"),
     ("takes cuBLAS's workspace at a thread's first product", "355m, fsdp, full", "reserved −2.6 %, with the last"),
     ("makes a dropout's mask before its result", "gpt2, fp32, full", "layout only"),
+    ("is of the last rank too under zero1 and zero2", "1.3b, 4 ranks, zero2, full", "allocated −4.8 %"),
 ]
 """What the planner learnt from the emulated card: now, the case that showed it, its error before."""
 Known = dict[str, dict[str, Found]]
@@ -54,13 +56,15 @@ def read(path: Path, part: str, wanted: str = "measurements") -> Known:
     """The complete cases of a file, without those that the part no longer has.
 
     Raises:
-        ValueError: the file holds results of another kind.
+        ValueError: the file holds results of another kind, or a speed of an emulated card.
     """
     if not path.exists():
         return {}
     held = json.loads(path.read_text())
     if kind(held) != wanted:
         raise ValueError(f"{path} holds {kind(held)}, not {wanted}: delete it")
+    if held.get("emulated") and (speed := first_speed(held["cases"])):
+        raise ValueError(f"{path}: an emulated card has no speed, but {speed} has one: delete the case")
     names = part_cases(part, dry=False)
     complete = {
         name: {what: found for what, found in case.items() if found["complete"]} for name, case in held["cases"].items()
@@ -211,9 +215,7 @@ def _accuracy(known: Known) -> list[str]:
 
 def _emulated(results: Path) -> list[str]:
     """Memory alone: nothing that is measured on an emulated card says anything of speed."""
-    known = {
-        part: read(results / f"gpu_{part}.json", part, "an emulated card's results") for part in ("accuracy", "ranks")
-    }
+    known = {part: read(results / f"gpu_{part}.json", part, "an emulated card's results") for part in EMULATED}
     about = paragraph(
         "`make bench-emulated`: the CUDA build of torch trains the same settings on a card that computes nothing "
         "([gpu.md](gpu.md)). Both allocators, autograd and the engines are the real ones; scratch memory of cuDNN's "
@@ -224,17 +226,122 @@ def _emulated(results: Path) -> list[str]:
     )
     several = paragraph(
         "Several ranks on the cards of one machine, the largest rank's figures. *Fixed segments*: without expandable "
-        "segments; *whole loss*: `model.loss_chunk_size=0`. Plans are of rank 0: with 1.3b under zero2 on 4 ranks it "
-        "takes what was planned, and rank 3 0.48 GiB more. ZeRO-3 makes modules whole in host memory on every rank: "
-        "its cases of 8 ranks need more than this machine has."
+        "segments; *whole loss*: `model.loss_chunk_size=0`. These plans are of rank 0: with 1.3b under zero2 on 4 "
+        "ranks rank 3 takes 0.48 GiB more. Plans are now of the rank that takes the most: here rank 3's is right to "
+        "the byte. When ZeRO-3's cases of 8 ranks were tried, it still made modules whole in host memory on every "
+        "rank, more than this machine has; they were not run again."
     )
     learnt = table(("the plan now", "found by", "error before"), TAUGHT)
     return [
         "### Predicted against an emulated card", about, *_errors(known["accuracy"]),
         "The comparison taught the planner:", learnt,
         "### Predicted against emulated cards, several ranks", several, *_errors(known["ranks"], "ranks"),
-        *_provenance(known),
+        *_choices(known["choices"]), *_attributed(known), *_mechanics(known), *_provenance(known),
     ]  # fmt: skip
+
+
+def _choices(known: Known) -> list[str]:
+    def sizes(found: Found) -> list[str]:
+        choice = found["choice"]
+        too_large = found.get("out_of_memory_at")
+        worked = f"{found['amount'] / 1e6:,.0f}" if found.get("amount") else "none"
+        return [_gib(choice["reserved"]), worked, f"{too_large / 1e6:,.0f}" if too_large else "–"]
+
+    rows = []
+    for name in ASKED:
+        plan = _predicted(known, name)
+        shown = [", ".join(f"`{one}`" for one in plan["settings"]), _gib(plan["needed"])] if "settings" in plan else []
+        fits = [f"{plan['amount'] / 1e6:,.0f}"] if "amount" in plan else ["–"]
+        rows.append([name, *(shown or ["–", "–"]), *fits, *_cells(_measured(known, name), sizes, 3)])
+    about = paragraph(
+        "`plan --auto` chooses everything but the precision; its choice trains on such cards, and then `max-model`'s "
+        "sizes with the chosen settings do, in steps of at most 2 %, until one runs out of memory: parameters in "
+        "millions. A card's memory outside of torch's allocator (context, communicators) is taken as planned. GiB."
+    )
+    head = ("model, cards", "choice", "planned", "largest planned", "reserved", "largest trained", "out of memory")
+    return ["### Choices on emulated cards", about, table(head, rows)]
+
+
+def _attributed(known: dict[str, Known]) -> list[str]:
+    """The traced step's categories beside the allocator's peak, for each setting whose trace was kept."""
+    rows, shares = [], []
+    for cases in known.values():
+        for name in (name for name in cases if ": " not in name):
+            runs = (_measured(cases, one) or {} for one in (name, f"{name}: required"))
+            run = next((run for run in runs if "traced" in run), None)
+            if run is None:
+                continue
+            traced = run["traced"]
+            held = ", ".join(
+                f"{category} {_gib(n_bytes)}"
+                for category, n_bytes in traced["categories"].items()
+                if category != "unattributed"
+            )
+            shares.append(traced["categories"].get("unattributed", 0) / traced["bytes"])
+            rows.append([name, _gib(run["peak"]), _gib(traced["bytes"]), held, f"{100 * shares[-1]:.2f} %"])
+    if not rows:
+        return []
+    about = paragraph(
+        "The traced step's categories at its peak, GiB, and the allocator's bytes beyond them (goal ≤ 2 %): "
+        f"{sum(share <= 0.02 for share in shares)} of {len(shares)} settings reach it. "
+        "Found by it: cuBLAS's workspaces (64 MiB) had no category, and ddp's buckets were counted twice; vit-l, ddp "
+        "then had 9.77 %. Rows with 64 MiB or more unattributed are from before both were mended."
+    )
+    head = ("setting", "allocator's peak", "traced peak", "categories", "unattributed")
+    return ["### Categories beside the emulated card's allocator", about, table(head, rows)]
+
+
+def _mechanics(known: dict[str, Known]) -> list[str]:
+    """The parts that measure speeds too: their memory, and how far they came."""
+    about = paragraph(
+        "`make bench-emulated` runs these parts whole as well. Losses, speeds and everything that is made of them are "
+        "left out of their files; GiB."
+    )
+    largest = paragraph(
+        f"The largest model: a card of {_gib(EMULATED_LIMIT)} GiB with as much host memory, since what is offloaded "
+        "is real there; parameters in millions, predicted → trained (out of memory)."
+    )
+    return [
+        "### The other parts on emulated cards", about,
+        "Model FLOPs utilisation, both arms in one process:",
+        table(("", "allocated"), [[name, *_cells(_measured(known["mfu"], name), _started, 1)]
+                                  for name in (CEILING, *MODELS)]),
+        *_emulated_ladder(known["ladder"]), largest,
+        table(("", "parameters"), [[name, _emulated_largest(known["largest"], name)] for name in ARMS]),
+        *_categories(known["categories"], heading="Categories beside the allocator, SwinIR's size:"),
+    ]  # fmt: skip
+
+
+def _started(found: Found) -> list[str]:
+    return [_gib(found["peak_allocated"]) if "peak_allocated" in found else "started, no speeds"]
+
+
+def _emulated_ladder(known: Known) -> Iterator[str]:
+    for name in CARDS:
+        rows = []
+        for rung in rungs(dry=False):
+            step, batch, model = (f"{name}: {rung}: {kind}" for kind in KINDS)
+            plan = _predicted(known, step)
+            memory = _cells(_measured(known, step), lambda found: [_gib(found["peak"]), _gib(found["reserved"])], 2)
+            rows.append([
+                rung, _gib(plan["required"] + plan["overhead"]) if "required" in plan else "–", *memory,
+                _size(known, batch, "{:,}"), _size(known, model, "{:.2e}"),
+            ])  # fmt: skip
+        yield f"The ladder, {name}:"
+        yield table(("rung", "predicted", "allocated", "reserved", "micro-batch", "parameters"), rows)
+
+
+def _emulated_largest(known: Known, arm: str) -> str:
+    plan, found = _predicted(known, arm), _measured(known, arm)
+    if found is None or not found.get("trials"):
+        return MISSING if found is None else found["outcome"]
+
+    def size(outcome: str, choose: Callable[[list[float]], float]) -> str | None:
+        sizes = [trial["n_params"] / 1e6 for trial in found["trials"].values() if trial["outcome"] == outcome]
+        return f"{choose(sizes):.0f}" if sizes else None
+
+    too_large = size("out of memory", min)
+    return f"{plan['n_params'] / 1e6:.0f} → {size('ok', max) or '–'}" + (f" ({too_large})" if too_large else "")
 
 
 def _errors(known: Known, part: str = "accuracy") -> list[str]:
@@ -282,7 +389,7 @@ def _errors(known: Known, part: str = "accuracy") -> list[str]:
     return [*parts, table(head, rows)]
 
 
-def _categories(known: Known) -> list[str]:
+def _categories(known: Known, heading: str = "### Categories beside the allocator") -> list[str]:
     found = _measured(known, "SwinIR")
 
     def row(arm: str) -> list[str]:
@@ -297,7 +404,7 @@ def _categories(known: Known) -> list[str]:
         return [arm, *_cells(found, cells, 4)]
 
     parts = [
-        "### Categories beside the allocator",
+        heading,
         paragraph(
             "SwinIR's size (Swin2SR): the traced step's categories at its peak, GiB, and the allocator's bytes "
             "beyond them (goal ≤ 2 %)."
@@ -305,8 +412,9 @@ def _categories(known: Known) -> list[str]:
         table(("", "allocator's peak", "traced peak", "categories", "unattributed"), list(map(row, CATEGORY_ARMS))),
     ]
     if found is not None and found["outcome"] == "ok":
-        time = interval(median_ci(found["time_ratios"]), 2)
-        parts.append(f"Checkpointing: {found['memory_ratio']:.2f} of the memory, {time} of the time.")
+        times = found.get("time_ratios")
+        time = f", {interval(median_ci(times), 2)} of the time" if times else ""
+        parts.append(f"Checkpointing: {found['memory_ratio']:.2f} of the memory{time}.")
     return parts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,7 @@ def resume(
     on_corrupt: Literal["previous", "error"],
     own_root: Path | None = None,
     accept: Callable[[RunState], None] | None = None,
+    left_out: Collection[str] = (),
 ) -> tuple[Path, RunState] | None:
     """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
 
@@ -87,6 +88,7 @@ def resume(
         own_root: the folder this run saves to. Its checkpoints that are damaged or newer than the loaded one are
             renamed: the run will write those steps again.
         accept: raises if the run's state does not suit the caller; called before anything is loaded.
+        left_out: names of tensors that checkpoints of this run do not hold.
 
     Raises:
         CheckpointError: it does not fit this run; or it is damaged, and no other is left or `on_corrupt` is `error`.
@@ -105,7 +107,7 @@ def resume(
     damaged: list[Path] = []
     for path in paths:
         try:
-            run = _load(strategy, world, group, path, accept)
+            run = _load(strategy, world, group, path, accept, left_out)
         except CorruptCheckpoint as error:
             if on_corrupt == "error" or paths == [source]:
                 raise CheckpointError(error.cause, _fix(path)) from error
@@ -152,6 +154,7 @@ def _load(
     group: dist.ProcessGroup,
     path: Path,
     accept: Callable[[RunState], None] | None,
+    left_out: Collection[str],
 ) -> RunState:
     reader, problem = None, None
     try:
@@ -164,7 +167,7 @@ def _load(
         manifest = reader.manifest
         if accept is not None:
             accept(manifest.run)
-        ranges = by_name(strategy.load_targets())
+        ranges = by_name(shard for shard in strategy.load_targets() if shard.name not in left_out)
         _check_names(group, manifest, ranges)
         generators = _rng_targets(manifest, world)
         _read(reader, {**ranges, **{s.name: [s] for s in generators.values()}}, group)

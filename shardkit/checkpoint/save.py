@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +59,7 @@ class Checkpointer:
         meeting_s: longest wait for all ranks to begin a save; the error names the missing ranks.
         on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
         fence: raises on rank 0 if this run may no longer write there; called before a save writes and publishes.
+        left_out: names of tensors that are neither saved nor loaded (the frozen model under an adapter).
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Checkpointer:
         chunk_bytes: int = CHUNK_BYTES,
         on_done: Callable[[SaveReport], None] | None = None,
         fence: Callable[[], None] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
+        self._left_out = left_out
         self._strategy, self._world, self._config = strategy, world, config
         self.root = Path(root)
         self._meeting_s = meeting_s
@@ -189,7 +192,7 @@ class Checkpointer:
     def _ranges(self) -> Ranges:
         from .format.planner import by_name
 
-        ranges = by_name(self._strategy.shards())
+        ranges = by_name(shard for shard in self._strategy.shards() if shard.name not in self._left_out)
         for kind, state in rng.capture(self._world.device).items():
             name = f"rng.{self._world.rank}.{kind}"
             ranges[name] = [Shard(name, tuple(state.shape), 0, state)]
@@ -241,6 +244,11 @@ class Checkpointer:
         except OSError as error:
             _LOG.warning("%s: %s", self.root, error)
 
+    @property
+    def saves_now(self) -> bool:
+        """Whether a save in the background has not been waited for."""
+        return self._thread is not None
+
     def wait(self) -> SaveReport | None:
         """Wait for the background save and return its report; `None` if there is no such save."""
         if self._thread is None:
@@ -278,7 +286,7 @@ class Checkpointer:
         from .resume import resume
 
         where, on_corrupt = Path(source), self._config.on_corrupt
-        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept)
+        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept, self._left_out)
         if found is not None:
             self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
         return found

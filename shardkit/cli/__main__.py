@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -81,6 +82,26 @@ def capability() -> None:
     from ..config.capability import markdown_table
 
     typer.echo(markdown_table())
+
+
+@app.command()
+def tokenize(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Text, JSON lines, parquet, arrow, a glob or a datasets folder.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the corpus.")],
+    tokenizer: Annotated[
+        Path, typer.Option("--tokenizer", metavar="PATH", help="A tokenizer.json, or a model's folder with one.")
+    ],
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads it at run time on Python 3.10
+        typer.Argument(metavar="[data.KEY=VALUE]...", help="Such as data.loss_on=all data.max_bad_rows=0.01."),
+    ] = None,
+) -> None:
+    """Tokenise a data set into DIR, a memory-mapped corpus with the bounds of its documents: set data.path to it."""
+    # A process of its own, as a run's are: this one need not know the data's modules.
+    command = [sys.executable, "-m", "shardkit.data.text", source, str(directory), str(tokenizer), *(overrides or [])]
+    raise typer.Exit(subprocess.run(command).returncode)
 
 
 jobs.register(app)

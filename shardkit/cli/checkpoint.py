@@ -57,7 +57,7 @@ def rm(
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A run, a checkpoint, or weights of another tool.")],
-    to: Annotated[str, typer.Option("--to", metavar="safetensors|torch|shardkit", help="Format to write.")],
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|torch|shardkit|peft", help="Format to write.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new or empty directory.")],
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest safetensors file.")
@@ -71,12 +71,18 @@ def convert(
         bool, typer.Option("--weights-only", help="Leave optimizer state behind (--to shardkit).")
     ] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Write the weights' moving average (train.ema_decay).")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the model with the adapter added to it.")] = False,
+    base: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
+        typer.Option(metavar="PATH", help="Weights that the adapter was trained on (--merge); default: as in the run."),
+    ] = None,
 ) -> None:
     """Write a checkpoint as safetensors or a torch state dict, or make one from another tool's."""
     from ..checkpoint.formats.convert import convert as run
 
     done = run(
-        source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema
+        source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema,
+        merge=merge, base=base,
     )  # fmt: skip
     for note in done.notes:
         typer.echo(f"note: {printable(note)}", err=True)

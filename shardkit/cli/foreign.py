@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -35,15 +36,86 @@ def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[
     """Differences that the plan does not have, each with its most bytes, and whether these still fit."""
     from ..errors import gib
 
-    yield "not part of the plan"
+    if job.left_out:
+        yield "\nnot part of the plan"
     more = 0
     for one in job.left_out:
-        amount = one.amount(config, estimate.n_params)
-        more += amount if one.on_device else 0
+        amount = one.amount(config)
+        more += amount
         yield f"  {one.text}" + (f": {gib(amount)} at most" if amount else "")
     limit, needed = estimate.device_memory, estimate.needed + more
     if limit is not None and estimate.needed <= limit < needed:
         yield f"the job may not fit: it needs up to {gib(needed)} of {gib(limit)}"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Loading or saving on some ranks: bytes on the device, in private memory of the host, mapped from the file.
+
+    `fix`: a change of their keys that takes less; empty if there is none.
+    """
+
+    phase: str
+    ranks: str
+    device: int
+    host: int
+    mapped: int
+    text: str
+    expected: bool
+    fix: str = ""
+
+
+def moments(job: Job, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
+    """Loading and saving in their loop, in bytes of one rank."""
+    from ..config.capability import mesh_shape
+    from ..config.foreign.transfers import Sizes
+
+    shards = estimate.world_size
+    if config.parallel.strategy == "hsdp":
+        shards = mesh_shape(config, shards, min(shards, job.gpus_per_node or 8))[-1]
+    sizes = Sizes(estimate.n_params, estimate.largest, estimate.largest_block, shards)
+    return [
+        Moment(one.phase, one.ranks, one.on_device(sizes, estimate.resident), one.on_host(sizes), one.in_file(sizes),
+               one.text, one.expected, one.fix)
+        for one in job.transfers
+    ]  # fmt: skip
+
+
+def show_moments(found: list[Moment]) -> Iterator[str]:
+    """A table of the moments, each followed by its reason."""
+    from ..errors import gib
+    from ..plan.show import columns
+
+    rows = [("beside the steps", "ranks", "device", "host", "mapped")]
+    rows += [(one.phase if one.expected else f"({one.phase})", one.ranks, gib(one.device), gib(one.host),
+              gib(one.mapped)) for one in found]  # fmt: skip
+    head, *lines = columns(rows, left=(0, 1))
+    yield head
+    for line, one in zip(lines, found, strict=True):
+        yield f"{line}  {one.text}"
+
+
+def misfits(found: list[Moment], estimate: MemoryEstimate, ranks_per_node: int) -> Iterator[str]:
+    """Moments that need more than the device or the host has, though the steps may fit, with fixes in their keys."""
+    from ..errors import gib
+
+    for one in (one for one in found if one.expected):
+        device = one.device + estimate.overhead
+        if estimate.device_memory is not None and device > estimate.device_memory:
+            limit = gib(estimate.device_memory)
+            yield from _misfit(one, f"{gib(device)} of {limit} on the device of {one.ranks}")
+        if estimate.host_memory is None:
+            continue
+        needed = ranks_per_node * estimate.host_peak + one.host * (1 if one.ranks == "rank 0" else ranks_per_node)
+        machine = ranks_per_node * estimate.host_memory
+        if needed > machine:
+            yield from _misfit(one, f"{gib(needed)} of {gib(machine)} on a machine's host")
+
+
+def _misfit(one: Moment, amount: str) -> Iterator[str]:
+    yield f"{one.phase} does not fit: {amount}: {one.text}"
+    if one.fix:
+        yield f"  fix: {one.fix}"
 
 
 def _line(job: Job, said: Said) -> str:
@@ -102,7 +174,7 @@ def as_json(job: Job) -> dict[str, Any]:
         ],
         "settings": job.settings,
         "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
-        "left_out": [{"text": one.text, "per": one.per, "bytes": one.n_bytes} for one in job.left_out],
+        "left_out": [{"text": one.text, "bytes_per_token": one.per_token} for one in job.left_out],
     }
 
 

@@ -43,6 +43,10 @@ def plan(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
     ] = None,
+    peft: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
+    ] = None,
     gpus: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
@@ -84,6 +88,7 @@ def plan(
     Exit code 0 if it fits, 4 if it does not.
     """
     import json
+    from dataclasses import asdict
 
     from ..config.load import load_config
     from ..errors import ConfigError
@@ -92,48 +97,59 @@ def plan(
     from ..plan.show import show, show_changes
     from ..plan.target import choose_target
     from .auto import plan_automatically
-    from .foreign import as_json, left_out, mapping, save
+    from .foreign import as_json, left_out, mapping, misfits, moments, save, show_moments
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
-    job, path, given = _asked(config, list(overrides or []), theirs or [], model, gpus)
+    job, path, given = _asked(config, list(overrides or []), theirs or [], model, gpus, peft)
 
     def load(more: Sequence[str] = ()) -> LoadedConfig:
-        return job.load([*given, *more]) if job else load_config(path, [*given, *more])
+        if job:
+            return job.load(["train.eval_batches=0", *given, *more])  # their evaluation is not shardkit's
+        return load_config(path, [*given, *more])
 
     if job and not json_output:
         typer.echo("\n".join(mapping(job)) + "\n")
     loaded = load().config
     ranks = gpus if gpus is not None else job.gpus if job else 1
     per_node = gpus_per_node if gpus_per_node is not None else (job.gpus_per_node if job else None) or 8
-    target = choose_target(loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap)
+    target = choose_target(
+        loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap,
+        expandable=job.expandable if job else True,
+    )  # fmt: skip
     if auto:
         path = str(save(job, out)) if job else path
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
-    with Planner(target, bucket_views=job is None) as planner:
+    with Planner(target, loop=job.loop if job else None) as planner:
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
         changes = []
         if misfit and advice:
             changes = changes_that_fit(lambda more: load(more).config, estimate, planner)
+    beside = moments(job, loaded, estimate) if job else []
+    too_large = list(misfits(beside, estimate, target.ranks_per_node))
     if json_output:
         tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
                   "verdict": c.estimate.verdict} for c in changes]  # fmt: skip
         found: dict[str, Any] = {**estimate.to_json(), "changes": tried}
-        typer.echo(json.dumps({**found, "from": as_json(job)} if job else found, indent=1))
+        if job:
+            found["from"] = {**as_json(job), "beside_the_steps": [asdict(one) for one in beside]}
+        typer.echo(json.dumps(found, indent=1))
     else:
         name = job.name if job else "the defaults" if path is None else Path(path).name
         typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
         if job:
-            typer.echo("\n" + "\n".join(left_out(job, loaded, estimate)))
+            typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
+            for line in left_out(job, loaded, estimate):
+                typer.echo(line)
         if misfit and advice:
             typer.echo("\n" + show_changes(changes))
-    raise typer.Exit(4 if misfit else 0)
+    raise typer.Exit(4 if misfit or too_large else 0)
 
 
 def _asked(
-    config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None
+    config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None, peft: str | None
 ) -> tuple[Job | None, str | None, list[str]]:
     """The job of other tools' files or the path of a config (`None`: the defaults), and the overrides."""
     from ..config.foreign.translate import read_job
@@ -144,6 +160,11 @@ def _asked(
             raise ConfigError(
                 f"--model {model} belongs to --from; a config has model.hf_config", f"add model.hf_config={model}"
             )
+        if peft is not None:
+            raise ConfigError(
+                f"--peft {peft} belongs to --from; a config has a section adapter",
+                "set adapter.type=lora, adapter.r, …",
+            )
         if config is None:
             raise ConfigError(
                 "no config is named", "name a YAML file, - for the defaults, or --from with another tool's file"
@@ -151,7 +172,7 @@ def _asked(
         return None, None if config == "-" else config, overrides
     words = [*([] if config is None else [config]), *overrides]
     files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
-    return read_job([*theirs, *files], model, gpus), None, [word for word in words if "=" in word]
+    return read_job([*theirs, *files], model, gpus, peft), None, [word for word in words if "=" in word]
 
 
 def ladder(

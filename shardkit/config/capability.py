@@ -43,6 +43,7 @@ _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
 _AUTOCAST = "its forward always runs under autocast: remove the key"
 _LEFT_ALONE = "it already skips parameters without a gradient: remove the key"
 _IN_BUCKETS = "ZeRO reduces gradients in the order of backward, which must be the same on every rank: use ddp"
+_HOOKS_INSIDE = "hooks gather weights in the middle of the model's forward, and each would break its graph"
 _HSDP_ONLY = "only hsdp has a two-dimensional mesh"
 
 
@@ -87,8 +88,11 @@ CAPABILITIES: dict[str, dict[StrategyName, Support]] = {
     "activation_checkpointing": _row(),
     "activation_offload": _row(),
     "compile": _row(),
+    "compile_model": _row(fsdps=_HOOKS_INSIDE, zero3=_HOOKS_INSIDE),
     "tied_weights": _row(),
     "frozen_params": _row(),
+    "adapter": _row(),
+    "resize_embeddings": _row(),
     "unused_params": _row(
         ddp="DDP waits for a gradient of every parameter, unless `find_unused` is set",
         zero="it would still decay them and count them in its norm",
@@ -126,8 +130,11 @@ DESCRIPTIONS: dict[str, str] = {
     "activation_checkpointing": "activation checkpointing, every policy",
     "activation_offload": "activations in host memory (`activation.offload: cpu`)",
     "compile": "torch.compile per block",
+    "compile_model": "torch.compile of the whole model (`compile.scope: model`)",
     "tied_weights": "tied weights",
     "frozen_params": "frozen parameters",
+    "adapter": "LoRA adapters over a frozen model (`adapter.type: lora`)",
+    "resize_embeddings": "embedding rows for a tokenizer's new ids (`model.resize_embeddings`)",
     "unused_params": "parameters that the loss does not use, not frozen",
     "sync_batchnorm": "batch-norm statistics over all ranks (`sync_batchnorm`)",
     "buffers": "computed buffers that are not saved (rotary frequencies)",
@@ -301,6 +308,12 @@ def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]
         yield "activation_offload", setting, _without("activation.offload")
     if config.compile.enabled:
         yield "compile", "compile.enabled=true", _without("compile.enabled")
+        if config.compile.scope == "model":
+            yield "compile_model", "compile.scope=model", "set compile.scope=block"
+    if config.adapter.type != "none":
+        yield "adapter", f"adapter.type={config.adapter.type}", _without("adapter")
+    if config.model.resize_embeddings:
+        yield "resize_embeddings", "model.resize_embeddings=true", _without("model.resize_embeddings")
     if config.model.sync_batchnorm:
         yield "sync_batchnorm", "model.sync_batchnorm=true", _without("model.sync_batchnorm")
     if config.model.tie_weights and config.task.factory is None:
@@ -345,10 +358,21 @@ def _not_for(*tasks: TaskName) -> Callable[[RunConfig], bool]:
 _REFERENCE = ("vocab_size", "max_seq_len", "d_model", "n_layers", "n_heads", "dropout", "tie_weights")
 _TEXT: tuple[TaskName, ...] = ("causal_lm", "hf_causal_lm", "hf_masked_lm")
 _IMAGES: tuple[TaskName, ...] = ("image_classification", "super_resolution")
+_DOCUMENTS = tuple(
+    f"data.{key}"
+    for key in ("tokenizer", "chat_template", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows",
+                "sources", "tokenize_workers")
+)  # fmt: skip
 _FOR_ONE: dict[str, tuple[TaskName, ...]] = {
     **{f"model.{key}": ("causal_lm",) for key in _REFERENCE},
+    "model.resize_embeddings": ("hf_causal_lm", "hf_masked_lm"),
     **dict.fromkeys(("model.hf", "model.hf_config"), ("hf_causal_lm", "hf_masked_lm", *_IMAGES)),
     **dict.fromkeys(("train.seq_len", "model.loss_chunk_size", "data.bin_dtype", "data.cache_dir"), _TEXT),
+    **dict.fromkeys(
+        ("train.sample_prompts", "train.sample_tokens", "train.sample_temperature"), ("causal_lm", "hf_causal_lm")
+    ),
+    **dict.fromkeys(("data.packing", "data.streaming"), ("causal_lm", "hf_causal_lm")),
+    **dict.fromkeys(_DOCUMENTS, _TEXT),
     **dict.fromkeys(("data.mask_fraction", "data.mask_token"), ("hf_masked_lm",)),
     **dict.fromkeys(("data.crops_per_image", "data.augment"), _IMAGES),
     "data.crop_size": ("super_resolution",),
@@ -370,6 +394,10 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored(
         "parallel.offload_ratio", lambda c: c.parallel.offload_optimizer == "none", "no optimizer states are offloaded"
     ),
+    *(
+        Ignored(f"adapter.{key}", lambda c: c.adapter.type == "none", "adapter.type=none")
+        for key in ("r", "alpha", "dropout", "targets", "use_rslora")
+    ),
     Ignored("compile.mode", lambda c: not c.compile.enabled, "compile.enabled=false"),
     Ignored("activation.every_k", lambda c: c.activation.policy != "every_k", "activation.policy is not every_k"),
     Ignored("activation.budget", lambda c: c.activation.policy != "budget", "activation.policy is not budget"),
@@ -387,6 +415,9 @@ IGNORED: tuple[Ignored, ...] = (
         "the lower part of scikit-image's pictures is the validation data",
     ),
     Ignored("data.val_path", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
+    Ignored("train.sample_prompts", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
+    Ignored("train.sample_tokens", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
+    Ignored("train.sample_temperature", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
     Ignored("train.eval_every", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
     Ignored("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule=constant never falls"),
     Ignored("optim.implementation", _cpu_adam, "ZeRO's offloaded AdamW steps with DeepSpeedCPUAdam"),

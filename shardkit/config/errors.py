@@ -91,9 +91,38 @@ def _closest(name: str, dotted: Iterable[str], cutoff: float) -> str:
     return next(iter(difflib.get_close_matches(name, dotted, n=1, cutoff=cutoff)), "")
 
 
+_REFUSED = {
+    "adapter.lora_alpha": ("is written adapter.alpha here", "set adapter.alpha"),
+    "adapter.lora_dropout": ("is written adapter.dropout here", "set adapter.dropout"),
+    "adapter.target_modules": ("is written adapter.targets here", "set adapter.targets"),
+    "adapter.quantization": (
+        "is not supported: a base in 4 or 8 bits (QLoRA) needs kernels of GPUs, and nothing there is proven yet",
+        "remove it; with precision.mode=bf16 the frozen base takes 2 bytes a value",
+    ),
+    "adapter.type=qlora": (
+        "is not supported: a base in 4 or 8 bits (QLoRA) needs kernels of GPUs, and nothing there is proven yet",
+        "set adapter.type=lora; with precision.mode=bf16 the frozen base takes 2 bytes a value",
+    ),
+    "adapter.use_dora": (
+        "is not supported: peft takes DoRA's magnitudes from the base's weights when it makes the layers, which is "
+        "before the base is sharded and loaded here",
+        "remove it, or set adapter.use_rslora=true",
+    ),
+    "adapter.modules_to_save": (
+        "is not supported: it trains and saves whole modules beside the adapter", "adapt linear layers only"
+    ),
+    "adapter.bias": ("is not supported: biases belong to the frozen base", "remove it"),
+    "adapter.init_lora_weights": ("is not supported: A is drawn as peft draws it by default, B is 0", "remove it"),
+}  # fmt: skip
+"""Keys, and values of keys, that people know from other tools, and shardkit refuses: (reason, fix)."""
+
+
 def unknown_key(path: Path, where: str) -> ConfigError:
     """The error for a key that no section has."""
     fields = section_fields()
+    if (dotted := ".".join(path[:2])) in _REFUSED:
+        reason, fix = _REFUSED[dotted]
+        return ConfigError(f"{dotted} {reason}{_in(where)}", fix)
     meant = suggest(path)
     kind = "key" if path[0] in fields or "." in meant else "section"
     name = ".".join(path[:2]) if kind == "key" else path[0]
@@ -130,7 +159,8 @@ def _in_words(schema: dict[str, Any]) -> str:
         return str(schema["const"])
     if schema["type"] == "array":
         fixed = schema.get("minItems") == schema.get("maxItems", -1)
-        return f"a list of {schema['minItems']} numbers" if fixed else "a list of numbers"
+        of = "names" if schema.get("items", {}).get("type") == "string" else "numbers"
+        return f"a list of {schema['minItems']} numbers" if fixed else f"a list of {of}"
     words = {
         "integer": "an integer",
         "number": "a number",
@@ -155,6 +185,9 @@ def _number(value: float) -> str:
 def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     """The error for a value of the wrong type or out of range."""
     dotted, wanted = ".".join(path[:2]), expected(path[0], path[1])
+    if (given := f"{dotted}={value}") in _REFUSED:
+        reason, fix = _REFUSED[given]
+        return ConfigError(f"{given} {reason}{_in(where)}", fix)
     default = section_fields()[path[0]][path[1]].default
     if isinstance(value, float) and not math.isfinite(value):
         wanted = wanted.replace("a number", "a finite number", 1)

@@ -6,6 +6,8 @@ refuses the combinations that cannot work.
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -56,11 +58,15 @@ class ModelConfig(Section):
     preset: PresetName | None = None
     """Model sizes by name; keys set beside it override the preset's."""
     hf_config: str | None = None
-    """A transformers `config.json`, or a directory that holds one: the model of every task except causal_lm."""
+    """A transformers `config.json`, or a directory that holds one: the model of every task except causal_lm. Unset: the
+    one in the folder of `init_from`, unless `hf.model_type` or a preset names the model."""
     hf: dict[str, Any] = {}
     """Keys of the transformers config; they override `hf_config`'s. Without a file, set `model_type` here."""
     init_from: str | None = Field(None, min_length=1)
     """Weights to start from: a run, a shardkit checkpoint, or anything `shardkit convert` reads (safetensors, …)."""
+    resize_embeddings: bool = False
+    """hf_causal_lm, hf_masked_lm: give the model as many embedding rows as the tokenizer has ids, if it has fewer; the
+    rows that the weights of `init_from` lack become the mean of theirs. See docs/data.md."""
     sync_batchnorm: bool = False
     """Batch-norm statistics over all ranks' micro-batches instead of each rank's own."""
     vocab_size: int = Field(256, ge=2)
@@ -90,6 +96,17 @@ class ModelConfig(Section):
             return {**data, "hf": {**HF_PRESETS[preset], **data.get("hf", {})}}
         return {**MODEL_PRESETS.get(preset, {}), **data}
 
+    @property
+    def described_by(self) -> Path | None:
+        """The `config.json` that describes the model: `hf_config`'s, else the one in the folder of `init_from`."""
+        if self.hf_config is not None:
+            path = Path(self.hf_config).expanduser()
+            return path / "config.json" if path.is_dir() else path
+        if self.init_from is None or "model_type" in self.hf:
+            return None
+        beside = Path(self.init_from).expanduser() / "config.json"
+        return beside if beside.is_file() else None
+
     @model_validator(mode="after")
     def _heads(self) -> ModelConfig:
         if self.d_model % self.n_heads:
@@ -101,9 +118,46 @@ class ModelConfig(Section):
         return self
 
 
+class AdapterConfig(Section):
+    type: Literal["none", "lora"] = "none"
+    """lora: freeze the model and train a product of two small matrices beside each target (Hu et al. 2021), by peft.
+    For hf_causal_lm and hf_masked_lm. See docs/adapters.md."""
+    r: int = Field(8, ge=1)
+    """Rank of the product."""
+    alpha: int = Field(8, ge=1)
+    """The product is scaled by alpha / r; peft calls it lora_alpha."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the product's input; peft calls it lora_dropout."""
+    targets: str | list[str] = Field("all-linear", min_length=1)
+    """The linear layers to adapt, peft's target_modules: the ends of their names (q_proj, self_attn.o_proj), a regular
+    expression for whole names, or all-linear: all but the output head."""
+    use_rslora: bool = False
+    """Scale by alpha / √r instead (Kalajdzievski 2023)."""
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the product B·A."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+class SourceConfig(Section):
+    path: str = Field(min_length=1)
+    """As `data.path`."""
+    name: str | None = Field(None, min_length=1)
+    """Name in messages and figures; unset = the path's last part."""
+    weight: float = Field(1.0, gt=0)
+    """Passes over this source in one epoch of the mix: 2 takes each sample twice, 0.5 another half in each epoch."""
+
+    @property
+    def called(self) -> str:
+        """The source's name."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+
 class DataConfig(Section):
     path: str | None = None
-    """A text file, directory or glob, or a `.bin` of tokens; unset = the source of Python's standard library.
+    """A text file, directory or glob, or a `.bin` of tokens; unset = the source of Python's standard library. With a
+    tokenizer also JSON lines, parquet, arrow, a `datasets` folder, or a folder that `shardkit tokenize` made.
     Image tasks: a directory of pictures (classes: one directory each); unset = scikit-image's pictures."""
     val_path: str | None = None
     """Validation data; unset = a fixed share of `path`."""
@@ -111,12 +165,41 @@ class DataConfig(Section):
     """Share of files (text) or of the tail (`.bin`) held out when `val_path` is unset."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Token type of a `.bin` file (little endian)."""
+    packing: Literal["none", "packed", "padding_free"] = "none"
+    """causal_lm, hf_causal_lm: samples made of documents, each attending to itself alone. packed: as many whole
+    documents as fit into `train.seq_len`; padding_free: one document a sample, and the samples of a micro-batch in one
+    row without padding; longer documents are cut. none: windows that know no documents."""
+    tokenizer: str | None = Field(None, min_length=1)
+    """A tokenizer.json, or a folder with one; unset = the tokenizer in the folder of `model.init_from` or
+    `model.hf_config`. Without any, text is read as bytes."""
+    chat_template: str | None = Field(None, min_length=1)
+    """A file with a chat template; unset = the tokenizer's."""
+    columns: dict[Literal["text", "messages", "prompt", "completion"], str] = {}
+    """Columns of records under other names, such as {text: body}; unset = messages, conversations, prompt and
+    completion, or text, whichever is there."""
+    loss_on: Literal["auto", "all", "assistant", "completion"] = "auto"
+    """Tokens to predict: auto = the assistant's turns of conversations, the completion after a prompt, all of a text;
+    all; assistant; completion = of a conversation, its last turn by the assistant."""
+    add_eos: bool = True
+    """End each text and completion with the tokenizer's end-of-text token; conversations end as their template says."""
+    long_samples: Literal["auto", "truncate", "split", "drop"] = "auto"
+    """Documents with more than `train.seq_len` targets: keep the start, cut into several samples, or leave out; auto =
+    split texts, truncate conversations and completions. Windows over plain text have no such limit."""
+    max_bad_rows: float = Field(0.0, ge=0, lt=1)
+    """Share of rows that may be unusable and are left out with a warning; beyond it the data are refused."""
+    sources: list[SourceConfig] = []
+    """Several data sets in place of `path`, each with its weight in the mix."""
+    streaming: bool = False
+    """causal_lm, hf_causal_lm: tokenise records while they are read instead of before the first step, for sets whose
+    tokens fit on no disk. A row is a sample; rows are shuffled within windows of a few pieces of files."""
+    tokenize_workers: int | None = Field(None, ge=1)
+    """Processes that tokenise; unset = one for each CPU of the process."""
     cache_dir: str | None = None
     """Directory for tokenised data; unset = $XDG_CACHE_HOME/shardkit or ~/.cache/shardkit."""
-    mask_fraction: float = Field(0.15, gt=0, lt=1)
+    mask_fraction: float = Field(0.15, gt=0, le=1)
     """hf_masked_lm: share of positions to predict."""
     mask_token: int | None = Field(None, ge=0)
-    """hf_masked_lm: the token that replaces a masked one; unset = the vocabulary's last."""
+    """hf_masked_lm: the token that replaces a masked one; unset = the tokenizer's, else the vocabulary's last."""
     crop_size: int = Field(192, ge=8)
     """super_resolution: side of the crops in pixels, at full resolution."""
     crops_per_image: int | None = Field(None, ge=1)
@@ -131,6 +214,18 @@ class DataConfig(Section):
     """A new order in each epoch, from (train.seed, epoch), the same for every world size."""
     drop_last: bool = False
     """Skip the epoch's last, smaller global batch instead of training on it."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> DataConfig:
+        if self.sources and self.path is not None:
+            raise conflict(
+                f"data.path={self.path} and data.sources are both set", "set only one: a path, or a list of sources"
+            )
+        names = [source.called for source in self.sources]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise conflict(f"data.sources has two sources named {twice}", "give each a name of its own")
+        return self
 
 
 class TrainConfig(Section):
@@ -154,6 +249,12 @@ class TrainConfig(Section):
     """Steps between evaluations; unset = at the end only."""
     eval_batches: int = Field(50, ge=0)
     """Limit of micro-batches per rank in one evaluation; 0 = no evaluation."""
+    sample_prompts: tuple[str, ...] = ()
+    """causal_lm and hf_causal_lm: texts that the model continues at each evaluation (`samples.jsonl`)."""
+    sample_tokens: int = Field(64, ge=1)
+    """Tokens that a continuation may have; each is a forward, and with its prompt it must fit into `seq_len`."""
+    sample_temperature: float = Field(0.0, ge=0)
+    """0 = the likeliest token; above 0 tokens are drawn by (seed, step, prompt)."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
     it, and checkpoints hold it."""
@@ -441,6 +542,8 @@ class RunConfig(Section):
     """The task to train."""
     model: ModelConfig = ModelConfig()
     """The model: the reference transformer, or one of transformers."""
+    adapter: AdapterConfig = AdapterConfig()
+    """Adapters over a frozen model."""
     data: DataConfig = DataConfig()
     """The data to read."""
     train: TrainConfig = TrainConfig()
@@ -474,13 +577,22 @@ class RunConfig(Section):
                 f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}",
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
-        if self.model.init_from is not None and isinstance(self.run.resume, str):
+        adapted = self.adapter.type != "none"
+        if self.model.init_from is not None and isinstance(self.run.resume, str) and not adapted:
             raise conflict(
                 f"model.init_from={self.model.init_from} and run.resume={self.run.resume}: both say what to start from",
                 "set only one: weights alone, or the whole state of a run",
             )
+        if adapted:
+            self._adapter()
         self._optimizer_in_backward()
         self._activations_and_compile()
+        if self.data.packing != "none" and self.compile.enabled:
+            raise conflict(
+                f"data.packing={self.data.packing} with compile.enabled=true: every batch has other documents, and "
+                "code would be compiled for each",
+                "set compile.enabled=false, or data.packing=none",
+            )
         train = self.train
         if self.profile.start is not None and self.profile.start > train.max_steps:
             raise conflict(
@@ -496,6 +608,30 @@ class RunConfig(Section):
                 f"set train.global_batch_size={f'{near} or {near + unit}' if near else unit}",
             )
         return self
+
+    def _adapter(self) -> None:
+        setting = f"adapter.type={self.adapter.type}"
+        if self.task.factory is not None or self.task.name not in ("hf_causal_lm", "hf_masked_lm"):
+            name = self.task.factory or self.task.name
+            raise conflict(
+                f"{setting}, but task {name} is not one that takes adapters",
+                "set task.name=hf_causal_lm or hf_masked_lm, or remove adapter",
+            )
+        if self.model.resize_embeddings:
+            raise conflict(
+                f"{setting} with model.resize_embeddings=true: the new rows would be frozen, and nothing trains them",
+                "train the new rows in a run with adapter.type=none first, and name its export in model.init_from",
+            )
+        if self.train.ema_decay is not None:
+            raise conflict(
+                f"{setting} with train.ema_decay={self.train.ema_decay:g}: the frozen model would be averaged as well",
+                "remove train.ema_decay",
+            )
+        if self.precision.mode == "fp8":
+            raise conflict(
+                f"{setting} with precision.mode=fp8: torchao would replace the adapter's own linear layers",
+                "set precision.mode=bf16",
+            )
 
     def _activations_and_compile(self) -> None:
         if self.activation.policy == "budget" and not self.compile.enabled:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ Counts = npt.NDArray[np.int64]
 FORMAT_VERSION = 1
 _BIN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _MAX_VOCAB = 1 << 24
+_STRETCHES, _STRETCH = 64, 512
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,18 @@ class Corpus:
         counts = self._padded().sum(axis=0)
         return token < len(counts) and bool(counts[token])
 
-    def unigram_cross_entropy(self) -> float:
-        """Validation cross-entropy, nats per token, of the training unigrams: the loss without any context.
+    @cached_property
+    def digest(self) -> str:
+        """Digest of how often each token occurs, and of stretches spread over the training tokens."""
+        tokens = self.train
+        found = hashlib.blake2b(self._padded().sum(axis=0).astype("<i8").tobytes(), digest_size=16)
+        for start in range(0, len(tokens), max(1, len(tokens) // _STRETCHES)):
+            found.update(tokens[start : start + _STRETCH].astype("<u4").tobytes())
+        return found.hexdigest()
 
-        p(t) = (count(t) + 1) / (n + V), add-one smoothed over the V tokens that occur in either split. NaN without
-        validation tokens.
-        """
-        train, val = self._padded()
-        seen = (train + val) > 0
-        log_p = np.log(train[seen] + 1.0) - np.log(float(train.sum() + seen.sum()))
-        n_val = int(val.sum())
-        return float(-(val[seen] * log_p).sum() / n_val) if n_val else float("nan")
+    def unigram_cross_entropy(self) -> float:
+        """See `unigram_cross_entropy`."""
+        return unigram_cross_entropy(self.train_counts, self.val_counts)
 
     def describe(self) -> str:
         """One line: the source and its sizes."""
@@ -103,8 +106,25 @@ class Corpus:
 
     def _padded(self) -> Counts:
         """Counts of [train, val] at one length."""
-        size = max(len(self.train_counts), len(self.val_counts), 1)
-        return np.stack([np.pad(c, (0, size - len(c))) for c in (self.train_counts, self.val_counts)])
+        return _padded(self.train_counts, self.val_counts)
+
+
+def _padded(*counts: Counts) -> Counts:
+    size = max(1, *map(len, counts))
+    return np.stack([np.pad(c, (0, size - len(c))) for c in counts])
+
+
+def unigram_cross_entropy(train_counts: Counts, val_counts: Counts) -> float:
+    """Validation cross-entropy, nats per token, of the training unigrams: the loss without any context.
+
+    p(t) = (count(t) + 1) / (n + V), add-one smoothed over the V tokens that occur in either split. NaN without
+    validation tokens.
+    """
+    train, val = _padded(train_counts, val_counts)
+    seen = (train + val) > 0
+    log_p = np.log(train[seen] + 1.0) - np.log(float(train.sum() + seen.sum()))
+    n_val = int(val.sum())
+    return float(-(val[seen] * log_p).sum() / n_val) if n_val else float("nan")
 
 
 def open_corpus(data: DataConfig) -> Corpus:

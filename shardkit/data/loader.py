@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from ..errors import ShardkitError
 from .sampler import BatchSchedule, State, spread
 
 Batch = Any
@@ -78,7 +80,7 @@ class StepLoader:
         if self._steps_left == 0:
             raise StopIteration
         parts, after = self._schedule.micro_batches(self._state)
-        step = StepBatch([(next(self._batches), not part) for part in parts], after)
+        step = StepBatch([(_checked(next(self._batches)), not part) for part in parts], after)
         self._state = after
         if self._steps_left is not None:
             self._steps_left -= 1
@@ -106,6 +108,35 @@ class _MicroBatches:
             done += 1
 
 
+class _InWorker:
+    """A dataset whose errors for users are samples: DataLoader would make a worker's traceback their text."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except ShardkitError as error:
+            return error
+
+
+def _collate_or_error(collate: Collate, samples: list[Any]) -> Batch:
+    try:
+        return collate([_checked(sample) for sample in samples])
+    except ShardkitError as error:
+        return error
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, ShardkitError):
+        raise value
+    return value
+
+
 def _data_loader(
     dataset: MapDataset,
     batches: _MicroBatches,
@@ -116,11 +147,12 @@ def _data_loader(
     pin_memory: bool,
 ) -> DataLoader[Any]:
     # Without its own, DataLoader draws a seed from the global generator, and dropout would depend on the loader.
-    generator = torch.Generator().manual_seed(schedule.order.seed * schedule.world + schedule.rank)
+    generator = torch.Generator().manual_seed(schedule.seed * schedule.world + schedule.rank)
+    together = collate or default_collate
     return DataLoader(
-        dataset,  # type: ignore[arg-type]
+        _InWorker(dataset) if workers else dataset,  # type: ignore[arg-type]
         batch_sampler=batches,
-        collate_fn=collate or default_collate,
+        collate_fn=partial(_collate_or_error, together) if workers else together,
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=pin_memory,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +48,14 @@ class EpochOrder:
         """The samples at positions [start, stop) of the epoch."""
         if not 0 <= start <= stop <= self.n:
             raise IndexError(f"positions [{start}, {stop}) of {self.n}")
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def at(self, epoch: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The samples at these positions of the epoch."""
         if not self.shuffle:
-            return np.arange(start, stop, dtype=np.int64)
+            return places
         keys = self._keys(epoch)
-        values = self._encrypt(np.arange(start, stop, dtype=_WORD), keys)
+        values = self._encrypt(places.astype(_WORD), keys)
         while (outside := values >= self.n).any():
             values[outside] = self._encrypt(values[outside], keys)
         return values.astype(np.int64)
@@ -66,6 +72,100 @@ class EpochOrder:
             left, right = right, left ^ (_mix(right + key) & mask)
         result: npt.NDArray[np.uint64] = (left << bits) | right
         return result
+
+
+class Order(Protocol):
+    """Which sample stands at each of an epoch's `n` positions."""
+
+    n: int
+
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The samples at positions [start, stop) of the epoch."""
+        ...
+
+
+class MixOrder:
+    """Several data sets, one behind the other, of which each epoch takes a number of passes: `weights`.
+
+    An epoch has round(weight × size) samples of each data set (at least one), in an order of their own. The places of a
+    data set run on from epoch to epoch through permutations of it, so over the epochs its samples are taken equally
+    often; with weight 0.5, two epochs take each sample once. Unshuffled, the data sets follow one another.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        self.seed = seed
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._taken = np.array([max(1, round(n * w)) for n, w in zip(sizes, weights, strict=True)], dtype=np.int64)
+        self._ends = np.cumsum(self._taken)
+        self.n = int(self._ends[-1])
+        self._places = EpochOrder(self.n, seed, shuffle)
+        self._within = [
+            EpochOrder(n, int(generator_of(seed, "mix", i).integers(2**62)), shuffle) for i, n in enumerate(sizes)
+        ]
+
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The samples at positions [start, stop) of the epoch, counted over all data sets."""
+        places = self._places.indices(epoch, start, stop)
+        found = np.empty_like(places)
+        of = np.searchsorted(self._ends, places, side="right")
+        for i in np.unique(of):
+            mine = of == i
+            nth = places[mine] - (self._ends[i] - self._taken[i]) + epoch * self._taken[i]
+            passes, place = np.divmod(nth, self._sizes[i])
+            samples = np.empty_like(nth)
+            for number in np.unique(passes):
+                here = passes == number
+                samples[here] = self._within[i].at(int(number), place[here])
+            found[mine] = samples + int(self._sizes[:i].sum())
+        return found
+
+
+class WindowOrder:
+    """An order for rows that are read piece by piece: a new order of the pieces, and of the rows within a few of them.
+
+    In each epoch the pieces are permuted; every `WINDOW` of them in that order form a window, whose rows are permuted.
+    So a reader holds `WINDOW` pieces at a time, and the order is a function of (seed, epoch, window) alone. Unshuffled,
+    rows follow one another.
+
+    Args:
+        sizes: int64, rows of each piece; the rows of all pieces are counted through.
+    """
+
+    WINDOW = 4
+
+    def __init__(self, sizes: npt.NDArray[np.int64], seed: int, shuffle: bool) -> None:
+        self.n = int(sizes.sum())
+        self.seed, self.shuffle = seed, shuffle
+        self._sizes = sizes
+        self._first = np.cumsum(sizes) - sizes
+        self._epoch = -1
+
+    def _begin(self, epoch: int) -> None:
+        """Lay out an epoch: its pieces in order, and where its windows end."""
+        if epoch == self._epoch:
+            return
+        order = EpochOrder(len(self._sizes), self.seed, self.shuffle)
+        self._pieces = order.indices(epoch, 0, len(self._sizes))
+        self._stops = np.cumsum(self._sizes[self._pieces])
+        self._windows = np.append(self._stops[self.WINDOW - 1 : -1 : self.WINDOW], self.n)
+        self._epoch = epoch
+
+    def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The rows at positions [start, stop) of the epoch."""
+        self._begin(epoch)
+        places = np.arange(start, stop, dtype=np.int64)
+        of = np.searchsorted(self._windows, places, side="right")
+        for window in np.unique(of):
+            mine = of == window
+            begin = int(self._windows[window - 1]) if window else 0
+            size = int(self._windows[window]) - begin
+            within = EpochOrder(size, int(generator_of(self.seed, "window", int(window)).integers(2**62)), self.shuffle)
+            places[mine] = begin + within.at(epoch, places[mine] - begin)
+        piece = np.searchsorted(self._stops, places, side="right")
+        rows: npt.NDArray[np.int64] = (
+            places - (self._stops[piece] - self._sizes[self._pieces[piece]]) + self._first[self._pieces[piece]]
+        )
+        return rows
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -91,6 +191,9 @@ class BatchSchedule:
     spread evenly over the accum × world micro-batches, and every rank runs `accum` of them; in an epoch's smaller last
     batch some are smaller and some may be empty.
 
+    Args:
+        order: of `n_samples` positions; None = `EpochOrder`.
+
     Raises:
         ValueError: `global_batch` is not micro_batch × accum × world.
     """
@@ -106,6 +209,7 @@ class BatchSchedule:
         seed: int,
         shuffle: bool,
         drop_last: bool,
+        order: Order | None = None,
     ) -> None:
         if global_batch != micro_batch * accum * world:
             raise ValueError(
@@ -122,7 +226,8 @@ class BatchSchedule:
         self.rank = rank
         self.world = world
         self.drop_last = drop_last
-        self.order = EpochOrder(n_samples, seed, shuffle)
+        self.seed = seed
+        self.order: Order = order or EpochOrder(n_samples, seed, shuffle)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -15,8 +15,9 @@ from ..errors import DataError
 _SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
 _WILDCARDS = frozenset("*?[")
 _SNIFFED_BYTES = 8192
-_TABLES = (".parquet", ".arrow", ".feather")
-_RECORDS = (".jsonl", ".ndjson", *_TABLES)
+TABLES = (".parquet", ".arrow", ".feather")
+RECORDS = (".jsonl", ".ndjson", *TABLES)
+"""Suffixes of files that hold records."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ def find_text_files(path: str | None) -> list[TextFile]:
                 f"this Python has no source files of its library in {root}", "set data.path to text of your own"
             )
         return files
+    files = find_files(path)
+    _refuse_records(path, files, os.path.isdir(os.path.expanduser(path)))
+    return files
+
+
+def find_files(path: str) -> list[TextFile]:
+    """A file, the files of a directory or those of a glob, sorted by relative path, without hidden and `.bin` files.
+
+    Raises:
+        DataError: the path does not exist, cannot be read, or holds no file.
+    """
     expanded = os.path.expanduser(path)
     if os.path.isfile(expanded):
         files = [_stat(expanded, os.path.basename(expanded))]
@@ -57,14 +69,14 @@ def find_text_files(path: str | None) -> list[TextFile]:
         files = _glob(expanded)
     else:
         raise DataError(
-            f"data path {path} does not exist", "set data.path to a text file, a directory, a glob or a .bin file"
+            f"data path {path} does not exist",
+            "set data.path to a file of text or records, a directory, a glob or a .bin file",
         )
     if not files:
         raise DataError(
             f"data path {path} holds no text files",
             "set data.path to a text file, a directory or a glob of text; token files are given one by one, as a .bin",
         )
-    _refuse_records(path, files, os.path.isdir(expanded))
     return files
 
 
@@ -73,12 +85,12 @@ def _refuse_records(path: str, files: list[TextFile], is_directory: bool) -> Non
 
     A directory of text may also hold some JSON lines.
     """
-    found = [file.name for file in files if file.name.lower().endswith(_RECORDS)]
-    tables = any(name.lower().endswith(_TABLES) for name in found)
+    found = [file.name for file in files if file.name.lower().endswith(RECORDS)]
+    tables = any(name.lower().endswith(TABLES) for name in found)
     if found and (tables or not is_directory or len(found) == len(files)):
         raise DataError(
-            f"data path {path} holds records, not text ({found[0]}): shardkit reads no fields and has no tokenizer",
-            "write the text to .txt files, or the token ids to a .bin file (data.bin_dtype), and set data.path to that",
+            f"data path {path} holds records, not text ({found[0]}), and the run has no tokenizer to read them with",
+            "set data.tokenizer to a tokenizer.json or its folder, or write the token ids to a .bin file",
         )
 
 

@@ -53,16 +53,16 @@ def cached_entry(
     except RuntimeError as error:
         raise DataError("this user has no home directory to keep the token cache in", _FIX) from error
     entry = root / key
-    meta = _read_meta(entry)
+    meta = read_meta(entry)
     if meta is not None:
         return entry, meta
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{key}.lock", optional=True):
-            meta = _read_meta(entry)
+            meta = read_meta(entry)
             if meta is None:
                 _remove_abandoned(root)
-                meta = _build(root, entry, build, _visible(sources))
+                meta = build_entry(entry, build, _visible(sources))
     except OSError as error:
         raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
     return entry, meta
@@ -81,8 +81,14 @@ def _visible(sources: Iterable[str]) -> int:
     return mode
 
 
-def _build(root: Path, entry: Path, build: Callable[[Path], dict[str, Any]], mode: int) -> dict[str, Any]:
-    temporary = root / f"{_TEMPORARY}{os.urandom(6).hex()}"
+def build_entry(entry: Path, build: Callable[[Path], dict[str, Any]], mode: int = 0o777) -> dict[str, Any]:
+    """Make the folder `entry`, whole or not at all: `build` fills an empty one beside it and returns its metadata.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    temporary = entry.parent / f"{_TEMPORARY}{os.urandom(6).hex()}"
     temporary.mkdir(mode=mode)
     try:
         meta = build(temporary)
@@ -102,7 +108,7 @@ def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> di
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        existing = _read_meta(entry)
+        existing = read_meta(entry)
         if existing is not None:
             return existing
         logger.warning("%s is damaged and is built again", entry)
@@ -116,7 +122,7 @@ def _rename_into_place(temporary: Path, entry: Path, meta: dict[str, Any]) -> di
     raise OSError(errno.EBUSY, f"other processes keep rewriting {entry}")
 
 
-def _read_meta(entry: Path) -> dict[str, Any] | None:
+def read_meta(entry: Path) -> dict[str, Any] | None:
     """Metadata of a complete entry; None if the entry is absent or damaged."""
     try:
         meta: dict[str, Any] = json.loads((entry / META).read_text())

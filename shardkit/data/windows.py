@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..config.libraries import is_first_rank
 from ..config.schema import RunConfig
 from ..errors import ConfigError, DataError
 from .corpus import Corpus, Tokens, TokenSpan, open_corpus
+from .documents import Documents
 from .sampler import generator_of
 
 IGNORE_INDEX = -100
@@ -35,10 +37,7 @@ class Windows:
     def __init__(self, span: TokenSpan, seq_len: int, what: str, min_tokens: int | None = None) -> None:
         needed = seq_len + 1 if min_tokens is None else min_tokens
         if len(span) < needed:
-            raise DataError(
-                f"{what} has {len(span)} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
-                "give more data, lower train.seq_len, or change data.val_fraction",
-            )
+            raise too_short(what, len(span), needed, seq_len)
         self.span = span
         self.seq_len = seq_len
         self._tokens: Tokens = span.open()
@@ -50,13 +49,7 @@ class Windows:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = index * self.seq_len
-        window = torch.from_numpy(self._tokens[start : start + self.seq_len + 1].astype(np.int64))
-        missing = self.seq_len + 1 - len(window)
-        tokens, targets = window[:-1], window[1:]
-        if missing:
-            tokens = torch.nn.functional.pad(tokens, (0, missing))
-            targets = torch.nn.functional.pad(targets, (0, missing), value=IGNORE_INDEX)
-        return {"tokens": tokens, "targets": targets}
+        return _inputs_and_targets(self._tokens[start : start + self.seq_len + 1].astype(np.int64), self.seq_len)
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map is a copy of the file: workers map it themselves.
@@ -65,6 +58,104 @@ class Windows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._tokens = self.span.open()
+
+
+def too_short(what: str, n_tokens: int, needed: int, seq_len: int) -> DataError:
+    return DataError(
+        f"{what} has {n_tokens} tokens, fewer than the {needed} that train.seq_len={seq_len} needs",
+        "give more data, lower train.seq_len, or change data.val_fraction",
+    )
+
+
+def _inputs_and_targets(window: npt.NDArray[np.int64], seq_len: int) -> dict[str, torch.Tensor]:
+    """A window's inputs and next tokens; a short one is padded."""
+    tokens = torch.from_numpy(window)
+    missing = seq_len + 1 - len(tokens)
+    tokens, targets = tokens[:-1], tokens[1:]
+    if missing:
+        tokens = torch.nn.functional.pad(tokens, (0, missing))
+        targets = torch.nn.functional.pad(targets, (0, missing), value=IGNORE_INDEX)
+    return {"tokens": tokens, "targets": targets}
+
+
+class DocumentWindows:
+    """Windows over documents one behind the other, in their order, as `Windows` takes them over a stream of tokens.
+
+    Raises:
+        DataError: fewer tokens than `min_tokens` (at least 2; default: one whole window).
+    """
+
+    def __init__(self, documents: Documents, seq_len: int, what: str, min_tokens: int | None = None) -> None:
+        self.documents, self.seq_len = documents, seq_len
+        needed = seq_len + 1 if min_tokens is None else min_tokens
+        if documents.n_tokens < needed:
+            raise too_short(what, documents.n_tokens, needed, seq_len)
+        self._open()
+
+    def _open(self) -> None:
+        self._stops = np.cumsum(self.documents.lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return (int(self._stops[-1]) - 2) // self.seq_len + 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        at = index * self.seq_len
+        stop = min(at + self.seq_len + 1, int(self._stops[-1]))
+        document = int(np.searchsorted(self._stops, at, side="right"))
+        parts = []
+        while at < stop:
+            end, length = int(self._stops[document]), int(self.documents.lengths[document])
+            start = length - (end - at)
+            parts.append(self.documents.piece(document, start, start + min(end, stop) - at)[0])
+            at, document = min(end, stop), document + 1
+        return _inputs_and_targets(np.concatenate(parts), self.seq_len)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"documents": self.documents, "seq_len": self.seq_len}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+class Samples:
+    """A document a sample: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}, the next tokens that count.
+
+    `IGNORE_INDEX` stands where the next token is not to be predicted.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        document = self.documents[index]
+        targets = document["tokens"][1:].where(document["is_target"][1:], IGNORE_INDEX)
+        return {"tokens": document["tokens"][:-1], "targets": targets}
+
+
+_PAD_TO = 8
+
+
+def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, whole: bool) -> dict[str, torch.Tensor]:
+    """Samples of different lengths as a micro-batch [B, T], padded at their ends with token 0, which is no target.
+
+    T is the longest sample's length, rounded up to a multiple of 8, or `seq_len` with `whole`. A causal model never
+    looks at what stands behind a token, so it needs no attention mask.
+    """
+    longest = max(len(sample["tokens"]) for sample in samples)
+    size = seq_len if whole else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
+    fill = {"tokens": 0, "targets": IGNORE_INDEX}
+
+    def padded(tokens: torch.Tensor, value: int) -> torch.Tensor:
+        missing = size - len(tokens)
+        return torch.nn.functional.pad(tokens, (0, missing), value=value) if missing else tokens
+
+    return {key: torch.stack([padded(sample[key], value) for sample in samples]) for key, value in fill.items()}
 
 
 def open_covered(config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> Corpus:
@@ -95,7 +186,7 @@ def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
         raise ConfigError(
             f"model.init_from={init_from}: these weights know token ids{beside}, but data.path is text, which is read "
             "as bytes, one per token",
-            "tokenize the text, write the ids to a .bin file and set data.path to that (data.bin_dtype), or remove "
+            "set data.tokenizer to the tokenizer of these weights, or data.path to a .bin file of token ids, or remove "
             "model.init_from",
         )
     if vocab_size > _BYTE_VOCABULARY and is_first_rank():
@@ -131,9 +222,7 @@ class MaskedWindows:
         n_tokens: random replacements are drawn from [0, n_tokens).
     """
 
-    def __init__(
-        self, windows: Windows, seed: int, split: str, fraction: float, mask_token: int, n_tokens: int
-    ) -> None:
+    def __init__(self, windows: Any, seed: int, split: str, fraction: float, mask_token: int, n_tokens: int) -> None:
         self.windows = windows
         self.seed, self.split = seed, split
         self.fraction, self.mask_token, self.n_tokens = fraction, mask_token, n_tokens

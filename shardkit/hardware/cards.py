@@ -25,6 +25,7 @@ class Gpu:
         device_name: the name from `torch.cuda.get_device_name`.
         memory: bytes that the driver reports.
         capability: compute capability.
+        multiprocessors: their number; kernels that share a sum among all of them take memory for each.
         hbm_gb_s: memory bandwidth, GB/s.
         link_gb_s: GB/s to another card of the machine in one direction (NVLink, or PCIe without it).
         pcie_gb_s: GB/s to host memory in one direction.
@@ -38,6 +39,7 @@ class Gpu:
     device_name: str
     memory: int
     capability: tuple[int, int]
+    multiprocessors: int
     hbm_gb_s: float
     link_gb_s: float
     pcie_gb_s: float
@@ -48,37 +50,53 @@ class Gpu:
     overhead_from: str = TYPICAL
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """The most that run at a time (table of compute capabilities in the CUDA programming guide)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability, 2048)
+
+    @property
     def blas_workspace(self) -> int:
-        """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp)."""
-        return 32 * 2**20 if self.capability[0] >= 9 else 8320 * 2**10
+        """Bytes that torch takes for cuBLAS in each thread that multiplies."""
+        return blas_workspace(self.capability)
+
+
+def blas_workspace(capability: tuple[int, int], asked: str = "") -> int:
+    """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp).
+
+    Args:
+        asked: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
+    """
+    if pairs := re.findall(r":(\d+):(\d+)", asked):
+        return sum(int(kib) * int(number) for kib, number in pairs) * 2**10
+    return 32 * 2**20 if capability[0] >= 9 else 8320 * 2**10
 
 
 def _gpu(
-    name: str, device_name: str, gib: float, capability: tuple[int, int],
+    name: str, device_name: str, gib: float, capability: tuple[int, int], multiprocessors: int,
     hbm: float, link: float, pcie: float, network: float,
 ) -> Gpu:  # fmt: skip
-    return Gpu(name, device_name, int(gib * GIB), capability, hbm, link, pcie, network)
+    return Gpu(name, device_name, int(gib * GIB), capability, multiprocessors, hbm, link, pcie, network)
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 8000, 900, 63, 50),
-        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 4800, 450, 63, 50),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 3350, 450, 63, 50),
-        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 2000, 63, 63, 25),
-        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 4000, 450, 450, 50),
-        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 2039, 300, 31, 25),
-        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 1555, 300, 31, 25),
-        _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 696, 31, 31, 12.5),
-        _gpu("a10g", "NVIDIA A10G", 22.1, (8, 6), 600, 31, 31, 3),
-        _gpu("l40s", "NVIDIA L40S", 44.4, (8, 9), 864, 31, 31, 12.5),
-        _gpu("l4", "NVIDIA L4", 22.0, (8, 9), 300, 16, 16, 3),
-        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1008, 31, 31, 1.2),
-        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 936, 31, 31, 1.2),
-        _gpu("a6000", "NVIDIA RTX A6000", 47.4, (8, 6), 768, 31, 31, 3),
-        _gpu("v100", "Tesla V100-SXM2-32GB", 31.7, (7, 0), 900, 150, 15, 3),
-        _gpu("t4", "Tesla T4", 14.6, (7, 5), 320, 15, 15, 3),
+        _gpu("b200", "NVIDIA B200", 178.4, (10, 0), 148, 8000, 900, 63, 50),
+        _gpu("h200", "NVIDIA H200", 139.8, (9, 0), 132, 4800, 450, 63, 50),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, (9, 0), 132, 3350, 450, 63, 50),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 79.1, (9, 0), 114, 2000, 63, 63, 25),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, (9, 0), 132, 4000, 450, 450, 50),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 108, 2039, 300, 31, 25),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 39.4, (8, 0), 108, 1555, 300, 31, 25),
+        _gpu("a40", "NVIDIA A40", 44.4, (8, 6), 84, 696, 31, 31, 12.5),
+        _gpu("a10g", "NVIDIA A10G", 22.1, (8, 6), 80, 600, 31, 31, 3),
+        _gpu("l40s", "NVIDIA L40S", 44.4, (8, 9), 142, 864, 31, 31, 12.5),
+        _gpu("l4", "NVIDIA L4", 22.0, (8, 9), 58, 300, 16, 16, 3),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 128, 1008, 31, 31, 1.2),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 82, 936, 31, 31, 1.2),
+        _gpu("a6000", "NVIDIA RTX A6000", 47.4, (8, 6), 84, 768, 31, 31, 3),
+        _gpu("v100", "Tesla V100-SXM2-32GB", 31.7, (7, 0), 80, 900, 150, 15, 3),
+        _gpu("t4", "Tesla T4", 14.6, (7, 5), 40, 320, 15, 15, 3),
     )
 }
 DEFAULT = "h100"

@@ -22,7 +22,7 @@ def watch(
     Args:
         model, optimizer: the results of `accelerator.prepare`.
         settings: `files` (the job's `accelerate.yaml`, so that advice is planned), `model_config`, `cap`, `resume`,
-            `done`, `tensorboard`, as for `shardkit.watch`.
+            `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
 
     Raises:
         ConfigError: as `shardkit.watch`.

@@ -19,7 +19,7 @@ def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any)
 
     Args:
         engine: the result of `deepspeed.initialize`.
-        settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, as for `shardkit.watch`.
+        settings: `model_config`, `cap`, `resume`, `done`, `tensorboard`, `bars`, `total`, as for `shardkit.watch`.
 
     Raises:
         ConfigError: as `shardkit.watch`.

@@ -25,7 +25,7 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
 
     Args:
         run_dir: a new directory; default: `shardkit` in the Trainer's `default_root_dir`.
-        every, cap, resume, tensorboard: as for `shardkit.watch`.
+        every, cap, resume, tensorboard: as for `shardkit.watch`; its bars are drawn with `enable_progress_bar=False`.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
             tensorboard=self._tensorboard,
             tool="lightning",
             cap=self._cap,
+            bars=trainer.progress_bar_callback is None,
+            total=trainer.max_steps if trainer.max_steps and trainer.max_steps > 0 else None,
             known={} if mode is None else {"precision.mode": mode},
             is_marked=True,  # Lightning does not call the module's forward, and runs all of a step inside step()
         )

@@ -30,7 +30,7 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         run_dir: a new directory; default: `shardkit` in the Trainer's `output_dir`.
-        every, cap, tensorboard: as for `shardkit.watch`.
+        every, cap, tensorboard: as for `shardkit.watch`; its bars are drawn with `disable_tqdm=True`.
         resume: continue the records in `run_dir`, from the step that the Trainer resumes after.
     """
 
@@ -76,6 +76,8 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
             tensorboard=self._tensorboard,
             tool="trainer",
             cap=self._cap,
+            bars=bool(args.disable_tqdm),
+            total=state.max_steps,
             known={} if half is None else {"precision.mode": half},
             contents=lambda: {"training_args": _given(args)},
         )

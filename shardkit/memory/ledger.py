@@ -113,20 +113,23 @@ class MemoryLedger:
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(device, dist.new_group(backend="gloo"), rank, dist.get_world_size(), local_rank, interval=interval)
 
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]:
+    def phase(self, name: PhaseName, follows: bool = False) -> AbstractContextManager[None]:
         """Attribute the memory used inside to a phase: init, wrap, forward, backward or step.
 
         A phase that runs several times between two gathers keeps its largest peaks. Phases may nest: the outer one's
         peaks cover the inner one's.
-        """
-        return _Phase(self, name)
 
-    def begin(self, name: PhaseName) -> None:
+        Args:
+            follows: it begins where the phase before it ended: one reading serves both, which saves time.
+        """
+        return _Phase(self, name, follows)
+
+    def begin(self, name: PhaseName, follows: bool = False) -> None:
         """Enter a phase where a `with` block does not fit (hooks)."""
         began = time.perf_counter()
         if name not in PHASES:
             raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
-        self._phases.begin(name)
+        self._phases.begin(name, follows)
         self.overhead_s += time.perf_counter() - began
 
     def end(self) -> None:
@@ -151,8 +154,12 @@ class MemoryLedger:
         return step <= 2 or step % self.interval == 0
 
     def begin_step(self, step: int, due: bool | None = None) -> None:
-        """Announce the step, and whether a gather follows it (default: `due`); state is counted only then."""
+        """Announce the step, and whether a gather follows it (default: `due`).
+
+        State is counted only then, and on a GPU the host's memory is read at the edges of phases only then.
+        """
         self.step, self._due = step, self.due(step) if due is None else due
+        self._phases.reads_host = self._due or self.device.type == "cpu" or not self.gather_s
 
     def sample_state(self, source: HasState | nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """Count state if this step is due; call it after the last backward and before the optimizer step.
@@ -336,11 +343,11 @@ class _ModuleState:
 class _Phase:
     """`with` form of begin and end; a class, since a generator costs twice as much."""
 
-    def __init__(self, ledger: MemoryLedger, name: PhaseName) -> None:
-        self._ledger, self._name = ledger, name
+    def __init__(self, ledger: MemoryLedger, name: PhaseName, follows: bool) -> None:
+        self._ledger, self._name, self._follows = ledger, name, follows
 
     def __enter__(self) -> None:
-        self._ledger.begin(self._name)
+        self._ledger.begin(self._name, self._follows)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

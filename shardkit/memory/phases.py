@@ -19,8 +19,8 @@ class Phases(Protocol):
     there is one. Each of them hears the same step, and knows nothing of the engine except its `HasState`.
     """
 
-    def phase(self, name: PhaseName) -> AbstractContextManager[None]:
-        """Context of one phase."""
+    def phase(self, name: PhaseName, follows: bool = False) -> AbstractContextManager[None]:
+        """Context of one phase; `follows`: it begins where the phase before it ended, with nothing in between."""
         ...
 
     def sample_state(self, source: HasState) -> None:
@@ -35,8 +35,9 @@ class _Peaks:
     device: DeviceCounters | None = None
     host: HostCounters | None = None
     stale: bool = False
+    stale_host: bool = False
 
-    def add(self, device: DeviceCounters | None, host: HostCounters) -> None:
+    def add(self, device: DeviceCounters | None, host: HostCounters | None) -> None:
         if device is not None:
             peaks = (device.peak_allocated, device.peak_reserved)
             if self.device is not None:
@@ -44,13 +45,17 @@ class _Peaks:
             self.device = DeviceCounters(
                 device.allocated, peaks[0], device.reserved, peaks[1], device.alloc_retries, device.ooms
             )
-        self.host = HostCounters(
-            host.rss, host.peak_rss if self.host is None else max(host.peak_rss, self.host.peak_rss)
-        )
+        if host is not None:
+            self.host = HostCounters(
+                host.rss, host.peak_rss if self.host is None else max(host.peak_rss, self.host.peak_rss)
+            )
 
-    def forget(self) -> None:
-        self.device = self.host = None
-        self.stale = False
+    def forget(self, host: bool) -> None:
+        """Drop the figures of the interval before; the host's only if new ones come."""
+        if self.stale:
+            self.device, self.stale = None, False
+        if self.stale_host and host:
+            self.host, self.stale_host = None, False
 
 
 Doing = PhaseName | Literal["save"]
@@ -78,10 +83,15 @@ def phase_of(error: BaseException) -> Doing | None:
 
 
 class PhaseMeter:
-    """Reads both probes at the edges of phases; each reading covers the time since the one before it."""
+    """Reads both probes at the edges of phases; each reading covers the time since the one before it.
+
+    Attributes:
+        reads_host: whether the host's memory is read there; while it is not, phases keep their figures of it.
+    """
 
     def __init__(self, device: DeviceProbe, host: HostProbe) -> None:
         self._device, self._host = device, host
+        self.reads_host = True
         self._overall = _Peaks()
         self._phases: dict[PhaseName, _Peaks] = {}
         self._open: list[PhaseName] = []
@@ -90,9 +100,14 @@ class PhaseMeter:
     def current(self) -> PhaseName | None:
         return self._open[-1] if self._open else None
 
-    def begin(self, name: PhaseName) -> None:
-        """Peaks until now belong to the phases already open (and to the run); the new phase's start here."""
-        self._read()
+    def begin(self, name: PhaseName, follows: bool = False) -> None:
+        """Peaks until now belong to the phases already open (and to the run); the new phase's start here.
+
+        Args:
+            follows: nothing happened since the last phase ended, so its reading serves here too.
+        """
+        if not follows:
+            self._read()
         self._enter(name)
 
     def change(self, name: PhaseName) -> None:
@@ -103,10 +118,10 @@ class PhaseMeter:
 
     def _enter(self, name: PhaseName) -> None:
         self._device.reset_peak()
-        self._host.reset_peak()
+        if self.reads_host:
+            self._host.reset_peak()
         peaks = self._phases.setdefault(name, _Peaks())
-        if peaks.stale:
-            peaks.forget()
+        peaks.forget(self.reads_host)
         self._open.append(name)
 
     def end(self) -> None:
@@ -115,7 +130,7 @@ class PhaseMeter:
 
     def overall(self) -> tuple[DeviceCounters | None, HostCounters]:
         """Figures now, with peaks since this meter was created."""
-        self._read()
+        self._read(self._host.read())
         assert self._overall.host is not None
         return self._overall.device, self._overall.host
 
@@ -126,10 +141,12 @@ class PhaseMeter:
     def start_interval(self) -> None:
         """From now on, a phase's first run replaces its figures."""
         for name, peaks in self._phases.items():
-            peaks.stale = name not in self._open
+            peaks.stale = peaks.stale_host = name not in self._open
 
-    def _read(self) -> None:
-        device, host = self._device.read(), self._host.read()
+    def _read(self, host: HostCounters | None = None) -> None:
+        device = self._device.read()
+        if self.reads_host:
+            host = host or self._host.read()
         self._overall.add(device, host)
         for name in self._open:
             self._phases[name].add(device, host)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
+from .documents import Documents, Places, check_seen
 
 
 def chunked_cross_entropy(
@@ -165,7 +166,7 @@ def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
 
 
 def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
-    """Make `model(tokens, targets, positions=None)` return the sum of cross-entropies (fp32 scalar), in place.
+    """Make `model(tokens, targets, positions=None, documents=None)` return the sum of cross-entropies (fp32), in place.
 
     The model's own forward runs, with its output projection replaced by one that knows the targets: a call of the
     backbone from outside would bypass the engine's hooks, and miss the forward's changes to embeddings. `forward` is
@@ -176,11 +177,12 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         loss_chunk_size: positions whose [chunk, vocab] logits exist at once; 0 = all, from the model's own forward.
 
     tokens: [batch, seq]; targets: [batch, seq] classes, or with `positions` one per position [n]; -100 = not counted;
-    positions: [n] indices into the flattened batch × seq, where predictions are wanted.
+    positions: [n] indices into the flattened batch × seq, where predictions are wanted; without targets, their logits
+    [n, vocab] are returned. documents: of a packed batch.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     own_forward, project = model.forward, head.forward
-    wanted: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    wanted: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
 
     def losses(hidden: torch.Tensor) -> torch.Tensor:
         if not wanted:
@@ -189,22 +191,36 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         targets, positions = wanted[-1]
         if positions is not None:
             hidden = hidden.flatten(0, -2).index_select(0, positions)
+        if targets is None:
+            chosen: torch.Tensor = project(hidden)
+            return chosen
         if loss_chunk_size:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
         return _whole(project(hidden), targets)
 
-    def forward(
-        tokens: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if targets is None or not (loss_chunk_size or positions is not None):
+    def logits_of(tokens: torch.Tensor, documents: Places | None) -> torch.Tensor:
+        if documents is None:
             logits: torch.Tensor = own_forward(input_ids=tokens).logits
+            return logits
+        inside = Documents(*documents[1:])
+        logits = own_forward(input_ids=tokens, position_ids=documents[0], documents=inside).logits
+        check_seen(inside, model)
+        return logits
+
+    def forward(
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: Places | None = None,
+    ) -> torch.Tensor:
+        if positions is None and (targets is None or not loss_chunk_size):
+            logits = logits_of(tokens, documents)
             return logits if targets is None else _whole(logits, targets)
         wanted.append((targets, positions))
         try:
-            loss: torch.Tensor = own_forward(input_ids=tokens).logits
+            return logits_of(tokens, documents)
         finally:
             wanted.pop()
-        return loss
 
     head.forward = losses
     model.forward = forward

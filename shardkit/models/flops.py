@@ -21,7 +21,7 @@ def transformer_matmul_params(config: ModelConfig) -> int:
     return 12 * config.n_layers * config.d_model**2 + config.vocab_size * config.d_model
 
 
-def transformer_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+def transformer_flops_per_token(config: ModelConfig, seq_len: float) -> float:
     """Training FLOPs per token: 6 N_matmul + 12 L d T (PaLM appendix B), forward 1/3 and backward 2/3, no recompute.
 
     12 L d T is attention's QKᵀ and its product with V over all T positions: the convention does not discount the causal
@@ -34,8 +34,11 @@ def transformer_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 _PLAIN = frozenset({"gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "olmo2"})
 
 
-def hf_flops_per_token(model: nn.Module, seq_len: int) -> float | None:
+def hf_flops_per_token(model: nn.Module, seq_len: float, adapter: int | None = None) -> float | None:
     """Training FLOPs per token of a transformers causal LM, the same formula: 6 N_matmul + 12 L (heads × head width) T.
+
+    With an adapter of that many values over the frozen model, which needs no gradients of its own weights: 4 N_matmul
+    and 6 for each of the adapter's values.
 
     None for architectures that it does not fit: experts (a token meets few of them), state spaces, sliding windows.
     """
@@ -49,4 +52,5 @@ def hf_flops_per_token(model: nn.Module, seq_len: int) -> float | None:
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in embeddings)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: float = 12.0 * config.num_hidden_layers * config.num_attention_heads * width * seq_len
-    return 6.0 * float(matrices + head.weight.numel()) + attention
+    frozen_share = 6.0 if adapter is None else 4.0
+    return frozen_share * float(matrices + head.weight.numel()) + 6.0 * (adapter or 0) + attention

@@ -8,9 +8,10 @@ construction context.
 from __future__ import annotations
 
 import json
-import os
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,14 +68,27 @@ MAPPINGS = {
 class HFModel:
     """The architecture that `model.preset`, `model.hf_config` and `model.hf` describe, for one of the tasks.
 
+    Args:
+        attention: a name in transformers' table of attention functions; None = its own choice.
+        rows: embedding rows that the model gets if its config gives it fewer (`model.resize_embeddings`).
+
+    Attributes:
+        resized: with `rows`, the names of the parameters that have a row for each id; otherwise empty.
+
     Raises:
-        ConfigError: transformers is not installed, the config is missing or has unknown keys, or transformers has no
-            model of that type for the task.
+        ConfigError: transformers is not installed, the config is missing or has unknown keys, transformers has no
+            model of that type for the task, or its embeddings cannot be resized.
     """
 
-    def __init__(self, model: ModelConfig, task: str, **defaults: Any) -> None:
+    def __init__(
+        self, model: ModelConfig, task: str, attention: str | None = None, rows: int | None = None, **defaults: Any
+    ) -> None:
+        self._options = {} if attention is None else {"attn_implementation": attention}
         transformers = import_transformers(task)
         self.config = read_config(transformers, model, defaults)
+        if rows is not None and hasattr(self.config, "vocab_size"):
+            self.config.vocab_size = max(rows, self.config.vocab_size)
+        _refuse_special_ids(self.config, model)
         mapping = getattr(transformers, MAPPINGS[task])
         try:
             self._class = mapping[type(self.config)]
@@ -88,6 +102,32 @@ class HFModel:
                 f"model_type={self.config.model_type} has no model for task.name={task} in transformers",
                 fix,
             ) from None
+        self.resized = frozenset() if rows is None else self._parameters_with_rows()
+
+    def _parameters_with_rows(self) -> frozenset[str]:
+        """Names of the parameters with a row for each id: embedding, head, the head's bias.
+
+        Raises:
+            ConfigError: the model is built otherwise, so more rows alone would not make it a larger one.
+        """
+        larger = deepcopy(self.config)
+        if hasattr(larger, "vocab_size"):
+            larger.vocab_size += 1
+        with parameters_on_meta():
+            more = from_config(self._class, larger, **self._options)
+        before, after = _shapes(self.reference), _shapes(more)
+        changed = {name for name, shape in after.items() if shape != before.get(name)}
+        as_rows = before.keys() == after.keys() and all(
+            (before[name][:1], after[name]) == ((larger.vocab_size - 1,), (larger.vocab_size, *before[name][1:]))
+            for name in changed
+        )
+        if not as_rows or not _ends_of(self.reference) <= changed:
+            raise ConfigError(
+                f"model.resize_embeddings=true: the embeddings of {self._class.__name__} cannot be resized, because "
+                "not all of them have one row for each id of vocab_size",
+                "use a tokenizer whose ids fit, or another model",
+            )
+        return frozenset(changed)
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -111,7 +151,7 @@ class HFModel:
         return model
 
     def _construct(self) -> nn.Module:
-        return from_config(self._class, self.config)
+        return from_config(self._class, self.config, **self._options)
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter as the model's own code initialises it."""
@@ -131,6 +171,21 @@ class HFModel:
         return int(longest) if longest else None
 
 
+def _ends_of(model: Any) -> set[str]:
+    """Names of the weights that look up ids and score them; one that no parameter has if there is no such module."""
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    try:
+        ends = [model.get_input_embeddings(), model.get_output_embeddings() or model.get_input_embeddings()]
+    except NotImplementedError:
+        ends = [None]
+    return {names.get(id(getattr(module, "weight", None)), "") for module in ends}
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
 def import_transformers(needed_by: str) -> Any:
     """The transformers module.
 
@@ -148,13 +203,17 @@ def import_transformers(needed_by: str) -> Any:
 
 
 def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
-    """The transformers config: `defaults` < the file of `model.hf_config` < `model.hf` (a preset adds to it)."""
-    keys = {**defaults, **_file_keys(model.hf_config), **model.hf}
+    """The transformers config: `defaults` < the file that describes the model < `model.hf` (a preset adds to it)."""
+    keys = {**defaults, **_file_keys(model), **model.hf}
     model_type = keys.pop("model_type", None)
     known = transformers.CONFIG_MAPPING
+    if model_type is None and model.init_from is not None and not Path(model.init_from).expanduser().exists():
+        raise ConfigError(
+            f"model.init_from={model.init_from} does not exist", "name a folder of transformers, a run or a checkpoint"
+        )
     if model_type is None:
         raise ConfigError(
-            "model.hf has no model_type, and model.hf_config names no config.json",
+            "model.hf has no model_type, and neither model.hf_config nor model.init_from names a config.json",
             "set model.preset (gpt2, bert-base, vit-b, swin2sr, …), model.hf.model_type, or model.hf_config",
         )
     if model_type not in known:
@@ -176,27 +235,41 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
     return config
 
 
-def _file_keys(path: str | None) -> dict[str, Any]:
-    if path is None:
+def _file_keys(model: ModelConfig) -> dict[str, Any]:
+    file = model.described_by
+    if file is None:
         return {}
-    expanded = os.path.expanduser(path)
-    file = os.path.join(expanded, "config.json") if os.path.isdir(expanded) else expanded
+    named = f"model.hf_config={model.hf_config}" if model.hf_config is not None else str(file)
     try:
         with open(file, encoding="utf-8") as stream:
             keys = json.load(stream)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.hf_config={path} cannot be read: {error}",
+            f"{named} cannot be read: {error}",
             "name a transformers config.json, or the directory that holds one; nothing is downloaded",
         ) from error
     if not isinstance(keys, dict):
-        raise ConfigError(f"model.hf_config={path} is not a mapping of keys", "name a transformers config.json")
+        raise ConfigError(f"{named} is not a mapping of keys", "name a transformers config.json")
     if "quantization_config" in keys:
         raise ConfigError(
-            f"model.hf_config={path} is of a quantised model, which cannot be trained whole",
+            f"{named} is of a quantised model, which cannot be trained whole",
             "use the config of the model it was made from",
         )
     return keys
+
+
+def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
+    """Refuse ids of special tokens, set in the file or by the user, that the vocabulary does not have."""
+    vocab_size = getattr(config, "vocab_size", None)
+    given = {**_file_keys(model), **model.hf}
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = given.get(key)
+        for found in ids if isinstance(ids, list) else [ids]:
+            if isinstance(found, int) and vocab_size is not None and found >= vocab_size:
+                raise ConfigError(
+                    f"{key}={found} of the model's config is outside its vocabulary of {vocab_size} tokens",
+                    f"set model.hf.{key} below {vocab_size}, or a larger model.hf.vocab_size",
+                )
 
 
 def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -> None:

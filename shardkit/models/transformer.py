@@ -16,6 +16,7 @@ from torch import nn
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from .cross_entropy import chunked_cross_entropy
+from .documents import Documents, Places, document_attention
 
 INIT_STD = 0.02
 
@@ -51,13 +52,17 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.proj = Linear(config.d_model, config.d_model)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         batch, seq, width = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.n_heads, width // self.n_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
-        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        out: torch.Tensor = self.proj(heads.transpose(1, 2).reshape(batch, seq, width))
+        if documents is not None:
+            q, k, v = qkv.unbind(2)
+            heads = document_attention(q, k, v, documents, dropout)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            heads = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
+        out: torch.Tensor = self.proj(heads.reshape(batch, seq, width))
         return out
 
 
@@ -85,8 +90,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x)))
+    def forward(self, x: torch.Tensor, **documents: Documents) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x), **documents))
         out: torch.Tensor = x + self.dropout(self.mlp(self.norm2(x)))
         return out
 
@@ -125,28 +130,41 @@ class Transformer(nn.Module):
             self.head.weight = self.tok_emb.weight
 
     def forward(
-        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, ignore_index: int = -100
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        documents: Places | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
 
         Args:
             tokens: [batch, seq] integers below `vocab_size`.
             targets: [batch, seq]; positions equal to `ignore_index` are not counted.
+            documents: of a packed batch: positions [batch, seq], bounds and lengths (`Documents`).
+            positions: [n] indices into the flattened batch × seq, whose logits [n, vocab] alone are wanted.
 
         Raises:
-            ConfigError: the sequence is longer than `max_seq_len`.
+            ConfigError: the sequence, or the longest document, is longer than `max_seq_len`.
         """
-        seq = tokens.shape[1]
+        seq = tokens.shape[1] if documents is None else max(documents[2])
         if seq > self.config.max_seq_len:
             raise ConfigError(
                 f"a sequence of {seq} tokens, but model.max_seq_len={self.config.max_seq_len}",
                 "raise model.max_seq_len or shorten the sequences",
             )
-        positions = torch.arange(seq, device=tokens.device)
-        x = self.dropout(self.tok_emb(tokens) + self.pos_emb(positions))
+        if documents is None:
+            places, inside = torch.arange(seq, device=tokens.device), {}
+        else:
+            places, inside = documents[0], {"documents": Documents(*documents[1:])}
+        x = self.dropout(self.tok_emb(tokens) + self.pos_emb(places))
         for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(self.norm(x), targets, ignore_index)
+            x = block(x, **inside)
+        x = self.norm(x)
+        if positions is not None:
+            x = x.flatten(0, 1).index_select(0, positions)
+        out: torch.Tensor = self.head(x, targets, ignore_index)
         return out
 
 

@@ -157,10 +157,19 @@ def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Mod
     return found
 
 
-def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: CompileConfig, device: torch.device) -> None:
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: CompileConfig,
+    device: torch.device,
+    hooks_outside: bool = False,
+) -> None:
     """Compile each block in place, or the whole model (by config, or when it has no blocks).
 
     Compiled one at a time, equal blocks share one compilation, and an engine's wrapping stays outside.
+
+    Args:
+        hooks_outside: the hooks of the compiled modules themselves are not compiled with them.
 
     Raises:
         ConfigError: code for the CPU needs a C++ compiler, and none is on PATH.
@@ -182,7 +191,11 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Compil
         forward.compile_inner(mode)
         module.forward = torch.compiler.disable(forward.__call__)  # type: ignore[no-untyped-call]
     for module in (blocks if config.scope == "block" else ()) or [model]:
-        if module not in wrapped:
+        if module in wrapped:
+            continue
+        if hooks_outside:
+            module.forward = torch.compile(module.forward, mode=mode)
+        else:
             module.compile(mode=mode)
 
 

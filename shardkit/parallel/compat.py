@@ -6,6 +6,7 @@ transformers architecture cannot be built without transformers' own rules for it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,6 +38,8 @@ META = Feature("building models without memory (init_parameter)")
 HF = Feature("the tasks on transformers models")
 BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
 PICKLE = Feature("shardkit checkpoint to a torch file")
+PACKING = Feature("data.packing with transformers models")
+FLASH = Feature("fused attention by documents on GPUs (data.packing)")
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,15 +104,22 @@ HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 parameters are empty when transformers would draw weights into them.
 HF.use("transformers.PreTrainedModel.init_weights", "https://github.com/huggingface/transformers/pull/43847")
+PACKING.use("transformers.PreTrainedModel._supports_flash_attn")
+PACKING.use("transformers.PreTrainedModel._is_stateful")
+# The public varlen_attn has no dropout, and in torch 2.9 no windows and no shared heads.
+_flash_varlen = FLASH.take("torch.ops.aten._flash_attention_forward")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
 _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
 
 _products = [KEPT.use("torch.ops.aten._scaled_mm")]
 _attentions = [
-    KEPT.use(f"torch.ops.aten._scaled_dot_product_{name}")
-    for name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-]
+    KEPT.use(f"torch.ops.aten.{name}")
+    for name in (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
+    )
+]  # fmt: skip
 
 
 def products() -> set[Any]:
@@ -162,13 +172,22 @@ def set_memory_budget(share: float) -> bool:
 
 
 def graph_breaks() -> dict[str, int]:
-    """The breaks in graphs that torch.compile has made in this process: their number by reason."""
+    """The breaks in graphs that torch.compile has made in this process: their number by reason.
+
+    Functions that torch.compile gave up, for a break in a loop say, are among them; torch counts those elsewhere.
+    """
     try:
-        found = _counters.find()["graph_break"]
+        counted = _counters.find()
     except NameGone:
         BREAKS.lost(_counters)
         return {}
-    return {reason.strip().partition("\n")[0]: number for reason, number in found.items()}
+    found = dict(counted["graph_break"])
+    if counted["frames"]["total"] > counted["frames"]["ok"]:
+        found |= {reason: number for reason, number in counted["unimplemented"].items() if reason not in found}
+    named: Counter[str] = Counter()
+    for reason, number in found.items():
+        named[reason.strip().partition("\n")[0]] += number
+    return dict(named)
 
 
 def groups() -> Sequence[dist.ProcessGroup]:
@@ -256,10 +275,34 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
         return buffer in module.state_dict()
 
 
-def from_config(model_class: Any, config: Any) -> nn.Module:
+def from_config(model_class: Any, config: Any, **options: Any) -> nn.Module:
     """A transformers model in fp32 whose own code draws its weights."""
-    model: nn.Module = model_class._from_config(config, dtype=torch.float32)
+    model: nn.Module = model_class._from_config(config, dtype=torch.float32, **options)
     return model
+
+
+def declares_no_masks(model: Any) -> bool:
+    """Whether a transformers model says that it keeps no state along the sequence, and that its attention is right
+    from its arguments alone, without a mask, as flash attention needs it."""
+    return bool(model._supports_flash_attn) and not getattr(model, "_is_stateful", False)
+
+
+def flash_by_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """CUDA's variable-length flash attention, causal; [tokens, heads, width], bounds int32 [documents + 1]."""
+    out: torch.Tensor = _flash_varlen(
+        query, key, value, bounds, bounds, longest, longest, dropout, True, False, scale=scale,
+        window_size_left=None if window is None else window - 1, window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return out
 
 
 def init_weights_of(model: Any, module: nn.Module) -> None:

@@ -126,13 +126,17 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 
 
+SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
+"""Modules without weight decay, beside norms."""
+
+
 def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     """One group with weight decay and one without (norms, biases, embeddings), in model order, unless empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
     for module in model.modules():
-        spared = isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower()
+        spared = isinstance(module, SPARED) or "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False):
             if id(param) in seen or not param.requires_grad:
                 continue

@@ -19,7 +19,9 @@ _COMPUTE = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16,
     "pure_bf16": torch.bfloat16,
 }  # fmt: skip
-_MIXED = re.compile(r"(?=.*(BFloat16|Half))(?=.*(same d?type|scalar type|should be the same|dtypes match|mixed dtype))")
+_MIXED = re.compile(
+    r"(?=.*(BFloat16|Half|\bb?float16))(?=.*(same d?type|scalar type|should be the same|dtypes match|mixed dtype))"
+)
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,8 +83,13 @@ def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionCo
     model.forward = under_autocast
 
 
-def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConfig, strategy: str) -> None:
+def engine_forward(
+    model: nn.Module, device: torch.device, config: PrecisionConfig, strategy: str, *, cast_inputs: bool = False
+) -> None:
     """For engines that cast weights and inputs: run forward under autocast if asked, else explain mixed dtypes.
+
+    Args:
+        cast_inputs: cast the forward's floating tensors to the compute type, for an engine that does not.
 
     Raises (from the forward):
         ConfigError: an operator got tensors of two dtypes.
@@ -91,9 +98,13 @@ def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConf
         autocast_forward(model, device, config)
         return
     forward: Any = model.forward
+    one = partial(_as_type, compute_dtype(config))
+    cast = partial(tree_map, one) if TREES.works() else one
 
     @functools.wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:
+        if cast_inputs:
+            args, kwargs = tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
         try:
             return forward(*args, **kwargs)
         except RuntimeError as error:
@@ -109,8 +120,11 @@ def engine_forward(model: nn.Module, device: torch.device, config: PrecisionConf
         model.forward = explained
 
 
-def _as_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _as_type(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+_as_fp32 = partial(_as_type, torch.float32)
 
 
 def convert_to_fp8(model: nn.Module, config: PrecisionConfig, *, emulate: bool = False) -> None:

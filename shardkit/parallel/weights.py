@@ -34,7 +34,7 @@ def parameters_on_meta() -> Iterator[None]:
     shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and not hasattr(param, "ds_id"):  # ZeRO-3's is a partition already
             if param not in shared:
                 shared[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             param = shared[param]

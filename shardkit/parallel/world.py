@@ -67,7 +67,7 @@ class World:
             return [float(v) for v in values]
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.control_group)
-        return [float(v) for v in total]
+        return [float(v) for v in total.tolist()]
 
     def gather(self, value: object) -> list[object]:
         """Every rank's `value`, on every rank. For rare events (start, errors), not for every step."""

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import IO, Any
 
@@ -21,22 +23,23 @@ from .target import Target
 
 
 class Planner:
-    """Predicts the memory of configs on one target; a context manager that ends its process on exit.
+    """Predicts the memory of configs on one target; a context manager that ends its processes on exit.
 
-    The process tries a fake CUDA device first. If the device fails or crashes it, another process traces CPU tensors
-    instead, and the estimates say so.
+    Rank 0 has the largest shard. Where it may not take the most (ZeRO-1 and 2 with several buckets), a second process
+    plans the last rank. A process tries a fake CUDA device first. If the device fails or crashes it, another process
+    traces CPU tensors instead, and the estimates say so.
 
     Args:
-        niceness: of that process.
-        bucket_views: whether ddp's gradients are views of its buckets, as shardkit has them; other loops keep both.
+        niceness: of these processes.
+        loop: how another tool's loop differs, in the fields of `simulate.engines.Loop`; default: shardkit's own.
 
     Raises:
         ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.
     """
 
-    def __init__(self, target: Target, niceness: int = 0, bucket_views: bool = True) -> None:
+    def __init__(self, target: Target, niceness: int = 0, loop: Mapping[str, Any] | None = None) -> None:
         self.target = target
-        self._bucket_views = bucket_views
+        self._loop = dict(loop or {})
         self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._lock, self._stopped = threading.Lock(), False
@@ -44,6 +47,7 @@ class Planner:
         self._ask: IO[str] | None = None
         self._hear: IO[str] | None = None
         self.method: Method | None = None
+        self._last: Planner | None = None
 
     def __enter__(self) -> Planner:
         return self
@@ -53,6 +57,8 @@ class Planner:
     ) -> None:
         self._end()
         self._log.close()
+        if self._last is not None:
+            self._last.__exit__(kind, error, trace)
 
     def predict(
         self,
@@ -62,17 +68,17 @@ class Planner:
         timed: bool = False,
         rough: bool = False,
     ) -> MemoryEstimate:
-        """Predict one rank's memory, with the target's limits.
+        """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits.
 
         Args:
             whole: trace every layer of a deep model.
             timed: also predict how long a step takes.
-            rough: trace less, for a first look (see `predict.predict`).
+            rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
         """
         if self._process is None:
             self._start()
         how = {"whole": whole, "timed": timed, "rough": rough}
-        asked = {"config": config.model_dump(mode="json"), "how": how, "bucket_views": self._bucket_views}
+        asked = {"config": config.model_dump(mode="json"), "how": how, "loop": self._loop}
         said = self._talk(json.dumps(asked))
         if "error" in said:
             name, cause, fix = said["error"]
@@ -81,7 +87,11 @@ class Planner:
                 self._end()
             raise kind(cause, fix) from RuntimeError(said["trace"])
         estimate = MemoryEstimate.from_json(said["estimate"])
-        return estimate.limited(self.target.device_memory, self.target.host_memory)
+        estimate = estimate.limited(self.target.device_memory, self.target.host_memory)
+        if rough or said["alike"] or self.target.rank is not None:
+            return estimate
+        last = self._of_last_rank().predict(config, whole=whole, timed=timed)
+        return max(estimate, last, key=lambda one: one.needed)
 
     def stop(self) -> None:
         """Kill the process for good, from another thread: a `predict` in progress raises a ShardkitError."""
@@ -89,6 +99,16 @@ class Planner:
             self._stopped = True
             if self._process is not None:
                 self._process.kill()
+            if self._last is not None:
+                self._last.stop()
+
+    def _of_last_rank(self) -> Planner:
+        with self._lock:
+            if self._last is None:
+                target = replace(self.target, rank=self.target.world_size - 1)
+                self._last = Planner(target, self._niceness, self._loop)
+                self._last._stopped = self._stopped
+            return self._last
 
     def _start(self) -> None:
         for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):
@@ -170,7 +190,9 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def plan(config: RunConfig, target: Target, *, whole: bool = False, bucket_views: bool = True) -> MemoryEstimate:
+def plan(
+    config: RunConfig, target: Target, *, whole: bool = False, loop: Mapping[str, Any] | None = None
+) -> MemoryEstimate:
     """Predict the memory of one rank; see `Planner`."""
-    with Planner(target, bucket_views=bucket_views) as planner:
+    with Planner(target, loop=loop) as planner:
         return planner.predict(config, whole=whole)

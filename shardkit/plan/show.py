@@ -20,7 +20,7 @@ def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
     where = f"{target.world_size} × {estimate.device}"
     lines = [
         f"{title} on {where}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
-        f"{estimate.n_params / 1e6:,.1f} M parameters; figures are of rank {estimate.rank}, of the largest shard",
+        f"{estimate.n_params / 1e6:,.1f} M parameters; figures are of rank {estimate.rank}, which takes the most",
         "",
         *_peak(estimate),
         "",

@@ -20,7 +20,7 @@ class Target:
     Attributes:
         gpu: the card; `None` = a run on CPUs.
         ranks_per_node: ranks on one machine.
-        rank: the rank to plan; rank 0 holds the largest shard.
+        rank: the rank to plan; `None`: the one that takes the most.
         expandable: whether the allocator's segments can grow, shardkit's default.
         host_memory: bytes of host memory per rank; `None` = not asked.
         cap: bytes that a rank may use for tensors on CPUs.
@@ -29,7 +29,7 @@ class Target:
     world_size: int
     gpu: Gpu | None
     ranks_per_node: int
-    rank: int = 0
+    rank: int | None = None
     expandable: bool = True
     host_memory: int | None = None
     cap: int | None = None
@@ -55,6 +55,7 @@ def choose_target(
     gpu_memory: str | None = None,
     host_memory: str | None = None,
     memory_cap: str | None = None,
+    expandable: bool = True,
 ) -> Target:
     """The target that the command's options describe.
 
@@ -63,6 +64,7 @@ def choose_target(
         gpu_memory: memory of each card; overrides the table's.
         host_memory: memory of each machine; on CPUs each rank's share is its cap.
         memory_cap: limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others.
+        expandable: whether the allocator's segments can grow.
 
     Raises:
         ConfigError: an unknown card, an invalid amount of memory, or an invalid number of GPUs.
@@ -86,7 +88,8 @@ def choose_target(
         card = GPUS[DEFAULT] if cap is None else _card(None, cap)
     elif cap is not None:
         card = replace(card, memory=cap)
-    return Target(gpus, card and known_here(card, gpus), per_node, host_memory=on_host)
+    known = card and known_here(card, gpus)
+    return Target(gpus, known, per_node, expandable=expandable, host_memory=on_host)
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:

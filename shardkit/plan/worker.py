@@ -23,8 +23,8 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.write(json.dumps(said) + "\n")
             answers.flush()
 
-        from .model.predict import predict, prepare
-        from .simulate.ddp import bucket_views
+        from .model.predict import predict, prepare, ranks_alike
+        from .simulate.engines import Loop, following
         from .simulate.unplannable import Untraceable, explained
         from .target import Target
 
@@ -38,8 +38,10 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             asked = json.loads(line)
             config = RunConfig.model_validate(asked["config"])
             try:
-                with explained(), bucket_views(asked["bucket_views"]):
-                    answer({"estimate": predict(config, target, method, **asked["how"]).to_json()})
+                with explained(), following(Loop(**asked["loop"])):
+                    estimate = predict(config, target, method, **asked["how"])
+                    alike = ranks_alike(config, target.world_size, estimate.n_params)
+                    answer({"estimate": estimate.to_json(), "alike": alike})
             except ShardkitError as error:
                 said = [type(error).__name__, error.cause, error.fix]
                 answer({"error": said, "trace": traceback.format_exc(), "over": isinstance(error, Untraceable)})

@@ -104,7 +104,8 @@ def training(runs: Named) -> Figure:
         colour = LINES[number]
         dotted: dict[str, Any] = {"mode": "lines+markers", "line": {"color": colour, "dash": "dot"}}
         solid: dict[str, Any] = {}
-        for key, text, more in (("loss", "loss", solid), ("val_loss", "validation loss", dotted)):
+        parts = [(key, f"validation loss, {part}", dotted) for key, part in measure.validation_parts(run).items()]
+        for key, text, more in (("loss", "loss", solid), ("val_loss", "validation loss", dotted), *parts):
             steps, values = measure.column(run, key)
             if values:
                 data.append({**line(f"{name} {text}".strip(), steps, values, colour), **more})

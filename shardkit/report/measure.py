@@ -20,6 +20,8 @@ LABELS = {
     "peak_rss": "peak RSS",
     "state": "state",
 }
+TIMES = {"data_wait_s": "waiting for data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
+"""Parts of `step_time_s`."""
 Parts = dict[str, int]
 """Bytes by category."""
 
@@ -40,13 +42,19 @@ def column(run: Run, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
+def validation_parts(run: Run) -> dict[str, str]:
+    """Fields of metrics.jsonl with the validation loss of a part of the data → the part's name."""
+    prefix = "val_loss_"
+    return {key: key.removeprefix(prefix) for record in run.metrics for key in record if key.startswith(prefix)}
+
+
 def key_figures(run: Run) -> list[KeyFigure]:
     """The key figures of a run in display order; figures that the run does not have are None."""
     steps, losses = column(run, "loss")
     best = min(zip(losses, steps, strict=True), default=None)
     _, validation = column(run, "val_loss")
     tokens, times = (_settled(column(run, key)[1]) for key in ("tokens_per_s", "step_time_s"))
-    waits, saves, skipped = (column(run, key)[1] for key in ("data_wait_s", "save_s", "skipped"))
+    saves, last, skipped = (column(run, key)[1] for key in ("save_s", "end_save_s", "skipped"))
     condensed = summary(run.last_rows)
     spreads = condensed.spreads
     found = [
@@ -56,8 +64,8 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure("validation loss", validation[-1] if validation else None, "plain"),
         KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
-        KeyFigure("waiting for data", _share(waits, column(run, "step_time_s")[1]), "share", "of step time, rank 0"),
-        KeyFigure("stalled by saves", sum(saves) if saves else None, "s", "in all"),
+        *(KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0") for key, label in TIMES.items()),
+        KeyFigure("stalled by saves", sum(saves + last) if saves + last else None, "s", "in all"),
     ]
     for key, label in LABELS.items():
         spread = spreads.get(key)
@@ -76,8 +84,12 @@ def _settled(values: Sequence[float]) -> Sequence[float]:
     return values[1:] or values
 
 
-def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
-    return sum(part) / sum(whole) if part and sum(whole) > 0 else None
+def _share_of_steps(run: Run, key: str) -> float | None:
+    """The part of step time that `key` counts, over the steps that have it: older starts of a run may lack it."""
+    pairs = ((number(record.get(key)), number(record.get("step_time_s"))) for record in run.metrics)
+    known = [(part, whole) for part, whole in pairs if part is not None and whole is not None]
+    whole = sum(whole for _, whole in known)
+    return sum(part for part, _ in known) / whole if whole > 0 else None
 
 
 def stragglers(run: Run) -> list[tuple[Straggler, int]]:

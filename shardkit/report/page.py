@@ -20,6 +20,9 @@ from ..memory.spread import pressure, summary
 from . import figures, measure, planned, postmortem, traced
 from .read import Run, mapping, number, sequence
 
+_MOST_SAMPLES = 1000
+"""Texts of evaluations between the first and the last."""
+
 
 def run_page(run: Run, out: Path) -> str:
     """The HTML file of one run; links to other files of the run are relative to `out`."""
@@ -28,6 +31,8 @@ def run_page(run: Run, out: Path) -> str:
     page = Page(run.name, badge)
     page.section("summary", "Summary", *_summary(run))
     page.section("training", "Loss and throughput", page.figure("training", figures.training({"": run})))
+    if run.samples:
+        page.section("samples", "Samples", *_samples(run))
     page.section("memory", "Memory over time", *_memory(run, page))
     page.section("categories", "Where the memory is", *_categories(run, page))
     page.section("phases", "Peak by phase", *_phases(run, page))
@@ -83,6 +88,20 @@ def _summary(run: Run) -> list[Markup]:
         parts.append(paragraph(f"Started {len(run.restarts) + 1} times; why the earlier starts ended:"))
         parts.append(table(["", "reason"], [[Cell(f"{i}"), words(why)] for i, why in enumerate(run.restarts, 1)]))
     parts += [paragraph(f"Note: {note}", "faint") for note in run.notes]
+    return parts
+
+
+def _samples(run: Run) -> list[Markup]:
+    """The texts of the first and of the last evaluation; the others folded."""
+    steps = sorted({sample["step"] for sample in run.samples})
+    parts = []
+    for step in dict.fromkeys((steps[-1], steps[0])):
+        rows = [[words(s.get("prompt", "–")), words(s.get("text", "–"))] for s in run.samples if s["step"] == step]
+        parts += [heading(f"Step {step}"), table(["prompt", "continued"], rows)]
+    between = [s for s in run.samples if s["step"] in steps[1:-1]]
+    if between:
+        text = "\n\n".join(f"step {s['step']}: {s.get('prompt')} → {s.get('text')}" for s in between[-_MOST_SAMPLES:])
+        parts.append(folded("Evaluations between them", text))
     return parts
 
 

@@ -55,6 +55,7 @@ class Run:
     config_text: str
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
     gathers: list[Gather]
     traces: dict[int, dict[str, Any]]
     plan: dict[str, Any] | None
@@ -104,6 +105,11 @@ def read_run(path: Path) -> Run:
         config_text=text,
         environment=_json(path / "env.json", notes, wanted=True) or {},
         metrics=[line for line in _lines(path / "metrics.jsonl", notes) if isinstance(line.get("step"), int)],
+        samples=[
+            line
+            for line in (_lines(path / "samples.jsonl", notes) if (path / "samples.jsonl").exists() else ())
+            if isinstance(line.get("step"), int)
+        ],
         gathers=list(_gathers(path / "memory.jsonl", notes)),
         traces=_by_rank(path / "trace", notes),
         plan=_json(path / "plan.json", notes),

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -74,9 +74,9 @@ class BlockCalls:
         self._counts_forwards = self._strategy != "single" and not config.compile.enabled
         if self._counts_forwards:
             self._hooks.append(model.register_forward_pre_hook(self._count_forward))
+        if self._same_calls:
             for index, block in enumerate(blocks):
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
-        if self._same_calls:
             for module in sharded or self._callable(model):
                 # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
@@ -93,7 +93,7 @@ class BlockCalls:
 
     @property
     def last(self) -> str:
-        """Name of the block that this rank called last; empty before the first call."""
+        """Name of the block that this rank called last; empty before the first call, and where no engine compares."""
         return self._order[self._called[-1]] if self._called else ""
 
     def _note(self, index: int, block: nn.Module, *_: Any) -> None:
@@ -267,7 +267,7 @@ def refuse_unused(
 
     def check(*_: Any) -> None:
         if len(waiting) == len(expected):  # no backward: a resume creates the optimizer's state by such a step
-            return
+            return  # or nothing to expect any more: a hook must not remove itself while torch calls them in turn
         if waiting:
             when = "the first step" if len(expected) == len(trained) else "this step"
             raise ConfigError(
@@ -280,10 +280,8 @@ def refuse_unused(
             hooks.pop(fqn).remove()
             del expected[fqn]
         waiting.update(expected)
-        if not expected:
-            step_hook.remove()
 
-    step_hook = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)
 
 
 def _seen(waiting: dict[str, nn.Parameter], fqn: str, grad: torch.Tensor) -> None:
@@ -316,13 +314,15 @@ Bytes = dict[str, dict[str, int]]
 """category → dtype → bytes on one rank."""
 
 
-def check_same_data(world: World, train: Sized | None, val: Sized | None) -> None:
+def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
     """Refuse data of different sizes: ranks would take different numbers of steps and wait for each other; collective.
 
     Raises:
         DataError: the sizes differ; names the ranks' numbers of samples.
     """
-    everyone: list[Any] = world.gather([None if data is None else len(data) for data in (train, val)])
+    everyone: list[Any] = world.gather(
+        [None if train is None else len(train), sum(map(len, val.values())) if val else None]
+    )
     for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
         if len(set(sizes)) > 1:
             told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])

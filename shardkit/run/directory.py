@@ -29,7 +29,7 @@ from . import owner
 from .owner import Owner
 
 # The names that a run writes, in the run directory and in its folders. Nothing else there is ever deleted.
-FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "metrics.jsonl", "config.yaml")
+FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "samples.jsonl", "metrics.jsonl", "config.yaml")
 FOLDERS = {
     "checkpoints": r"latest|step_\d{8,}(\.\w+)?",
     "tensorboard": r"events\.out\.tfevents\..*",
@@ -189,7 +189,7 @@ def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
 
 def _rewind(path: Path, step: int) -> None:
     """Drop records after `step`, and a last line that was cut short."""
-    for name in ("metrics.jsonl", "memory.jsonl"):
+    for name in ("metrics.jsonl", "memory.jsonl", "samples.jsonl"):
         file = path / name
         if not file.exists():
             continue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,31 +18,68 @@ from . import directory
 from .job import Job
 
 
-def evaluate(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool] = lambda: False) -> dict[str, float]:
-    """Means over at most `train.eval_batches` micro-batches per rank of `data`; collective.
+def val_parts(task: Task) -> dict[str, Dataset]:
+    """The validation data in parts by name, such as the sources of a mix; one part without a name otherwise."""
+    found: dict[str, Dataset] = getattr(task, "val_parts", dict)()
+    if found:
+        return found
+    whole = task.dataset("val")
+    return {} if whole is None else {"": whole}
 
-    Keys: `val_loss`, and `val_<name>` for each further metric of the task.
+
+def evaluate(
+    job: Job, task: Task, parts: Mapping[str, Dataset], is_over: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Means over about `train.eval_batches` micro-batches per rank of the validation data; collective.
+
+    Keys: `val_loss`, and `val_<name>` for each further metric of the task; with several parts, which share the
+    micro-batches by size, also `val_<name>_<part>`. Tasks whose `perplexity` is true get it as a metric: exp(loss).
 
     Args:
         is_over: called before every micro-batch, with the same answer on every rank; True ends the evaluation with no
             means.
     """
+    limit, size = job.config.train.eval_batches, sum(map(len, parts.values()))
+    found: dict[str, float] = {}
+    whole: dict[str, float] = {}
     with torch.no_grad(), job.strategy.evaluating():
-        return _means(job, task, data, is_over)
+        for name, data in parts.items():
+            sums = _sums(job, task, data, max(1, round(limit * len(data) / size)), is_over)
+            if sums is None:
+                return {}
+            whole = {key: whole.get(key, 0.0) + value for key, value in sums.items()}
+            if len(parts) > 1:
+                found |= _means(task, sums, f"_{name}")
+    return _means(task, whole, "") | found
 
 
-def _means(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool]) -> dict[str, float]:
+def _means(task: Task, sums: dict[str, float], part: str) -> dict[str, float]:
+    count = max(sums[_COUNT], 1.0)
+    means = {f"val_{name}{part}": total / count for name, total in sums.items() if name != _COUNT}
+    if getattr(task, "perplexity", False):
+        loss = means[f"val_loss{part}"]
+        means[f"val_perplexity{part}"] = math.exp(loss) if loss < _LARGEST else math.inf
+    return means
+
+
+_COUNT = ""
+"""Key of the number of targets."""
+_LARGEST = 700.0
+"""exp of more is no number."""
+
+
+def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[], bool]) -> dict[str, float] | None:
+    """The sums of each metric over all ranks, and the number of targets; None if the evaluation is over."""
     model, world, train = job.model, job.world, job.config.train
     model.eval()
     sums: dict[str, torch.Tensor] = {}
     count = 0.0
     measure = getattr(task, "measure", None) or (lambda model, batch: {"loss": task.loss(model, batch)})
     collate = getattr(task, "collate", None)
-    batches = eval_batches(data, train.micro_batch_size, world.rank, world.size, train.eval_batches, collate)
-    for batch, is_filler in batches:
+    for batch, is_filler in eval_batches(data, train.micro_batch_size, world.rank, world.size, limit, collate):
         if is_over():
             model.train()
-            return {}
+            return None
         release_graph_outputs()
         for name, value in measure(model, to_device(batch, world.device)).items():
             total = sums.setdefault(name, torch.zeros((), device=world.device))
@@ -49,8 +87,8 @@ def _means(job: Job, task: Task, data: Dataset, is_over: Callable[[], bool]) -> 
                 total += value.float()
         count += 0 if is_filler else task.n_targets(batch)
     model.train()
-    *totals, n = world.sum([*map(float, sums.values()), count])
-    return {f"val_{name}": total / max(n, 1.0) for name, total in zip(sums, totals, strict=True)}
+    totals = world.sum([*map(float, sums.values()), count])
+    return dict(zip([*sums, _COUNT], totals, strict=True))
 
 
 def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> None:

@@ -156,8 +156,9 @@ class Loop:
     def config(self, settings: Mapping[str, Any]) -> Observed:
         """The loop's config with more settings; keys that do not show keep their defaults, for advice only."""
         seen = {**self.settings(), **settings}
-        kept = load_config(None, {**seen, **_unknown(self._inner())})
-        hidden = dict.fromkeys(_unknown(self._inner()), "default")
+        unknown = _unknown(self._inner()) | ({"model.max_seq_len": self.seq_len} if self.seq_len else {})
+        kept = load_config(None, {**seen, **unknown})
+        hidden = dict.fromkeys(unknown, "default")
         return Observed(kept.config, {**kept.sources, **hidden})
 
     def _strategy(self) -> str:

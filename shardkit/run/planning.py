@@ -29,7 +29,7 @@ from .job import Job
 LIMIT_S = 60.0
 """Most seconds for a plan; it is then abandoned."""
 RANKS = 4
-"""Most ranks to plan, one for each size of shards."""
+"""Most ranks to plan: one for each size of shards, and the last one under ZeRO-1 and 2."""
 _HOST_BYTES = 8 * 2**30
 """Bytes of host memory that must be free for `memory.plan=auto`; planning takes one or two GiB of them."""
 _STOP_S = 10.0
@@ -71,6 +71,9 @@ class RunPlan:
         if not job.world.is_main or (run_dir / "plan.json").exists() or (asked == "auto" and not _room()):
             return
         ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
+        if job.config.parallel.strategy in ("zero1", "zero2"):  # gradients stay longest on the last rank
+            last = job.world.size - 1
+            ranks = [last, *(rank for rank in ranks if rank != last)][:RANKS]
         self._deadline = time.monotonic() + LIMIT_S
         try:
             target = _target(job)
@@ -170,6 +173,7 @@ def target_of(device: torch.device, world_size: int, local_world_size: int, cap:
         table.get(properties.name) or replace(GPUS[DEFAULT], name=properties.name, device_name=properties.name),
         memory=min(int(properties.total_memory), cap or sys.maxsize),
         capability=(properties.major, properties.minor),
+        multiprocessors=int(properties.multi_processor_count),
     )
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     growing = "expandable_segments:True" in settings

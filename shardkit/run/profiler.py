@@ -82,9 +82,9 @@ class Profiler:
             self._stop()
 
     @contextmanager
-    def phase(self, name: PhaseName) -> Iterator[None]:
+    def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
         """Account a phase of a profiled step and mark it as a range in the trace."""
-        with self._ledger.phase(name), record_function(_RANGE[_PHASE[name]]):
+        with self._ledger.phase(name, follows), record_function(_RANGE[_PHASE[name]]):
             yield
         self._look(_PHASE[name])
 

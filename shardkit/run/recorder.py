@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,6 +56,14 @@ class Recorder:
         self._progress.update(record, self._world_size, rows)
         if self._server is not None:
             self._server.update(record, rows)
+
+    def samples(self, texts: Sequence[Mapping[str, Any]]) -> None:
+        """Record what the model wrote at an evaluation."""
+        self._writer.write_samples(texts)
+
+    def ended(self, end_save_s: float) -> None:
+        """Record the seconds that the run stood still after its last step for saves."""
+        self._writer.ended({"end_save_s": end_save_s})
 
     def close(self) -> None:
         self._stop_serving()

@@ -173,7 +173,7 @@ class TheirKeys:
         Raises:
             ShardkitError: the job cannot be planned.
         """
-        with Planner(target, bucket_views=job.bucket_views) as planner:
+        with Planner(target, loop=job.loop) as planner:
             timer = threading.Timer(LIMIT_S, planner.stop)
             timer.daemon = True
             timer.start()

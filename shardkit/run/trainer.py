@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,14 +15,18 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checkpoint.base import FrozenBase, check_adapter
 from ..checkpoint.format.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.load import resolve_batch
 from ..data.loader import StepBatch, StepLoader
-from ..data.sampler import BatchSchedule, State
+from ..data.packing import PackedDocuments
+from ..data.sampler import BatchSchedule, Order, State
+from ..data.samples import Mixed
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import append_jsonl, write_whole
+from ..hardware.cards import blas_workspace
 from ..launch.failures import failure
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
@@ -29,15 +34,16 @@ from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
 from ..strategies.step import Mark, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
-from ..tasks.load import build_model, load_task
+from ..tasks.load import build_model, load_task, read_prompts
 from . import checks, directory
 from .checks import SumCheck, not_finite_gradient
-from .evaluate import evaluate, report
+from .evaluate import evaluate, report, val_parts
 from .job import Job, not_finite
 from .owner import superseded
 from .preemption import StopRequest
 from .profiler import Profiler
 from .recorder import open_recorder
+from .samples import write_samples
 from .watchdog import WATCHED_S, Watchdog
 
 
@@ -70,6 +76,7 @@ class _Taken:
     out: StepOutput
     batch: StepBatch
     targets: float
+    positions: float
     lr: float
     waits: list[tuple[Mark, Mark]]
     pauses: dict[str, float]
@@ -88,18 +95,24 @@ class Trainer:
         self.step = self.skipped_steps = 0
         self._moved = False
         self.tokens_total = 0
+        self.samples: list[dict[str, Any]] = []
+        """Texts of the last evaluation that are not recorded yet; on rank 0."""
+        self._pauses: dict[str, float] = {}
         self._say("reading the data")
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
             data = self.task.dataset("train")
-            self.val_data = self.task.dataset("val") if self.config.train.eval_batches else None
-            checks.check_same_data(job.world, data, self.val_data)
+            self.val_parts = val_parts(self.task) if self.config.train.eval_batches else {}
+            checks.check_same_data(job.world, data, self.val_parts)
+            self.prompts = read_prompts(self.config, self.task)
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
             self.schedule = self._make_schedule(data)
         self.run_dir, owner = directory.prepare(job.loaded, job.world)
         self.owner = None if owner is None else job.at_end.enter_context(owner)
         n_ranks = "1 rank" if job.world.size == 1 else f"{job.world.size} ranks"
+        if isinstance(data, PackedDocuments | Mixed) and (packed := data.describe()):
+            self._say(packed)
         self._say(f"{len(data):,} samples; building the model for {self.config.parallel.strategy} on {n_ranks}")
         job.wrap(
             partial(build_model, self.config, self.task),
@@ -115,10 +128,11 @@ class Trainer:
         self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
         if job.world.is_main:
             print(f"blocks: {describe_blocks(job.model, job.calls.blocks)}", flush=True)
+        self.base = self._frozen_base()
         self.checkpoints = Checkpointer(
             job.strategy, job.world, self.config.checkpoint, self.run_dir / "checkpoints",
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
-            fence=None if owner is None else owner.fence,
+            fence=None if owner is None else owner.fence, left_out=self.base.names if self.base else (),
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume(loads))
         self.first_step = self.step + 1
@@ -131,9 +145,23 @@ class Trainer:
         if self.world.is_main:
             print(doing_now, flush=True)
 
+    def _adapter(self) -> Any:
+        return getattr(self.task, "adapter", None)
+
+    def _frozen_base(self) -> FrozenBase | None:
+        """The model under the task's adapter; `None` if the whole model is trained."""
+        adapter = self._adapter()
+        if adapter is None:
+            return None
+        base = FrozenBase(self.job.model, adapter.settings, adapter.base_name, self.config.model.init_from)
+        self._say(f"adapter: {self.config.adapter.type} on {len(adapter.targets)} layers, {base.line}")
+        return base
+
     def _will_load(self) -> bool:
         """Whether every weight comes from a checkpoint or from `model.init_from`; collective."""
         source = self.config.run.resume
+        if self._adapter() is not None:  # files hold either the adapter or the model under it
+            return False
         if self.config.model.init_from is not None or isinstance(source, str):
             return True
         found = False
@@ -148,8 +176,11 @@ class Trainer:
             loads: the initial weights were left out, as there was something to load.
         """
         source = self.config.run.resume
-        if source is False:
+        if source is False or self.base is not None:
             self._take_weights()
+        if self.base is not None:
+            self.base.identify(self.job.strategy, self.checkpoints.group)
+        if source is False:
             return State()
         found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
         if found is None and source is not True:
@@ -158,7 +189,7 @@ class Trainer:
             )
         if found is None and loads and self.config.model.init_from is None:
             raise CheckpointError(f"the checkpoints in {self.run_dir} vanished while the run started", "start it again")
-        if found is None:
+        if found is None and self.base is None:
             self._take_weights()
         run = found[1] if found else RunState(step=0)
         directory.go_on(self.job.loaded, self.world, self.run_dir, run.step)
@@ -174,23 +205,46 @@ class Trainer:
             return
         from ..checkpoint.formats.start import load_weights
 
-        read = load_weights(self.job.strategy, self.checkpoints.group, self.config.model.init_from)
+        adapter, source = self._adapter(), self.config.model.init_from
+        name_there = adapter.base_name if adapter else str
+        resized = getattr(self.task, "resized", ())
+        loaded = load_weights(self.job.strategy, self.world, self.checkpoints.group, source, name_there, resized)
         if self.world.is_main:
-            print(f"starting with the weights of {read}", file=sys.stderr, flush=True)
+            read = f" ({loaded.bytes_read / 2**30:.2f} GiB read)" if loaded.bytes_read else ""
+            print(f"starting with the weights of {loaded.path}{read}", file=sys.stderr, flush=True)
+            for name, (old, new) in loaded.resized.items():
+                print(f"{name}: {old} rows, and {new - old} new ones with their mean", file=sys.stderr, flush=True)
 
     def _accept(self, run: RunState) -> None:
         """Refuse a checkpoint whose data position does not apply to this run."""
         seed, n_samples = self.config.train.seed, self.schedule.n_samples
         if run.seed != seed and "imported" not in run.extra:  # another tool's data order does not apply here
             raise ConfigError(f"train.seed={seed}, but the checkpoint's is {run.seed}", f"set train.seed={run.seed}")
+        packing = run.extra.get("packing")
+        if packing not in (None, self.config.data.packing):
+            raise ConfigError("data.packing differs from the checkpoint's", f"set data.packing={packing}")
+        for name, digest in (run.extra.get("digests") or {}).items():
+            now = self._digests().get(name)
+            if now != digest:
+                raise DataError(
+                    f"the {name} is not the one that the checkpoint was trained with: digest {now or 'none'}, then "
+                    f"{digest}",
+                    f"resume with the same {name}; to go on with another, start from the weights: model.init_from=RUN",
+                )
         if run.n_samples not in (None, n_samples):
             raise DataError(
                 f"the training split has {n_samples} samples, it had {run.n_samples} when the checkpoint was made",
                 "resume with the same data, train.seq_len and data.val_fraction",
             )
+        check_adapter(self.base, run.extra.get("adapter"))
         shuffle = run.extra.get("shuffle")
         if shuffle not in (None, self.config.data.shuffle):
             raise ConfigError("data.shuffle differs from the checkpoint's", f"set data.shuffle={shuffle}")
+
+    def _digests(self) -> dict[str, str]:
+        """Digests of the data that the task names."""
+        found: dict[str, str] = getattr(self.task, "digests", dict)()
+        return found
 
     def _make_schedule(self, samples: Dataset) -> BatchSchedule:
         train, data = self.config.train, self.config.data
@@ -200,9 +254,11 @@ class Trainer:
                 "training split",
                 f"set it to {max(1, len(samples) // (self.accum * self.world.size))} or less, or use more data",
             )
+        own = getattr(samples, "order", None)
+        order: Order | None = own(train.seed, data.shuffle) if callable(own) else None
         try:
             return BatchSchedule(
-                n_samples=len(samples),
+                n_samples=len(samples) if order is None else order.n,
                 global_batch=train.micro_batch_size * self.accum * self.world.size,
                 micro_batch=train.micro_batch_size,
                 accum=self.accum,
@@ -211,6 +267,7 @@ class Trainer:
                 seed=train.seed,
                 shuffle=data.shuffle,
                 drop_last=data.drop_last,
+                order=order,
             )
         except ValueError as error:
             raise DataError(
@@ -261,9 +318,15 @@ class Trainer:
             for record in self.job.explained(self.steps()):  # explained before closing frees memory
                 if recorder is not None and self._lost() is None:
                     recorder.step(record, self.job.ledger.last_rows)
+                    recorder.samples(self.samples)
+                    self.samples = []
                 yield record
+            saved = bool(self._pauses) or self.checkpoints.saves_now
             with self._unhurried():
                 self.checkpoints.check_last()
+            if recorder is not None and saved and self._lost() is None:
+                waited = Mark(self.world.device).wait() - self._lap
+                recorder.ended(self._pauses.get("save_s", 0.0) + waited)
             failed = False
         except Exception as error:
             failure.record(error)  # closing waits for a background save, perhaps longer than the launcher does
@@ -293,8 +356,7 @@ class Trainer:
         self._lap = Mark(self.world.device)
         batch = next(self.loader)
         waits = [(self._lap, Mark(self.world.device))]
-        targets = self.world.sum([self._count(batch)])[0]
-        pauses: dict[str, float] = {}
+        targets, positions = self.world.sum(self._count(batch))
         late: _Taken | None = None
         while self.step < self.config.train.max_steps:
             self.step += 1
@@ -307,18 +369,19 @@ class Trainer:
             ) as gathers:
                 out = self._train_step(batch, targets)
             self.watchdog.beat(self.step, "data and reduction")
-            taken, waits = _Taken(self.step, out, batch, targets, lr, waits, pauses, gathers), []
+            taken = _Taken(self.step, out, batch, targets, positions, lr, waits, self._pauses, gathers)
+            waits = []
             if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
                 batch = next(self.loader)
                 waits.append((out.ended, Mark(self.world.device)))
-            loss, next_targets, stays_finite = self._agree(out, batch, targets)
+            loss, next_counts, stays_finite = self._agree(out, batch, targets)
             if late is not None:  # its update ended before this loss
                 yield self._finished(late, late.out.ended)
             if not stays_finite:
                 raise not_finite(self.world, self.step, out.loss_sum.item())
             self._sums.judge("task.loss", "return the sum over the batch's targets (docs/tasks.md)")
             self.job.ledger.end_step(self.step)
-            taken.loss, targets, pauses = loss, next_targets, {}
+            taken.loss, (targets, positions), self._pauses = loss, next_counts, {}
             if self._may_be_late():  # it ends with its update, before the data came
                 late = taken
                 if self._gather_due(self.step):
@@ -335,16 +398,18 @@ class Trainer:
                 self.watchdog.set_limit(self.config.run.step_timeout_s)
             if self._gather_due(self.step):
                 self._gather_memory()
-            if self.val_data is not None and self._eval_due():
+            if self.val_parts and self._eval_due():
                 with self._pause(record, "eval_s"):
-                    record |= evaluate(self.job, self.task, self.val_data, self._stop_asked)
+                    record |= evaluate(self.job, self.task, self.val_parts, self._stop_asked)
+                    if self.prompts is not None and self.stop.agreed is None:
+                        self.samples = write_samples(self.job, self.task, self.prompts, self.step, self._stop_asked)
             if self.profiler is not None and self.profiler.ends_with(self.step):
                 with self._pause(record, "profile_s"):
                     self.profiler.finish()  # else other ranks would wait for long writes in a shorter collective
                     self.checkpoints.meet(self.config.run.init_timeout_s)
             yield record  # on disk before the save begins: a run resumed from that save has every step
             if self._save_due():
-                with self._pause(pauses, "save_s"), self._unhurried():
+                with self._pause(self._pauses, "save_s"), self._unhurried():
                     self._save(taken.batch.state_after, record.get("val_loss"))
             if self.stop.agreed:
                 return
@@ -359,7 +424,7 @@ class Trainer:
             and self.config.precision.mode != "fp16"
             and self.first_step < self.step < self.config.train.max_steps
             and not self._save_due()
-            and not (self.val_data is not None and self._eval_due())
+            and not (self.val_parts and self._eval_due())
             and not (self.profiler is not None and self.profiler.ends_with(self.step))
             and self.stop.agreed is None
         )
@@ -385,9 +450,11 @@ class Trainer:
         self.tokens_total += int(taken.targets)
         record = {
             "step": taken.step, "loss": taken.loss, "grad_norm": norm, "lr": taken.lr, "tokens": int(taken.targets),
-            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait,
+            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait, **taken.out.times(),
             "tokens_per_s": taken.targets / step_time, **taken.pauses,
         }  # fmt: skip
+        if taken.positions:
+            record |= {"positions": int(taken.positions), "positions_per_s": taken.positions / step_time}
         self._note_scaling(record)
         return record
 
@@ -425,19 +492,23 @@ class Trainer:
             write_whole(path, json.dumps(found) + "\n")
 
         path = self.run_dir / FOLDER / f"rank{self.world.rank}.json"
-        strategy = self.job.strategy
-        return traced_step(strategy, strategy.model, phases, self.world.device, self.step, save)
+        strategy, device = self.job.strategy, self.world.device
+        workspace = 0
+        if device.type == "cuda":
+            asked = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+            workspace = blas_workspace(torch.cuda.get_device_capability(device), asked)
+        return traced_step(strategy, strategy.model, phases, device, self.step, save, workspace)
 
-    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, float, bool]:
-        """The one reduction per step: loss, next step's targets, finiteness, requests to save or stop, ownership."""
+    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, tuple[float, float], bool]:
+        """The one reduction per step: loss, next step's counts, finiteness, requests to save or stop, ownership."""
         local = out.loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, called, squares, next_targets, time_is_up, lost, *stop = self.world.sum(
+        total, bad, called, squares, next_targets, next_positions, time_is_up, lost, *stop = self.world.sum(
             [
                 local if finite else 0.0,
                 float(not finite),
                 *self.job.calls.flags(),
-                self._count(next_batch),
+                *self._count(next_batch),
                 float(self.checkpoints.time_is_up()),
                 float(self._lost() is not None),
                 *self.stop.flags(),
@@ -448,7 +519,7 @@ class Trainer:
         self._save_asked = time_is_up > 0
         self.stop.agree(stop)
         self.job.calls.agree(called, squares)
-        return total / max(targets, 1.0), next_targets, not bad
+        return total / max(targets, 1.0), (next_targets, next_positions), not bad
 
     def _unhurried(self) -> AbstractContextManager[None]:
         """Let a save take as long as its files grow on some rank."""
@@ -481,7 +552,11 @@ class Trainer:
         """Save the state after this step."""
         run = RunState(
             self.step, self.tokens_total, self.config.train.seed, position.epoch, position.next_sample,
-            self.schedule.n_samples, val_loss, {"shuffle": self.config.data.shuffle},
+            self.schedule.n_samples, val_loss,
+            {
+                "shuffle": self.config.data.shuffle, "packing": self.config.data.packing, "digests": self._digests(),
+                **({"adapter": self.base.about} if self.base else {}),
+            },
         )  # fmt: skip
         with doing("save"):
             self.checkpoints.save(run)
@@ -490,10 +565,12 @@ class Trainer:
         if self.world.is_main:
             append_jsonl(self.run_dir / "logs" / "checkpoints.jsonl", {**asdict(report), "path": str(report.path)})
 
-    def _count(self, batch: StepBatch) -> float:
+    def _count(self, batch: StepBatch) -> list[float]:
+        """This rank's targets, and the positions that the model computes for them (0 if the task does not say)."""
         counts = [0 if is_filler else self.task.n_targets(micro) for micro, is_filler in batch.micro_batches]
         self._sums.expect(counts)
-        return float(sum(counts))
+        n_positions = getattr(self.task, "n_positions", lambda _: 0)
+        return [float(sum(counts)), float(sum(n_positions(micro) for micro, _ in batch.micro_batches))]
 
     def _set_lr(self) -> float:
         lr = lr_at(self.config.optim, self.step, self.config.train.max_steps)

@@ -33,6 +33,7 @@ from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
 from ..telemetry.metrics import MetricsWriter
+from ..telemetry.progress import Progress
 from . import directory
 from .observe import Loop, Observed
 from .owner import Owner
@@ -55,6 +56,8 @@ def watch(
     resume: bool = False,
     done: int | None = None,
     tensorboard: bool = True,
+    bars: bool = True,
+    total: int | None = None,
     tool: Tool = "torch",
 ) -> Watching:
     """Account for the memory of a loop of any tool, and explain its out-of-memory errors.
@@ -65,8 +68,8 @@ def watch(
                 watching.log(loss=loss)      # if the record should have it
 
     Entering is collective. Rank 0 writes `metrics.jsonl`, `memory.jsonl` and TensorBoard's events into `run_dir`, which
-    `shardkit report` shows, and prints every rank's memory at the end. Nothing waits for the device. Every rank must
-    take the same number of optimizer steps.
+    `shardkit report` shows, draws bars of every rank's memory on a terminal, and prints them as a table at the end.
+    Nothing waits for the device. Every rank must take the same number of optimizer steps.
 
     Args:
         model: the module that the loop calls: plain, DDP, FSDP2, compiled, or DeepSpeed's engine.
@@ -79,6 +82,8 @@ def watch(
         resume: continue the records in `run_dir` after `done` steps.
         done: optimizer steps that were taken before; default with `resume`: the last one in `run_dir`.
         tensorboard: whether to write its events.
+        bars: whether to draw on a terminal, at most once a second, while no bar of tqdm is open.
+        total: the last optimizer step, for the bars, if it is known.
         tool: advice is said in the keys of this tool.
 
     Raises:
@@ -87,7 +92,9 @@ def watch(
     optimizers = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
     names = tuple(str(file) for file in files)
     config = None if model_config is None else str(model_config)
-    settings = Settings(Path(run_dir), every, resume, done, tensorboard, tool, cap, names, config)
+    settings = Settings(
+        Path(run_dir), every, resume, done, tensorboard, tool, cap, names, config, bars=bars, total=total
+    )
     return Watching(model, optimizers, settings)
 
 
@@ -113,6 +120,8 @@ class Settings:
     known: Mapping[str, Any] = field(default_factory=dict)
     contents: Callable[[], dict[str, dict[str, Any]]] | None = None
     is_marked: bool = False
+    bars: bool = True
+    total: int | None = None
 
 
 class Watching:
@@ -207,7 +216,13 @@ class Watching:
             self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
-                self._records = _Records(MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0])
+                shown = Progress(settings.total, done, every=None) if settings.bars else None
+                self._records = _Records(
+                    MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0],
+                    None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
+                )  # fmt: skip
+                if shown is not None:
+                    self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
             self._watch = Watch(
                 self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
@@ -392,8 +407,10 @@ class _Ranks:
 class _Records:
     """Rank 0's record of each step; values that a GPU still computes are written later, in order."""
 
-    def __init__(self, writer: MetricsWriter, optimizer: Any) -> None:
-        self.writer, self._optimizer = writer, optimizer
+    def __init__(
+        self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
+    ) -> None:
+        self.writer, self._optimizer, self._show = writer, optimizer, show
         self._now: dict[str, Any] | None = None
         self._early: dict[str, Any] = {}
         self._queue: deque[tuple[dict[str, Any], Any]] = deque()
@@ -447,6 +464,11 @@ class _Records:
             self._tokens += plain["tokens"]
             plain |= {"tokens_total": self._tokens, "tokens_per_s": plain["tokens"] / plain["step_time_s"]}
         self.writer.write(plain)
+        if self._show is not None:
+            try:
+                self._show(plain)
+            except OSError:  # the terminal is gone
+                self._show = None
 
 
 def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:

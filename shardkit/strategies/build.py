@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..activation import checkpoint_activations, offload_activations
+from ..config.capability import ZERO
 from ..config.schema import RunConfig
 from ..parallel.batchnorm import prepare_batchnorm
 from ..parallel.blocks import compile_blocks, find_blocks
@@ -31,7 +32,7 @@ def parallelize(
         make_model,
         strategy.construction(),
         cut_up=strategy.name not in ("single", "ddp"),
-        on_meta=strategy.name in ("fsdp", "hsdp"),
+        on_meta=strategy.name in ("fsdp", "hsdp", "zero3"),
     )
     model.train()
     prepare_batchnorm(model, config, device)
@@ -40,5 +41,5 @@ def parallelize(
     blocks = find_blocks(model, block_classes)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
     offload_activations(model, blocks, config.activation, device)
-    compile_blocks(model, blocks, config.compile, device)
+    compile_blocks(model, blocks, config.compile, device, hooks_outside=strategy.name in ZERO)
     strategy.setup(model, blocks, make_optimizer, weights)

@@ -101,13 +101,19 @@ class DDP(TorchStates):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        """Exchange the ranges that each rank has written, bit for bit: all other bytes are zero in the sum."""
+        """Exchange the ranges that each rank has written, bit for bit."""
         for fqn, param in self._bare.named_parameters():
             whole = flat(fqn, param)
-            start, end = even_range(whole.numel(), self._world.rank, self._world.size)
+            ranges = [even_range(whole.numel(), rank, self._world.size) for rank in range(self._world.size)]
+            if whole.device.type == "cpu":  # gloo sends in place, and for an all-reduce keeps memory of its own
+                for rank, (start, end) in enumerate(ranges):
+                    if start < end:
+                        dist.broadcast(whole[start:end].view(torch.uint8), src=rank)
+                continue
+            start, end = ranges[self._world.rank]
             whole[:start].zero_()
             whole[end:].zero_()
-            dist.all_reduce(whole.view(torch.uint8))
+            dist.all_reduce(whole.view(torch.uint8))  # one call for many ranks; all other bytes are zero in the sum
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -61,11 +61,10 @@ class FSDP(TorchStates):
         refuse_ties_across_blocks(model, blocks)
         engine_forward(model, self._world.device, self._config.precision, self.name)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=self._config.parallel.reshard_after_forward, **options)
+            fully_shard(block, reshard_after_forward=self.reshards, **options)
         if self._config.precision.output_dtype == "fp32":
             options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
-        # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
-        fully_shard(model, reshard_after_forward=False, **options)
+        self.shard_rest(model, options)
         assert isinstance(model, FSDPModule)
         self._prefetch(blocks)
         if self._world.size > 1:
@@ -77,6 +76,16 @@ class FSDP(TorchStates):
         self.model = self._bare = model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a block's gathered parameters are freed after its forward."""
+        return self._config.parallel.reshard_after_forward
+
+    def shard_rest(self, model: nn.Module, options: dict[str, Any]) -> None:
+        """Shard what no block holds; `options` are those of torch's `fully_shard`."""
+        # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
+        fully_shard(model, reshard_after_forward=False, **options)
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
         """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one."""

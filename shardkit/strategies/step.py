@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -58,17 +58,26 @@ class HostValue:
         arrived: the moment at which the value is on the host.
     """
 
+    _free: ClassVar[dict[torch.dtype, list[torch.Tensor]]] = {}
+    """Page-locked numbers that were read, for use again: new ones cost a look at every copy that still runs."""
+
     def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
         """`device`: where `arrived` is taken, if not on the value's device."""
-        self._host = value.detach()
+        self._number: float | None = None
+        self._host, self._pool = value.detach(), list[torch.Tensor]()
         if value.device.type == "cuda":
-            self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            if type(value) is torch.Tensor:  # not a plan's fake one
+                self._pool = self._free.setdefault(value.dtype, self._pool)
+            self._host = self._pool.pop() if self._pool else torch.empty((), dtype=value.dtype, pin_memory=True)
             self._host.copy_(value.detach(), non_blocking=True)
         self.arrived = Mark(device or value.device)
 
     def item(self) -> float:
-        self.arrived.wait()
-        return float(self._host)
+        if self._number is None:
+            self.arrived.wait()
+            self._number = float(self._host)
+            self._pool.append(self._host)
+        return self._number
 
 
 class Stopwatch:
@@ -144,16 +153,25 @@ class StepOutput:
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
         grad_norm: global gradient norm before clipping; it arrives at the end of the update.
-        forward: time in forward over all micro-batches.
+        turns: where each micro-batch's forward and its backward begin, in turns, and then the update.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
-    forward: Stopwatch
+    turns: list[Mark]
+
+    def forward_s(self) -> float:
+        """Seconds of forward over all micro-batches, once the loss is known."""
+        return sum((end - begin for begin, end in zip(self.turns[:-1:2], self.turns[1::2], strict=True)), 0.0)
 
     def busy_s(self, waits: Stopwatch | None) -> float:
         """Seconds of forward that this rank did not wait for others; NaN if its waits are not known."""
-        return math.nan if waits is None else self.forward.seconds() - waits.seconds()
+        return math.nan if waits is None else self.forward_s() - waits.seconds()
+
+    def times(self) -> dict[str, float]:
+        """Seconds of forward, backward and update, which follow one another without gaps, once `ended` is past."""
+        forward, last = self.forward_s(), self.turns[-1]
+        return {"forward_s": forward, "backward_s": last - self.turns[0] - forward, "update_s": self.ended - last}
 
     @property
     def ended(self) -> Mark:
@@ -173,11 +191,12 @@ def train_step(
 ) -> StepOutput:
     """Take one optimizer step: accumulate, clip, update."""
     release_graph_outputs()
-    loss_sum, forward = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
+    loss_sum, turns = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device)
+    turns.append(Mark(device))
     ledger.sample_state(strategy)
-    with ledger.phase("step"):
+    with ledger.phase("step", follows=True):  # what `sample_state` counts takes no memory to speak of
         grad_norm = HostValue(strategy.step(max_norm), device)
-    return StepOutput(loss_sum, grad_norm, forward)
+    return StepOutput(loss_sum, grad_norm, turns)
 
 
 def accumulate(
@@ -188,32 +207,34 @@ def accumulate(
     n_targets: float,
     world_size: int,
     device: torch.device,
-) -> tuple[HostValue, Stopwatch]:
-    """Forward and backward of a step's micro-batches; returns this rank's summed loss and the time in forward.
+) -> tuple[HostValue, list[Mark]]:
+    """Forward and backward of a step's micro-batches; returns this rank's summed loss, and where each of them begins.
 
     The gradients are those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
     ranks, hence each rank's sum is scaled once, in fp32, by world_size / n_targets. A mean of per-micro-batch means
     would weigh ragged micro-batches wrongly.
     """
     scale = world_size / max(n_targets, 1.0)
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    forward = Stopwatch(device)
+    total: torch.Tensor | None = None
+    turns: list[Mark] = []
     for index, (batch, is_filler) in enumerate(micro_batches):
-        with strategy.accumulate(is_last=index == len(micro_batches) - 1):
-            with ledger.phase("forward"):
-                forward.start()
+        is_last = index == len(micro_batches) - 1
+        with strategy.accumulate(is_last):
+            with ledger.phase("forward", follows=index > 0):
+                turns.append(Mark(device))
                 loss = one_number(loss_fn(strategy.model, to_device(batch, device)))
                 weight = 0.0 if is_filler else 1.0
-                total += loss.detach() * weight
-                if index == len(micro_batches) - 1:
+                seen = loss.detach()
+                if is_filler or (total is None and not is_last):
+                    seen = seen * weight  # a copy: a captured graph writes the next loss to the same memory
+                total = seen if total is None else total + seen
+                if is_last:
                     loss_sum = HostValue(total)
-                    forward.stop(loss_sum.arrived)
-                else:
-                    forward.stop()
-            with ledger.phase("backward"):
+                turns.append(loss_sum.arrived if is_last else Mark(device))
+            with ledger.phase("backward", follows=True):
                 strategy.backward(loss * (weight * scale))
                 del loss
-    return loss_sum, forward
+    return loss_sum, turns
 
 
 def one_number(loss: Any) -> torch.Tensor:
@@ -241,12 +262,13 @@ def clip_and_step(
     With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
     """
     scaler.unscale_(optimizer)
-    params = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    # Kept until the update is done: torch makes the Python object of a gradient anew for each look at it.
+    grads = [grad for p in parameters if (grad := p.grad) is not None]
+    norm = nn.utils.get_total_norm(grads)
     if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes 0.4 s to import
         norm = norm.full_tensor()
     if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()
@@ -262,12 +284,12 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None
     On the CPU the norm is at hand. On a GPU torch's fused optimizers read a flag on the device; other optimizers still
     update, and the resulting state must not be saved.
     """
-    bad = norm.isfinite().logical_not()
+    zero = norm * 0  # of infinity: NaN; isfinite launches three kernels more
     if norm.device.type == "cpu":
-        if not bad:
+        if not zero.ne(0):
             optimizer.step()
         return
-    with skipping(optimizer, bad):
+    with skipping(optimizer, zero.ne_(0)):
         optimizer.step()
 
 

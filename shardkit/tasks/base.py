@@ -13,7 +13,11 @@ Batch = Any
 
 
 class Dataset(Sized, Protocol):
-    """A map-style dataset: `len()` and integer indexing."""
+    """A map-style dataset: `len()` and integer indexing.
+
+    With a method `order(seed: int, shuffle: bool)` it has an order of its own, a `shardkit.data.sampler.Order`, and an
+    epoch has that order's `n` samples.
+    """
 
     def __getitem__(self, index: int) -> Any: ...
 
@@ -30,14 +34,27 @@ class Task(Protocol):
       shards. Without it the constructor runs on every rank with the run's seed; under fsdp and hsdp large parameters
       stay on meta there too.
     - `collate(samples: list) -> Batch`; default `torch.utils.data.default_collate`.
+    - `n_positions(batch) -> int`: positions that the model computes for a micro-batch, padding and tokens without a
+      target included; called on CPU. Recorded beside the targets.
     - `flops_per_token() -> float | None`: training FLOPs (forward + backward, no recompute) per target, for MFU.
     - `measure(model, batch) -> dict[str, Tensor]`: the metrics of an evaluation as sums over the targets, including
       "loss"; calls `model` once. Recorded as `val_<name>`.
+    - `val_parts() -> dict[str, Dataset]`: the validation data in parts, such as the sources of a mix; each also gets
+      figures of its own. Empty = one part, `dataset("val")`.
+    - `perplexity: bool`: true if the loss is a cross-entropy in nats; evaluations then show exp(loss) too.
+    - `next_logits(model, tokens, positions) -> Tensor`: logits [n, vocab] at `positions` [n] of the flattened `tokens`
+      [batch, seq], for `train.sample_prompts`; calls `model` once.
     - `block_classes: tuple[type[nn.Module], ...]`: module types to shard, checkpoint and compile as one unit.
     - `attention_classes: tuple[type[nn.Module], ...]`: module types that `activation.policy=selective` recomputes.
+    - `digests() -> dict[str, str]`: digests of the data and whatever else a resume must find unchanged, by name;
+      checkpoints hold them, and a resume with another one is refused.
     - `plan_batch(n: int) -> Batch`: a micro-batch of n samples with the usual shapes and any values, for planning.
       Default: the first samples of `dataset("train")`.
     - `plan_loss(model, batch) -> Tensor`: planning traces it instead of a `loss` that reads tensors' values.
+    - `adapter`: an adapter over a frozen model, of which checkpoints hold the adapter alone; an `AdaptedModel`, or
+      `None`.
+    - `resized: Collection[str]`: names of parameters that may have fewer rows in the files of `model.init_from`; their
+      new rows become the mean of those.
     - `describe() -> dict[str, float]`: figures to print beside the validation loss (such as a baseline).
     """
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..config.schema import RunConfig
-from ..data.corpus import Corpus
-from ..data.windows import MaskedWindows, flatten_targets, open_covered, windows
+from ..data.samples import TextData
+from ..data.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
+from ..data.windows import MaskedWindows, flatten_targets
 from ..errors import ConfigError
+from ..models.adapter import adapter_of, hf_model
 from ..models.cross_entropy import attach_loss, check_loss_fits
-from ..models.hf import HFModel
 from .hf_causal_lm import refuse_long_sequences
 
 
@@ -29,30 +30,38 @@ class HFMaskedLM:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.hf = HFModel(config.model, "hf_masked_lm")
+        self.hf = hf_model(config, "hf_masked_lm", rows=embedding_rows(config))
+        self.adapter, self.resized = adapter_of(self.hf), self.hf.resized
         refuse_long_sequences(config, self.hf)
         fix = "use another model type: this task computes logits only at the masked positions, which this one cannot do"
         check_loss_fits(self.hf.reference, fix)
         vocab_size, given = self.hf.config.vocab_size, config.data.mask_token
-        self.mask_token = vocab_size - 1 if given is None else given
+        where = tokenizer_path(config)
+        own = None if where is None else load_tokenizer(where).mask_token_id
+        self._reserved = 1 if given is None and own is None else 0
+        self.mask_token = given if given is not None else own if own is not None else vocab_size - 1
         if self.mask_token >= vocab_size:
             raise ConfigError(
-                f"data.mask_token={given}, but the model's vocabulary has {vocab_size} tokens",
+                f"data.mask_token={self.mask_token}, but the model's vocabulary has {vocab_size} tokens",
                 f"set data.mask_token below {vocab_size}, or model.hf.vocab_size={self.mask_token + 1}",
             )
         self.block_classes = self.hf.block_classes
         self.collate = flatten_targets
 
     @cached_property
-    def corpus(self) -> Corpus:
-        reserved = 1 if self.config.data.mask_token is None else 0
-        corpus = open_covered(self.config, self.hf.config.vocab_size, "model.hf.vocab_size", reserved)
-        if corpus.occurs(self.mask_token):
+    def data(self) -> TextData:
+        data = TextData(self.config, self.hf.config.vocab_size, "model.hf.vocab_size", self._reserved)
+        if data.corpus is not None and data.corpus.occurs(self.mask_token):
             raise ConfigError(
-                f"data.mask_token={self.mask_token} occurs in {corpus.source}",
+                f"data.mask_token={self.mask_token} occurs in {data.corpus.source}",
                 "name a token that stands for nothing else, or raise model.hf.vocab_size by one and leave it unset",
             )
-        return corpus
+        if data.sources is not None and not data.sources.plain_text:
+            raise ConfigError(
+                "task.name=hf_masked_lm learns from plain text, but the data are conversations or prompts",
+                "set task.name=hf_causal_lm, or data.path to text",
+            )
+        return data
 
     def build_model(self) -> nn.Module:
         return attach_loss(self.hf.build(), self.config.model.loss_chunk_size)
@@ -62,8 +71,8 @@ class HFMaskedLM:
 
     def dataset(self, split: Literal["train", "val"]) -> MaskedWindows:
         train, data = self.config.train, self.config.data
-        plain = windows(self.corpus, split, train.seq_len)
-        n_tokens = self.corpus.max_token + 1
+        plain = self.data.dataset(split)
+        n_tokens = self.data.n_ids
         return MaskedWindows(plain, train.seed, split, data.mask_fraction, self.mask_token, n_tokens)
 
     def n_targets(self, batch: dict[str, torch.Tensor]) -> int:
@@ -80,5 +89,8 @@ class HFMaskedLM:
         return total
 
     def describe(self) -> dict[str, float]:
-        """The baseline a model must beat: validation cross-entropy of the training unigrams, nats per token."""
-        return {"unigram_cross_entropy": self.corpus.unigram_cross_entropy()}
+        """The baseline a model must beat: see `TextData.describe`."""
+        return self.data.describe()
+
+    def digests(self) -> dict[str, str]:
+        return self.data.digests()

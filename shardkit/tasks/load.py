@@ -1,4 +1,4 @@
-"""Load the task of a config: a built-in one, or the user's own through `task.factory`."""
+"""Load the task of a config, a built-in one or the user's own through `task.factory`, and the prompts it continues."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config.schema import RunConfig, TaskName
+from ..config.schema import RunConfig, TaskName, TrainConfig
+from ..data.tokenizer import load_tokenizer, tokenizer_path
 from ..errors import ConfigError, ShardkitError
 from .base import Task
 from .causal_lm import CausalLM
@@ -43,6 +46,15 @@ def model_config(config: RunConfig) -> Any:
     from ..models.hf import import_transformers, read_config
 
     return read_config(import_transformers(config.task.name), config.model, {})
+
+
+def tokenizer_of(config: RunConfig) -> Path | None:
+    """The folder, or the `tokenizer.json`, of the run's tokenizer; None if the run has none.
+
+    Raises:
+        ConfigError: `data.tokenizer` does not exist.
+    """
+    return tokenizer_path(config)
 
 
 def load_task(config: RunConfig) -> Task:
@@ -153,3 +165,65 @@ def _raised(spec: str, what: str, error: BaseException) -> ConfigError:
 
 def _location(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or "a namespace package"
+
+
+_BYTE_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids, and how to read an answer.
+
+    Attributes:
+        end: the token that ends an answer; None if there is none.
+    """
+
+    texts: tuple[str, ...]
+    ids: tuple[list[int], ...]
+    decode: Callable[[list[int]], str]
+    end: int | None
+
+    def batch(self, train: TrainConfig, world_size: int) -> tuple[int, int]:
+        """Prompts that a rank continues together, and the tokens of the longest with its answer: the shape of every
+        forward, never more than a micro-batch of training."""
+        rows = min(train.micro_batch_size, -(-len(self.ids) // world_size))
+        return rows, max(map(len, self.ids)) + train.sample_tokens
+
+
+def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
+    """The run's prompts in the tokens of its tokenizer, else as bytes; None without prompts or evaluations.
+
+    Raises:
+        ConfigError: the task cannot continue text, the tokenizer cannot be read, a prompt is empty, or one is too long
+            for `train.seq_len`.
+    """
+    train = config.train
+    if not train.sample_prompts or not train.eval_batches:
+        return None
+    if not hasattr(task, "next_logits"):
+        raise ConfigError(
+            f"train.sample_prompts needs a task that continues text, and {type(task).__name__} has no next_logits",
+            "remove train.sample_prompts, or give the task that method (docs/tasks.md)",
+        )
+    path = tokenizer_path(config)
+    tokenizer = load_tokenizer(path) if path is not None else None
+    if tokenizer is None:
+        ids = [list(text.encode()) for text in train.sample_prompts]
+        found = Prompts(train.sample_prompts, tuple(ids), _read_bytes, None)
+    else:
+        ids = [list(tokenizer(text).input_ids) for text in train.sample_prompts]
+        found = Prompts(train.sample_prompts, tuple(ids), tokenizer.decode, tokenizer.eos_token_id)
+    for index, tokens in enumerate(ids):
+        if not tokens:
+            raise ConfigError(f"train.sample_prompts[{index}] is empty", "give it a word to begin with")
+        if len(tokens) + train.sample_tokens > train.seq_len:
+            raise ConfigError(
+                f"train.sample_prompts[{index}] has {len(tokens)} tokens: with train.sample_tokens="
+                f"{train.sample_tokens} more than train.seq_len={train.seq_len}",
+                "shorten the prompt, or lower train.sample_tokens",
+            )
+    return found
+
+
+def _read_bytes(ids: list[int]) -> str:
+    return bytes(i for i in ids if i < _BYTE_VOCABULARY).decode(errors="replace")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import append_jsonl
+from ..files import append_jsonl, extend_last_line
 from ..memory.rows import RankRow
 from ..memory.spread import WHOLE, pressure, summary
 
@@ -21,9 +21,11 @@ class MetricsWriter:
     """Appends one JSON object per optimizer step; TensorBoard gets the same numbers and every gather's memory.
 
     A step's object holds: step, loss (mean over the step's targets), grad_norm (before clipping), lr, tokens (targets
-    in this step, all ranks), tokens_total, step_time_s, data_wait_s (rank 0), tokens_per_s, val_loss and eval_s after
-    an evaluation, profile_s after a profile's export, and save_s after a save (seconds that training stalled for it
-    before this step). The norm of a step that fp16 loss scaling skipped is null.
+    in this step, all ranks), tokens_total, step_time_s and its parts data_wait_s, forward_s, backward_s and update_s
+    (rank 0), tokens_per_s, positions and positions_per_s (that the model computed, with padding and tokens without a
+    target) if the task counts them, val_loss and eval_s after an evaluation, profile_s after a profile's export, and
+    save_s after a save (seconds that training stalled for it before this step). The last one has end_save_s: the same
+    after it, and the wait for a save in the background. The norm of a step that fp16 loss scaling skipped is null.
 
     Args:
         wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.
@@ -53,20 +55,38 @@ class MetricsWriter:
         if self._tensorboard_dir is not None:
             self._picture({f"train/{key}": v for key, v in record.items() if key != "step"}, int(record["step"]))
 
-    def _picture(self, scalars: Mapping[str, float], step: int) -> None:
+    def write_samples(self, texts: Sequence[Mapping[str, Any]]) -> None:
+        """Append texts of an evaluation to `samples.jsonl` ("step", "prompt", "text", "tokens"), and to TensorBoard."""
+        if not texts:
+            return
+        append_jsonl(self._path.with_name("samples.jsonl"), *texts)
+        if self._tensorboard_dir is not None:
+            shown = {f"samples/{i}": f"{text['prompt']} **→** {text['text']}" for i, text in enumerate(texts)}
+            self._picture({}, int(texts[0]["step"]), shown)
+
+    def ended(self, more: Mapping[str, float]) -> None:
+        """Add to the last step's object what is known only at the run's end."""
+        extend_last_line(self._path, more)
+
+    def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
         try:
-            self._show(scalars, step)
+            self._show(scalars, step, texts or {})
         except OSError as error:  # a full disk ends the plots, not the run
             _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
             self._tensorboard_dir = self._board = None
 
-    def _show(self, scalars: Mapping[str, float], step: int) -> None:
+    def _show(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str]) -> None:
         if self._board is None:  # the import takes most of a second: wait until the first step is done
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
-        for name, value in scalars.items():
-            self._board.add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all: `add_scalar` makes one of each, which takes the step's thread and the writer's longer.
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
+        self._board.file_writer.add_summary(Summary(value=values), step)
+        for name, text in texts.items():
+            self._board.add_text(name, text, step)
 
     def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
         """Write each gather's spread to TensorBoard, and each rank's peak unless the world is large."""

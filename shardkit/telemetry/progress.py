@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import gib
 from ..memory.rows import RankRow
 from ..memory.spread import Summary, pressure, summary
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
 
 REFRESH_S = 1.0
@@ -21,19 +23,27 @@ BARS = 8
 TIGHT = 0.9
 """A rank's bar turns red at this share of its memory."""
 
+_PARTS = {"data_wait_s": "data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
+
 
 class Progress:
     """Shows loss, throughput, MFU if the GPU's peak is known, the ranks' memory, seconds spent on saves,
     and the remaining time.
+
+    Args:
+        total: the last step; `None`: unknown.
+        first: steps that were taken before.
+        every: steps between two lines where stderr is no terminal; `None`: a terminal alone is written to, and only
+            while nothing else draws bars there.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         first: int,
-        every: int,
-        flops_per_token: float | None,
-        peak_flops: float | None,
+        every: int | None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
         targets: str = "tokens",
     ) -> None:
         self._targets = targets
@@ -43,7 +53,8 @@ class Progress:
         self._saves_s = 0.0
         self._rows: Sequence[RankRow] = ()
         self._condensed: Summary | None = None
-        self._screen = Screen(total, first) if sys.stderr.isatty() else None
+        is_seen = sys.stderr.isatty() and (every is not None or sys.stdout.isatty())
+        self._screen = Screen(total, first, _tqdm_draws if every is None else None) if is_seen else None
 
     def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
         """Show a step's record; `rows` come from the last gather."""
@@ -52,15 +63,21 @@ class Progress:
         if rows is not self._rows:
             self._rows, self._condensed = rows, summary(rows) if rows else None
         if self._screen is not None:
-            self._screen.update(step, lambda: self._text(record, ranks), self._rows)
-        elif step == self._first + 1 or step % self._every == 0 or step == self._total:
+            self._screen.update(step, lambda: (self._text(record, ranks), parts_of(record)), self._rows)
+        elif self._every is not None and (step == self._first + 1 or step % self._every == 0 or step == self._total):
             text = self._text(record, ranks)
             print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", file=sys.stderr, flush=True)
 
     def _text(self, record: Mapping[str, float], ranks: int) -> str:
-        tokens_per_s = record["tokens_per_s"]
-        parts = [f"loss {record['loss']:.4f}", f"{tokens_per_s:,.0f} {self._targets}/s"]
-        if self._mfu_per_token is not None:
+        parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
+        tokens_per_s, processed = record.get("tokens_per_s"), record.get("positions_per_s", 0.0)
+        if tokens_per_s is None:
+            parts.append(f"{1e3 * record['step_time_s']:,.0f} ms a step")
+        else:
+            parts.append(f"{tokens_per_s:,.0f} {self._targets}/s")
+            if tokens_per_s < 0.995 * processed:
+                parts[-1] += f" of {processed:,.0f} processed"
+        if self._mfu_per_token is not None and tokens_per_s is not None:
             parts.append(f"MFU {100 * self._mfu_per_token * tokens_per_s / ranks:.1f} %")
         if self._condensed is not None and self._condensed.peak is not None:
             metric, spread = self._condensed.peak
@@ -74,7 +91,7 @@ class Progress:
 
     def _eta(self, step: int) -> str:
         done = max(1, step - self._first)
-        left = int((time.perf_counter() - self._began) / done * (self._total - step))
+        left = int((time.perf_counter() - self._began) / done * ((self._total or step) - step))
         return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
 
     def close(self) -> None:
@@ -85,36 +102,114 @@ class Progress:
 class Screen:
     """The terminal display: a bar for the run, and below it bars of the ranks with the largest peaks.
 
-    It has no thread: the end of a step draws it, at most once in `REFRESH_S`.
+    It has no thread: the end of a step draws it, at most once in `REFRESH_S`. Other code's text goes to the terminal as
+    it is: the bars vanish before it, and come back once a line has ended.
+
+    Args:
+        total: the last step; `None`: unknown.
+        first: steps that were taken before.
+        is_taken: whether something else draws bars now.
     """
 
-    def __init__(self, total: int, first: int) -> None:
+    def __init__(self, total: int | None, first: int, is_taken: Callable[[], bool] | None = None) -> None:
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
 
-        console = Console(stderr=True)
+        console = Console(file=sys.stderr)
         columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
         self._bar = RichProgress(*columns, TextColumn("{task.description}", markup=False), console=console)
         self._task = self._bar.add_task("", total=total, completed=first)
-        self._group = Group
-        # Only output to this terminal is printed above the bars; redirected output stays redirected.
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
-        self._live.start()
-        self._drawn, self._total = 0.0, total
+        self._group, self._plain = Group, Text
+        self._new: Callable[[], Live] = lambda: Live(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._live: Live | None = None
+        self._drawn, self._total, self._is_taken = 0.0, total, is_taken
+        self._is_free, self._pid = True, os.getpid()
+        self._beside = {name: _Beside(getattr(sys, name), self) for name in ("stdout", "stderr")}
+        for name, stream in self._beside.items():
+            if stream.isatty():  # redirected output stays redirected
+                setattr(sys, name, stream)
 
-    def update(self, step: int, text: Callable[[], str], rows: Sequence[RankRow]) -> None:
-        """Draw, unless the last drawing was just now; `text` is only called to draw."""
+    def update(self, step: int, texts: Callable[[], tuple[str, str]], rows: Sequence[RankRow]) -> None:
+        """Draw, unless the last drawing was just now; only then are `texts` asked for: beside the bar, and below it."""
         now = time.perf_counter()
-        if now - self._drawn < REFRESH_S and step < self._total:
+        if now - self._drawn < REFRESH_S and step != self._total:
             return
-        self._bar.update(self._task, completed=step, description=text())
-        self._live.update(self._group(self._bar, ranks_table(rows)), refresh=True)
         self._drawn = now
+        if not self._is_free:
+            return
+        if self._is_taken is not None and self._is_taken():
+            self._vanish()
+            return
+        beside, below = texts()
+        self._bar.update(self._task, completed=step, description=beside)
+        if self._live is None:
+            self._live = self._new()
+            self._live.start()
+        parts = [self._plain(below)] if below else []
+        self._live.update(self._group(self._bar, *parts, ranks_table(rows)), refresh=True)
+
+    def beside(self, stream: Any, text: str) -> Any:
+        """Write other code's text; the bars stay away until its line has ended."""
+        if os.getpid() == self._pid:  # else a fork, such as a data worker, which knows nothing of the bars
+            self._vanish()
+            self._is_free = text.endswith("\n")
+        written = stream.write(text)
+        stream.flush()  # before the bars, which may go through another buffer
+        return written
+
+    def _vanish(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def close(self) -> None:
-        self._live.stop()
+        """Leave the last bars on the terminal, and the streams as they were."""
+        for name, stream in self._beside.items():
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.inner)
+        if self._live is not None:
+            self._live.transient = False
+            self._vanish()
+
+
+class _Beside:
+    """A stream of the program, which shares its terminal with a screen."""
+
+    def __init__(self, inner: Any, screen: Screen) -> None:
+        self.inner, self._screen = inner, screen
+
+    def write(self, text: str) -> Any:
+        return self._screen.beside(self.inner, text) if text else 0
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _tqdm_draws() -> bool:
+    """Whether a bar of tqdm is open in this process."""
+    module = sys.modules.get("tqdm")
+    kinds = [] if module is None else [module.tqdm]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    return any(kind.monitor is not None and kind.monitor.get_instances() for kind in kinds)
+
+
+def parts_of(record: Mapping[str, float]) -> str:
+    """A step's time and its parts: `step 412 ms: data 2 %, forward 31 %, backward 58 %, update 9 %`."""
+    if "forward_s" not in record:
+        return ""
+    whole = record["step_time_s"]
+    parts = [f"{name} {record[key] / whole:.0%}".replace("%", " %") for key, name in _PARTS.items()]
+    return f"step {1e3 * whole:,.0f} ms: {', '.join(parts)}"
 
 
 def ranks_table(rows: Sequence[RankRow]) -> Table:

@@ -20,6 +20,9 @@ _RECORD = {
     "grad_norm": ("gauge", "grad_norm", "Global gradient norm before clipping."),
     "lr": ("gauge", "learning_rate", "Learning rate of the step."),
     "step_time_s": ("gauge", "step_seconds", "Wall time of the step on rank 0."),
+    "forward_s": ("gauge", "forward_seconds", "Part of the step in forward, rank 0."),
+    "backward_s": ("gauge", "backward_seconds", "Part of the step in backward, rank 0."),
+    "update_s": ("gauge", "update_seconds", "Part of the step in clipping and the update, rank 0."),
     "tokens_per_s": ("gauge", "tokens_per_second", "Target tokens per second, all ranks."),
     "tokens_total": ("counter", "tokens_total", "Target tokens so far, all ranks."),
 }

@@ -51,6 +51,20 @@ def _flash_attention_backward(args: Any, out: Any) -> int:
     return n_bytes
 
 
+def _flash_by_documents_backward(args: Any, out: Any) -> int:
+    """The same by documents: rows are rounded up by adding 128 for each document.
+
+    Args are (grad_out, query, key, value, out, logsumexp, bounds, ...), each [tokens, heads, head width].
+    """
+    query, key, bounds = args[1], args[2], args[6]
+    tokens, heads, width = query.shape
+    rows_up, width_up = tokens + 128 * (bounds.numel() - 1), -(-width // 32) * 32
+    n_bytes: int = 4 * heads * rows_up * (1 + width_up)
+    if key.shape[1] != heads:
+        n_bytes += 2 * tokens * heads * width * query.element_size()
+    return n_bytes
+
+
 def _columns_summed(args: Any, out: Any) -> int:
     """The partial sums of a sum over a matrix's rows, as for a bias's gradient, that many blocks of threads share.
 
@@ -174,6 +188,7 @@ _PLAIN_CHANNELS = 3
 _MASKED = ("aten::where", "aten::masked_fill", "aten::masked_fill_")  # a mask keeps its dtype
 _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),
+    "aten::_flash_attention_backward": ("cuda", _flash_by_documents_backward),
     "aten::sum": ("cuda", _columns_summed),
     "aten::convolution": ("cpu", _convolution),
     "aten::convolution_backward": ("cpu", _convolution_backward),

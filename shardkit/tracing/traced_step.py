@@ -44,7 +44,7 @@ class Tracing:
         self._stack.close()
 
     @contextmanager
-    def phase(self, name: PhaseName) -> Iterator[None]:
+    def phase(self, name: str, follows: bool = False) -> Iterator[None]:
         self._tracker.mark(name)
         yield
 
@@ -87,10 +87,10 @@ class _Both:
         self.most: int | None = None
 
     @contextmanager
-    def phase(self, name: PhaseName) -> Iterator[None]:
+    def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
             for phases in self._both:
-                stack.enter_context(phases.phase(name))
+                stack.enter_context(phases.phase(name, follows))
             yield
         if self._device.type == "cuda":  # read it now: the ledger resets it when the next phase begins
             self.most = max(self.most or 0, torch.cuda.max_memory_allocated(self._device))
@@ -108,39 +108,41 @@ def traced_step(
     device: torch.device,
     step: int,
     save: Callable[[dict[str, Any]], None],
+    product_workspace: int = 0,
 ) -> Iterator[Phases]:
     """Trace the step of the wrapped `model` that runs inside; afterwards `save` gets the `summary`.
+
+    Args:
+        product_workspace: bytes that cuBLAS keeps for each thread that multiplies.
 
     Yields:
         The `Phases` that the step uses instead of `ledger`; it forwards to `ledger` too.
     """
     on_gpu = device.type == "cuda"
-    log = EventLog(stream=_cuda_stream) if on_gpu else EventLog()
+    log = EventLog(stream=_cuda_stream, product_workspace=product_workspace) if on_gpu else EventLog()
     tracker = TensorTracker(log)
     with Tracing(tracker) as tracing:
         tracing.wrapped(source, model)
-        outside = torch.cuda.memory_allocated(device) - tracker.current(device) if on_gpu else 0
         both = _Both(ledger, tracing, device)
         yield both
         tracing.stepped(source)
-    save(summary(log, str(device), step, outside, both.most))
+    save(summary(log, str(device), step, both.most))
 
 
 def _cuda_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def summary(log: EventLog, device: str, step: int, outside: int = 0, most: int | None = None) -> dict[str, Any]:
+def summary(log: EventLog, device: str, step: int, most: int | None = None) -> dict[str, Any]:
     """The traced step as a JSON object (docs/memory.md).
 
     Args:
-        outside: allocated bytes that the tracer did not know at its start.
-        most: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed too.
+        most: the allocator's peak in the step; bytes beyond the tracer's peak are unattributed.
     """
     rounding = 512 if device.startswith("cuda") else 1
     peaks = log.peaks(device, rounding)
     peak = max(peaks.values(), key=lambda one: one.n_bytes)
-    unknown = max(0, outside, 0 if most is None else most - peak.n_bytes)
+    unknown = max(0, 0 if most is None else most - peak.n_bytes)
     points, stack = _timeline(log, device, rounding)
     by_phase: dict[str, Peak] = {}
     for one in peaks.values():

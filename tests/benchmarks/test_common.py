@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from benchmarks.common import environment, median_ci, write_result
+from benchmarks.common import environment, median_ci, stamp, unmeasured, write_result
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,8 @@ def test_a_result_names_the_machine_and_the_versions(tmp_path: Path, monkeypatch
 def test_environment_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert environment()["commit"] is None
+
+
+def test_an_interrupted_measurement_goes_on_with_what_this_commit_lacks() -> None:
+    found = {"ddp": {"measured": stamp()}, "fsdp": {"measured": {"commit": "of another day"}}, "zero2": {}}
+    assert unmeasured(["single", "ddp", "fsdp", "zero2"], found) == ["single", "fsdp", "zero2"]

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.common import REPO, RESULTS, environment
 from benchmarks.gpu import PARTS, command, largest, part_cases, plain, store, tables
 from benchmarks.gpu.cases import Case, Cases, Found, Where
-from benchmarks.gpu.child import run_case
+from benchmarks.gpu.child import Worker, run_case
 from benchmarks.gpu.command import Asked, Part
 from benchmarks.gpu.largest import Line, falls
 from benchmarks.gpu.target import next_size
@@ -43,7 +43,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     cases: Cases = {"a": Case(unused, unused), "b": Case(unused, predicted_as="a"), "c": Case(unused)}
     done: Ran = []
 
-    def run(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, str]:
+    def run(part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None) -> tuple[Found, str]:
         done.append((case, what))
         return {"outcome": "ok", "saw": where.predicted.get("outcome")}, "done"
 
@@ -56,8 +56,8 @@ def instead(monkeypatch: pytest.MonkeyPatch, of_case: str, do: Callable[[Where],
     """Let a case end as `do` says, the others as before."""
     before: Any = vars(command)["run_case"]
 
-    def run(part: str, case: str, what: str, where: Where, limit_s: float) -> tuple[Found, Any]:
-        return do(where) if case == of_case else before(part, case, what, where, limit_s)
+    def run(part: str, case: str, what: str, where: Where, limit_s: float, worker: Worker | None) -> tuple[Found, Any]:
+        return do(where) if case == of_case else before(part, case, what, where, limit_s, worker)
 
     monkeypatch.setattr(command, "run_case", run)
 
@@ -77,8 +77,10 @@ def test_what_is_known_is_not_run_again_and_new_code_is(
     assert Part("mfu", asked).run()
     assert ran == everything
     monkeypatch.setattr(store, "code_digest", lambda: "other")
+    assert Part("mfu", replace(asked, keep_plans=True)).run()
+    assert ran == [*everything, *everything[1:]], "predictions of other code count if that is asked for"
     assert Part("mfu", asked).run()
-    assert ran == 2 * everything
+    assert ran == [*everything, *everything[1:], everything[0]]
 
 
 def test_other_versions_measure_again_but_predictions_are_good(
@@ -254,12 +256,12 @@ def test_what_an_emulated_card_shows_is_never_among_the_measurements(
     with pytest.raises(SystemExit):
         command.parse(["--emulated", "--out", str(RESULTS)])
     assert "is for measurements" in capsys.readouterr().err
-    for wrong in (["--emulated", "--part", "mfu"], ["--dry-run", "--part", "ranks"]):
-        with pytest.raises(SystemExit):
-            command.parse(wrong)
-        assert f"--part {wrong[-1]}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.parse(["--dry-run", "--part", "ranks"])
+    assert "--part ranks: " in capsys.readouterr().err
+    assert command.parse(["--emulated", "--dry-run"])[1].out not in (RESULTS, RESULTS / "emulated", command.DRY)
     parts, parsed = command.parse(["--emulated", "--host-memory", "100GiB"])
-    assert parts == ["accuracy", "ranks"]
+    assert set(parts) == {*PARTS, "ranks", "choices"}
     assert parsed.emulated and parsed.out == RESULTS / "emulated" and parsed.card == "h200"
 
     there = Part("accuracy", replace(asked, dry=False, emulated=True))
@@ -275,6 +277,27 @@ def test_what_an_emulated_card_shows_is_never_among_the_measurements(
     there.store.path = asked.out / "emulated/gpu_accuracy.json"
     there.store.put("gpt2, single, fp32, full", "measured", {"outcome": "failed", "message": "why"}, complete=True)
     assert tables.section(asked.out).partition("### Predicted against an emulated card")[2].count("failed: why") == 1
+
+
+def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
+    there = Part("ladder", replace(asked, dry=False, emulated=True))
+    step = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30, "tokens_per_s": 1234.0, "losses": [5.0, 4.5]}
+    there.store.put("24 GiB: fp32: step", "measured", step, complete=True)
+    grown = {"outcome": "ok", "amount": 7, "trials": {"0": {**step, "amount": 7}}}
+    there.store.put("24 GiB: fp32: batch", "measured", grown, complete=True)
+    assert "1234" not in there.store.path.read_text()
+    results = asked.out.parent
+    asked.out.rename(results / "emulated")
+    page = tables.section(results).partition("### The other parts on emulated cards")[2]
+    assert "| fp32 | – | 2.00 | 3.00 | – → 7 |" in page
+    assert "tokens/s" not in page
+
+    written = results / "emulated" / "gpu_ladder.json"
+    held = json.loads(written.read_text())
+    held["cases"]["24 GiB: fp32: batch"]["measured"]["trials"]["0"]["tokens_per_s"] = 1234.0
+    written.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=r"has no speed, but .*/trials/0/tokens_per_s"):
+        tables.section(results)
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +342,7 @@ def test_every_case_has_its_row_and_no_figure_that_was_not_measured(tmp_path: Pa
     page = tables.section(tmp_path)
     for line in page.splitlines():
         if line.startswith("| ") and tables.MISSING in line:
-            assert not [cell for cell in line.split("|")[-3:] if any(map(str.isdigit, cell))], line
+            assert not [cell for cell in line.split("|")[2:][-3:] if any(map(str.isdigit, cell))], line
     assert page.count(tables.MISSING) >= len(part_cases("accuracy", dry=False))
     found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30, "tokens_per_s": 1234.0, "losses": [5.0, 4.5]}
     measured = Part("ladder", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0))
@@ -359,5 +382,6 @@ def test_a_dry_run_goes_through_every_kind_of_case(part: str, tmp_path: Path) ->
     assert held["dry_run"] is True
     assert set(held["cases"]) == set(part_cases(part, dry=True))
     for name, case in held["cases"].items():
-        expected = "out of memory" if name == "24 GiB: fp32: step" else "ok"
+        short = name == "24 GiB: fp32: step" or name.endswith(": too little")
+        expected = "out of memory" if short else "ok"
         assert case["measured"]["outcome"] == expected, (name, case["measured"])

@@ -21,6 +21,7 @@ from shardkit.checkpoint.format.manifest import (
     dump,
     find_hole,
     parse,
+    storable,
 )
 from shardkit.errors import CheckpointError
 
@@ -35,6 +36,13 @@ MANIFEST = Manifest(
     tensors={"model.w": WEIGHT},
     scalars={"optim.w.step": 5},
 )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named(number: float) -> None:
+    with pytest.raises(CheckpointError, match=rf"^optim\.w\.step is {number} after step 5"):
+        storable(MANIFEST.run, {"optim.b.step": 5, "optim.w.step": number})
+    assert storable(MANIFEST.run, MANIFEST.scalars) == MANIFEST.run
 
 
 def changed(**body: Any) -> bytes:

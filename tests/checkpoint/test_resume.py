@@ -193,6 +193,7 @@ REFUSED = {
     "another seed": (["run.resume=true", "train.seed=7"], ["train.seed=7", "train.seed=0"]),
     "other data": (["run.resume=true", "train.seq_len=8"], ["samples", "train.seq_len"]),
     "another order": (["run.resume=true", "data.shuffle=false"], ["data.shuffle"]),
+    "another packing": (["run.resume=true", "data.packing=packed"], ["data.packing=none"]),
     "another model": (["run.resume=true", "model.d_model=48"], ["[", "48]", "in this run"]),
     "more layers": (["run.resume=true", "model.n_layers=3"], ["has no model.blocks.2"]),
     "fewer layers": (["run.resume=true", "model.n_layers=1"], ["holds model.blocks.1", "no place"]),
@@ -351,9 +352,9 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     note_early()  # as train's entry does: the signal stays pending
     with start(load_config(None, settings)) as job:
         trainer = Trainer(job)
-        assert trainer.val_data is not None
-        data = Asked(trainer.val_data, job.world.rank)
-        trainer.val_data = data
+        (whole,) = trainer.val_parts.values()
+        data = Asked(whole, job.world.rank)
+        trainer.val_parts = {"": data}
         outcome = trainer.fit()
     return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from shardkit.cli.foreign import left_out, save
+from shardkit.cli.foreign import left_out, misfits, moments, save
 from shardkit.config import capability
 from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
@@ -30,6 +31,7 @@ def files(tmp_path: Path) -> list[str]:
     return write(tmp_path, args__yaml=text, ds__json=deepspeed)
 
 
+@pytest.mark.slow
 def test_a_plan_from_files_says_every_key_and_is_that_of_the_same_config_here(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,12 +42,13 @@ def test_a_plan_from_files_says_every_key_and_is_that_of_the_same_config_here(
         assert said in out
     assert "args.yaml + ds.json: zero3 on 2 × cpu" in out
     assert "model.loss_chunk_size=0" in out.partition("set because their loop differs")[2]
-    assert "loading: " in out.partition("not part of the plan")[2]
+    rows = out.partition("beside the steps")[2].splitlines()
+    assert [row.split()[0] for row in rows[1:6]] == ["loading", "loading", "(loading)", "saving", "saving"]
 
     assert shardkit("plan", "--from", files[0], "--from", files[1], *model, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     here = load_config(None, {**found["from"]["settings"], "train.seq_len": 64}).config
-    assert found["peak"]["allocated"] == plan(here, choose_target(here, 2), bucket_views=False).peak.allocated
+    assert found["peak"]["allocated"] == plan(here, choose_target(here, 2), loop={"bucket_views": False}).peak.allocated
     assert {said["fate"] for said in found["from"]["keys"]} >= {"mapped", "default", "auto", "absent"}
 
 
@@ -62,7 +65,7 @@ def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: p
 def test_a_search_starts_from_a_config_that_every_engine_takes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     found = read_job(write(tmp_path, accelerate__yaml=FSDP2, args__yaml=TRAINER), str(tmp_path))
-    assert found.settings["precision.autocast"] is True
+    assert found.settings["precision.reduce_dtype"] == "bf16"
     path = str(save(found, tmp_path / "auto"))
     for strategy in ("ddp", "fsdp", "zero3"):
         config = load_config(path, {"parallel.strategy": strategy, "train.seq_len": 64}).config
@@ -86,6 +89,65 @@ def test_a_plan_that_fits_only_without_other_copies_says_so(tmp_path: Path) -> N
     assert "may not fit" not in "\n".join(left_out(found, config, estimate.limited(whole, None)))
 
 
+ACCELERATES_ZERO2 = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"
+FULL = "fsdp: true\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "phase", "where", "cause", "fix"),
+    [
+        ({"args__yaml": TRAINER + FULL}, "saving", "host", "FULL_STATE_DICT: the whole model on the host",
+         "set fsdp_config.state_dict_type: SHARDED_STATE_DICT"),
+        ({"accelerate__yaml": FSDP2.replace("SHARDED_STATE", "FULL_STATE")}, "saving", "host",
+         "FULL_STATE_DICT: the whole model on the host", "set fsdp_config.fsdp_state_dict_type: SHARDED_STATE_DICT"),
+        ({"args__yaml": TRAINER + FULL}, "loading", "device", "embedding and head stay whole until the end",
+         "set fsdp_config.cpu_ram_efficient_loading: true"),
+        ({"args__yaml": TRAINER, "ds__json": ZERO3}, "saving", "host",
+         "stage3_gather_16bit_weights_on_model_save: the whole model on the host",
+         "set zero_optimization.stage3_gather_16bit_weights_on_model_save: false, and convert checkpoints with "
+         "zero_to_fp32.py"),
+        ({"accelerate__yaml": ACCELERATES_ZERO2}, "saving", "host",
+         "get_state_dict clones the whole model on the host of every rank",
+         "set deepspeed_config.zero_stage: 3, whose checkpoints hold shards"),
+        ({"ds__json": {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}}, "loading", "device",
+         "DeepSpeed moves it to the device before it shards", "make the model under deepspeed.zero.Init"),
+    ],
+    ids=["trainer-full", "accelerate-full", "whole-embedding", "gathered", "cloned", "made-late"],
+)  # fmt: skip
+def test_loading_or_saving_that_does_not_fit_names_its_cause_and_the_key_to_change(
+    given: dict[str, Any], phase: str, where: str, cause: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    found = read_job(write(tmp_path, **given), str(tmp_path), 2)
+    config = found.load(["train.seq_len=64", "train.micro_batch_size=1"]).config
+    estimate = MemoryEstimate(
+        device="a100", world_size=2, rank=0, n_params=100_000, n_blocks=2, method="cuda", phases={},
+        peak=PeakEstimate(1000, 1000, 1000, "backward", ""), resident=1000, host_peak=1000, categories={}, overhead=0,
+        overhead_from="", uncertainty=0.03, largest=10_000, largest_block=10_000,
+    )  # fmt: skip
+    beside = moments(found, config, estimate)
+    rows = [one for one in beside if one.phase == phase and cause in one.text]
+    (row,) = rows
+    assert row.fix == fix
+    assert list(misfits(beside, estimate.limited(10**9, 10**9), 2)) == []
+    little = estimate.limited(10**9, 1001) if where == "host" else estimate.limited(getattr(row, where) - 1, 10**9)
+    said = list(misfits(beside, little, 2))
+    line = next(index for index, text in enumerate(said) if cause in text)
+    assert said[line].startswith(f"{phase} does not fit: ")
+    assert said[line + 1] == f"  fix: {fix}"
+
+
+def test_a_job_of_which_nothing_fits_says_each_part_and_exits_with_4(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--from", *files, "--model", tmp_path, "--gpus", 2, "train.seq_len=64", "--no-advice")
+    assert shardkit("plan", *given, "--host-memory", "1M") == 4
+    out = capsys.readouterr().out
+    assert "verdict    does not fit: " in out
+    told = [line for line in out.splitlines() if line.startswith(("saving does not fit", "loading does not fit"))]
+    assert any("stage3_gather_16bit_weights_on_model_save" in line for line in told)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -101,6 +163,68 @@ def test_a_plan_of_nothing_is_a_user_error(
     error = capsys.readouterr().err
     assert said in error
     assert "\n  fix: " in error
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+PLAN = ["plan", "--from", "args.yaml", "--model", "model", "--gpus", 2, "run.device=cpu", "train.seq_len=64"]
+BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {
+    "half-written JSON": ({"ds.json": '{"zero_optimization": {"sta'}, ["check", "ds.json"], "ends early"),
+    "half-written YAML": ({"args.yaml": TRAINER + "max_st"}, ["check", "args.yaml"], "not YAML"),
+    "half-written model": ({"model/config.json": '{"model_type": "ll'}, PLAN, "cannot be read"),
+    "half-written adapter": ({"lora.json": '{"r": 4, '}, [*PLAN, "--peft", "lora.json"], "ends early"),
+    "auto alone": ({"ds.json": {"train_micro_batch_size_per_gpu": "auto"}},
+                   ["plan", "--from", "ds.json", *PLAN[3:]], '"auto", but no other file'),
+    "a file that another one names": ({"args.yaml": TRAINER + "deepspeed: gone.json\n"}, PLAN, "gone.json names"),
+    "no config in the model's folder": ({"model/config.json": None}, PLAN, "has no config.json"),
+    "code in the model's folder": (
+        {"model/config.json": {"model_type": "mine", "architectures": ["Mine"], "auto_map": {"AutoModel": "mine.M"}}},
+        PLAN, "code in its folder (auto_map) is never run"),
+    "a config in the model's folder that only its code reads": (
+        {"model/config.json": {"model_type": "mine", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.C"}}},
+        [*PLAN, "task.name=hf_causal_lm"], "is not a model of transformers"),
+    "an adapter that names no module": ({"lora.json": {**LORA, "target_modules": []}},
+                                        [*PLAN, "--peft", "lora.json"], "target_modules=[]"),
+    "an adapter that names other modules": ({"lora.json": {**LORA, "target_modules": ["query"]}},
+                                            [*PLAN, "--peft", "lora.json"], "query matches no layer"),
+}  # fmt: skip
+VERSIONS = {
+    "args.yaml": (TRAINER + "evaluation_strategy: epoch\n", "evaluation_strategy"),
+    "ds.json": ({"zero_optimization": {"stage": 2}, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+    "accelerate.yaml": (FSDP2.replace("fsdp_version: 2", "fsdp_version: 3"), "fsdp_version=3 is neither"),
+}
+
+
+def laid_out(folder: Path, files: dict[str, Any]) -> None:
+    for name, content in {"args.yaml": TRAINER, "model/config.json": MODEL, **files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if content is not None:
+            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_two_lines(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, words, said = BAD[case]
+    laid_out(tmp_path, {"model/mine.py": "open('ran', 'w')\n", **files})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit(*words) == 2
+    cause, fix = capsys.readouterr().err.splitlines()
+    assert cause.startswith("error: ") and fix.startswith("  fix: ") and said in cause + fix
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_file_of_another_version_of_the_tool_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, said = VERSIONS[name]
+    laid_out(tmp_path, {name: content})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit("check", name) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (index for index, line in enumerate(lines) if said in line)
+    assert lines[at].startswith(("error: ", "warning: ")) and lines[at + 1].startswith("  fix: ")
 
 
 def test_open_points_are_one_line_each(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit.errors import ConfigError
+from shardkit.parallel.compat import graph_breaks
 from shardkit.run.job import start
 from tests.strategies.cases import PARTITION_ALL
 
@@ -20,6 +22,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"activation.policy": "full"},
     "activation_offload": {"activation.offload": "cpu", "activation.offload_min_bytes": 0},
     "compile": {"compile.enabled": True},
+    "compile_model": {"compile.enabled": True, "compile.scope": "model"},
     "bf16": {"precision.mode": "bf16"},
 }
 STEPS, ROWS, LENGTH, VOCAB, WIDTH = 4, 4, 12, 32, 16
@@ -82,6 +85,25 @@ def losses(strategies: list[str], feature: str) -> dict[str, list[float]]:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     return {name: _train(settings(name, feature), feature, rank, world) for name in strategies}
+
+
+def broken_graphs(strategies: list[str], feature: str) -> dict[str, dict[str, int]]:
+    """What is wrong with the compiled code of each strategy: graph breaks and recompilations by reason, and
+    functions that are no module's forward."""
+    import torch.distributed as dist
+    from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+    found = {}
+    for name in strategies:
+        torch.compiler.reset()
+        counters.clear()
+        clear_compilation_metrics()
+        _train(settings(name, feature), feature, dist.get_rank(), dist.get_world_size())
+        made = get_compilation_metrics()
+        again = Counter(str(one.recompile_reason) for one in made if one.recompile_reason)
+        others = Counter(one.co_name for one in made if one.co_name not in (None, "forward"))
+        found[name] = graph_breaks() | dict(again) | dict(others)
+    return found
 
 
 def refusals(strategies: list[str], feature: str) -> dict[str, tuple[str, str]]:

@@ -57,7 +57,10 @@ ASKS: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"activation.policy": "full"},
     "activation_offload": {"activation.offload": "cpu"},
     "compile": {"compile.enabled": True},
+    "compile_model": {"compile.scope": "model", "compile.enabled": True},
     "tied_weights": {"model.tie_weights": True},
+    "adapter": {"adapter.type": "lora", "task.name": "hf_causal_lm"},
+    "resize_embeddings": {"model.resize_embeddings": True, "task.name": "hf_causal_lm"},
     "sync_batchnorm": {"model.sync_batchnorm": True},
 }
 # Known only once there is a model; the mesh and the ranks have tests of their own below.
@@ -374,6 +377,18 @@ def test_every_mark_trains_like_one_process(feature: str) -> None:
     for rank in run_ranks(2, target, strategies=works, feature=feature, timeout=300):
         for name, curve in rank.items():
             assert curve == pytest.approx(want, abs=tolerance), name
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("feature", ["compile", "compile_model"])
+def test_no_strategy_breaks_a_graph_or_compiles_hooks(feature: str) -> None:
+    """ZeRO-3 gathers a block's weights in hooks, ZeRO's engine keeps time in the model's; they stay outside."""
+    compiled = [name for name in STRATEGIES[1:] if CAPABILITIES[feature][name] is True]
+    target = "tests.config.capability_cases:broken_graphs"
+    for rank in run_ranks(2, target, strategies=compiled, feature=feature, timeout=300):
+        assert rank == {name: {} for name in compiled}
 
 
 @pytest.mark.dist

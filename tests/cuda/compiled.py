@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
+from shardkit.parallel.compat import graph_breaks
 from shardkit.run import trainer
 from shardkit.run.job import start
 from shardkit.strategies.step import HostValue
@@ -34,6 +36,8 @@ SEQ, MICRO, ACCUM = 512, 8, 2
 SIZES: dict[str, Any] = {
     "model.vocab_size": 512, "model.max_seq_len": SEQ, "model.d_model": 512, "model.n_layers": 2, "model.n_heads": 8,
 }  # fmt: skip
+WORKSPACE = 32 * 2**20
+"""Bytes of cuBLAS's workspace for each thread and stream on sm 9.0."""
 STEPS, RAGGED, EVAL_EVERY, RESUMED = 7, 5, 3, 2
 """Steps of a case, the one at the end of the epoch whose batch is smaller, and the steps after it was resumed."""
 POLICIES = ("none", "full", "every_k", "sqrt", "selective", "selective_op", "budget")
@@ -102,6 +106,7 @@ def cases() -> list[Case]:
     few, scopes = ("none", "full", "selective", "budget"), ("block", "model")
     three = ("single@1", "fsdp@2", "zero2@2")
     tiers = [
+        *pairs(),
         [Case(engine, scope) for engine in ENGINES for scope in ("eager", *scopes)],
         [Case("single@1", scope, policy) for scope in ("eager", *scopes) for policy in POLICIES],
         [Case(engine, scope, mode=mode) for mode in MODES[1:] for engine in ENGINES for scope in scopes],
@@ -114,6 +119,26 @@ def cases() -> list[Case]:
     ]
     ordered = (case for tier in tiers for case in sorted(tier, key=pool))
     return [case for case in dict.fromkeys(ordered) if (case.scope, case.policy) != ("eager", "budget")]
+
+
+def pairs() -> list[list[Case]]:
+    """Rounds in which each two of engine, scope, policy and mode meet, with the eager case beside each compiled one.
+
+    Every engine is in every round, with another policy or mode.
+    """
+    scopes = ("block", "model")
+    modes = [
+        Case(e, scopes[(row + at) % 2], mode=mode) for row, e in enumerate(ENGINES) for at, mode in enumerate(MODES)
+    ]
+    rounds = [[case for case in modes if case.mode == mode] for mode in MODES[1:]]
+    for shift in range(len(POLICIES)):
+        turn = []
+        for row, engine in enumerate(ENGINES):
+            policy = POLICIES[(row + shift) % len(POLICIES)]
+            turn += [Case(engine, scopes[shift % 2], policy), Case(engine, "eager", policy.replace("budget", "none"))]
+        rounds.append(turn)
+    each = enumerate(POLICIES)
+    return [*rounds, [Case("single@1", scopes[(n + at) % 2], p, m) for n, p in each for at, m in enumerate(MODES)]]
 
 
 def pool(case: Case) -> tuple[int, str]:
@@ -149,6 +174,8 @@ class Counts(logging.Handler):
         super().__init__(logging.WARNING)
         self.said: list[str] = []
         self.spans: list[dict[str, Any]] = []
+        self.held = left_behind()
+        """Bytes that earlier cases in this process have left; they belong to no peak."""
         self._last = self._now()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -162,7 +189,7 @@ class Counts(logging.Handler):
         return {
             "graphs": counters["stats"]["unique_graphs"],
             "recompiled": sum(1 for found in metrics if found.recompile_reason),
-            "breaks": sum(counters["graph_break"].values()),
+            "breaks": sum(graph_breaks().values()),
             "without_cuda_graph": counters["inductor"]["cudagraph_skips"],
             "launches": made["launch"],
             "graph_launches": made.get("graph_launch", 0),
@@ -177,6 +204,13 @@ class Counts(logging.Handler):
     def skip(self) -> None:
         """What was done since the last span belongs to none."""
         self._last = self._now()
+
+
+def left_behind() -> int:
+    """Allocated bytes without cuBLAS's workspaces, which stay in the process: in its own one, each case has them."""
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    kept = sum(block["size"] for block in blocks if block.get("requested_size") == WORKSPACE)
+    return torch.cuda.memory_allocated() - kept
 
 
 @contextmanager
@@ -220,6 +254,27 @@ def finite(item: Callable[..., float]) -> Callable[..., float]:
     return read
 
 
+def untuned(tuner: Any, benchmark: Callable[[Any], float], config: Any, timing: float | None = None) -> Any:
+    """Coordinate descent's first configuration: the next ones would be hundreds of kernels to compile."""
+    return config
+
+
+@contextmanager
+def without_timing() -> Iterator[None]:
+    """Kernels are chosen by timing launches, which do nothing here: take the first one at once."""
+    from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def timed(autotuner: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:
+        return 1.0  # milliseconds
+
+    with (
+        replaced(CoordescTuner, "autotune", lambda own: untuned),
+        replaced(CachingAutotuner, "bench", lambda own: timed),
+    ):
+        yield
+
+
 def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
     """Train; each step and each evaluation is a span."""
     with start(None, settings) as job:
@@ -234,7 +289,7 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
                 phases = [rows[name] for name in ("forward", "backward", "step")]
                 kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.step, "step")
                 counts.end(
-                    f"{kind} {run.step}", peak=max(phase.peak_allocated or 0 for phase in phases),
+                    f"{kind} {run.step}", peak=max(phase.peak_allocated or 0 for phase in phases) - counts.held,
                     reserved=max(phase.peak_reserved or 0 for phase in phases),
                 )  # fmt: skip
                 return out
@@ -258,25 +313,27 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
             run.fit()
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, every_rank: bool) -> dict[str, Any]:
     """All spans of a training and of its continuation, which compiles anew as a new process does."""
-    from torch._dynamo.utils import counters, get_compilation_metrics
+    from torch._dynamo.utils import get_compilation_metrics
 
-    folder = Path(shared_folder())
+    folder = Path(of_rank_0(lambda: tempfile.mkdtemp(prefix="compiled-")))  # the pool's end deletes it
     data = write_data(folder, case)
     settings = case.settings() | data | {"run.dir": str(folder / "run")}
-    with counted() as counts:
+    stance = "default" if every_rank or dist.get_rank() == 0 else "force_eager"
+    with without_timing(), torch.compiler.set_stance(stance), counted() as counts:
         train(settings, counts, resumed=False)
         gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
+        counts.held = left_behind()
         not_resumed = None
         try:
             train(settings | {"run.resume": True, "train.max_steps": STEPS + RESUMED}, counts, resumed=True)
         except CheckpointError as error:  # a norm that nothing has computed can skip every update: no state to resume
             not_resumed = str(error).splitlines()[0]
         reasons = [m.recompile_reason.splitlines()[-1][:200] for m in get_compilation_metrics() if m.recompile_reason]
-        breaks = {reason.splitlines()[0][:200]: n for reason, n in counters["graph_break"].items()}
+        breaks = {reason[:200]: number for reason, number in graph_breaks().items()}
     gc.collect()
     torch.cuda.empty_cache()
     said = [line for line in dict.fromkeys(counts.said) if "checkpoint" not in line.lower()]
@@ -284,23 +341,29 @@ def measure(case: Case) -> dict[str, Any]:
             "not_resumed": not_resumed}  # fmt: skip
 
 
-def shared_folder() -> str:
-    """A temporary folder that all ranks know; the pool's end deletes it."""
-    made = [tempfile.mkdtemp(prefix="compiled-") if dist.get_rank() == 0 else ""]
+def of_rank_0(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank."""
+    made = [make() if dist.get_rank() == 0 else None]
     group = dist.new_group(backend="gloo")
     dist.broadcast_object_list(made, src=0, group=group)
     dist.destroy_process_group(group)
     return made[0]
 
 
-def run(todo: list[str], backend: str, record: str) -> None:
-    """Each case in turn; rank 0 writes RECORD/CASE.json as soon as one has ended."""
+def run(todo: list[str], backend: str, record: str, deadline: float, every_rank: bool) -> None:
+    """Each case in turn until the deadline; rank 0 writes RECORD/CASE.json as soon as one has ended.
+
+    Args:
+        every_rank: the other ranks compile too. Compiled code has no collectives, so they need not.
+    """
     from tests.cuda.parity_ranks import join
 
     join(backend)
     for name in todo:
+        if of_rank_0(lambda: time.monotonic() > deadline):
+            return
         try:
-            found = measure(Case.named(name))
+            found = measure(Case.named(name), every_rank)
         except ConfigError as error:  # refused on every rank, before anything runs
             found = {"refused": str(error)}
         if dist.get_rank() == 0:

@@ -15,9 +15,11 @@ from benchmarks.compiled import CARD, recorded, run
 from tests.cuda.compiled import Case
 from tests.emulated_cuda import needs_emulation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), needs_emulation]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), needs_emulation]
 
 PLAIN, GRAPHS = Case("single@1"), Case("single@1", mode="reduce-overhead")
+ENGINE = Case("zero2+optimizer@1", "model")
+CASES = [PLAIN, GRAPHS, ENGINE]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CARD.items():
             patch.setenv(name, value)
-        run([PLAIN, GRAPHS], folder, deadline=time.monotonic() + 300)
+        run(CASES, folder, deadline=time.monotonic() + 800)
     return recorded(folder)
 
 
@@ -35,11 +37,11 @@ def spans(result: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [span for span in result["spans"] if span["span"].startswith(kind)]
 
 
-@pytest.mark.parametrize("case", [PLAIN, GRAPHS], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_is_compiled_twice_without_need(case: Case, found: dict[str, Any]) -> None:
     result = found[str(case)]
     assert result["break_reasons"] == {}
-    assert [span["graphs"] for span in spans(result, "first")] == [1], "equal blocks share one graph"
+    assert [span["graphs"] for span in spans(result, "first")] == [1], "equal blocks share it"
     assert [span["graphs"] for span in spans(result, "step")] == [0] * 5
     assert [span["graphs"] for span in spans(result, "ragged")] == [1], "for batches of any size from now on"
     assert [span["graphs"] for span in spans(result, "evaluation")] == [1, 0, 0, 1], "once in each process"

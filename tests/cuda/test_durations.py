@@ -35,9 +35,27 @@ def settled(found: dict[str, Any]) -> list[tuple[dict[str, float], float, float]
     return list(zip(found["records"][1:], busy, found["updated_s"], strict=True))[1:]  # step 2 has the first's checks
 
 
+def phases_of(found: dict[str, Any], accum: int = 1) -> list[dict[str, tuple[float, float]]]:
+    """Of each step the seconds of a phase's kernels, and those in which the host launched them."""
+    steps = []
+    for step in range(len(found["records"])):
+        held = {}
+        for phase, runs in found["phases"].items():
+            each = len(runs) // len(found["records"])
+            kernels, seconds = map(sum, zip(*runs[each * step : each * (step + 1)], strict=True))
+            held[phase] = (kernels * found["kernel_s"], seconds)
+        steps.append(held)
+    assert [len(found["phases"][phase]) for phase in held] == [accum * len(steps), accum * len(steps), len(steps)]
+    return steps
+
+
 def test_the_device_decides_while_the_host_leads(tmp_path: Any) -> None:
-    found = trained(tmp_path, 1000)
-    for record, busy, _ in settled(found):
+    accum = 2
+    found = trained(tmp_path, 1000, accum=accum)
+    for (record, busy, _), phases in zip(settled(found), phases_of(found, accum)[2:], strict=True):
+        for phase, (seconds, _) in phases.items():
+            assert record[f"{phase}_s"] == pytest.approx(seconds, rel=EXACT), phase
+        assert sum(record[f"{phase}_s"] for phase in phases) == pytest.approx(busy, rel=EXACT)
         assert record["step_time_s"] == pytest.approx(busy, rel=EXACT)
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / busy, rel=EXACT)
         assert record["data_wait_s"] < EXACT * busy, "the device has work while the host reads data"
@@ -47,7 +65,7 @@ def test_the_device_decides_while_the_host_leads(tmp_path: Any) -> None:
         assert mfu / 100 == pytest.approx(2e12 * record["tokens"] / busy / peak, rel=EXACT)
     for gather in found["gathers"][3:]:
         (row,) = gather["ranks"]
-        assert row["busy_s"] == pytest.approx(found["forward"][-1] * found["kernel_s"], rel=EXACT)
+        assert row["busy_s"] == pytest.approx(phases["forward"][0], rel=EXACT)
         assert row["step_time_s"] == pytest.approx(settled(found)[-1][1], rel=EXACT)
 
 
@@ -55,6 +73,10 @@ def test_the_host_decides_where_the_device_is_faster(tmp_path: Any) -> None:
     host_s = 0.3
     found = trained(tmp_path, 1, host_s=host_s)
     records, _, between = zip(*settled(found)[:-1], strict=True)
+    for phase in durations.PHASES:
+        took = sum(step[phase][1] for step in phases_of(found)[2:-1])
+        assert took > len(records) * host_s
+        assert sum(record[f"{phase}_s"] for record in records) == pytest.approx(took, rel=EXACT), phase
     assert sum(record["step_time_s"] for record in records) == pytest.approx(sum(between), rel=EXACT)
     assert sum(record["data_wait_s"] for record in records) < EXACT * sum(between)
     for gather in found["gathers"][3:]:
@@ -63,11 +85,12 @@ def test_the_host_decides_where_the_device_is_faster(tmp_path: Any) -> None:
 
 
 def test_only_the_time_that_data_cost_the_device_is_waiting_for_data(tmp_path: Any) -> None:
-    fetch_s = 1.2
+    fetch_s = 2.0
     found = trained(tmp_path, 1000, fetch_s=fetch_s)
     for record, busy, _ in settled(found):
+        assert sum(record[f"{phase}_s"] for phase in durations.PHASES) == pytest.approx(busy, rel=EXACT)
         if record["step"] in durations.SLOW_BATCHES:
-            assert record["data_wait_s"] > fetch_s / 2
+            assert record["data_wait_s"] > fetch_s / 4
             # The rest of the step's time is the device's work: the host launches ahead of it again.
             assert record["data_wait_s"] + busy == pytest.approx(record["step_time_s"], rel=EXACT)
         else:
@@ -90,7 +113,8 @@ def test_a_card_that_is_slower_is_named(strategy: str, tmp_path: Any) -> None:
         rows = [RankRow.from_json(row) for row in gather["ranks"]]
         assert [slow.name.partition("@")[0] for slow in summary(rows).stragglers] == ["1"]
         # Its own kernels; an engine's copies between gathered parameters and the network's buffers count as waiting.
-        assert rows[1].busy_s == pytest.approx(found["forward"][-1] * kernel_us[1] / 1e6, rel=0.1)
+        own = found["phases"]["forward"][-1][0] * kernel_us[1] / 1e6
+        assert rows[1].busy_s == pytest.approx(own, rel=EXACT if strategy == "ddp" else 0.1)
 
 
 def speeds() -> list[float]:
@@ -104,3 +128,24 @@ def test_calibration_finds_the_durations() -> None:
     operator, *products = call(speeds, EMUCUDA_COMPUTE="0", **env)
     assert operator == pytest.approx(kernel_us / 1e6, rel=EXACT)
     assert products == pytest.approx([2 * 8192**3 / (product_us / 1e6)] * 2, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "durations_us"),
+    [
+        ("Products", {}, {"EMUCUDA_GEMM_US": "40000", "EMUCUDA_KERNEL_US": "20"}),
+        ("Task", {"extra": 2 * durations.EXTRA}, {"EMUCUDA_KERNEL_US": "1000"}),
+    ],
+)
+def test_a_calibrated_plan_knows_how_long_a_step_takes(
+    task: str, args: dict[str, int], durations_us: dict[str, str], tmp_path: Any
+) -> None:
+    """Where products decide, and where small operators do. A plan knows nothing of a host that falls behind.
+
+    It counts operators: a norm or an update of several tensors, which launches up to three kernels, is one.
+    """
+    env = {"EMUCUDA_NAME": durations.DEVICE, "EMUCUDA_MEMORY": "80G", "EMUCUDA_COMPUTE": "0", **durations_us}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
+    planned, times = call(durations.calibrated, str(tmp_path / "run"), task, args, **env)
+    for took in times[2:-1]:
+        assert took == pytest.approx(planned, rel=EXACT)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import os
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardkit
@@ -66,6 +71,99 @@ def cost(folder: str) -> dict[str, Any]:
         spent = watching.ledger.overhead_s - spent - (watching.ledger.gather_s - gathered)
     losses = [json.loads(line).get("loss") for line in (Path(folder) / "metrics.jsonl").open()]
     return {"plain": plain, "watched": watched, "hooks_s": spent / steps, "step_s": took / steps, "losses": losses}
+
+
+def in_a_tool(tool: str, folder: str) -> dict[str, Any]:
+    """Calls of the steps of a tool's loop without and with its integration."""
+    if tool != "deepspeed":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    made = [{"accelerate": _accelerate, "deepspeed": _deepspeed, "trainer": _trainer}[tool](at) for at in ("", folder)]
+    return {"plain": made[0], "watched": made[1]}
+
+
+class _Steps:
+    """The calls between one step's end and the next one's, after warm-up."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, int]] = []
+        self._index, self._before = 0, {}
+
+    def end(self) -> None:
+        import emucuda
+
+        now = emucuda.counts()
+        if self._index > WARM:
+            self.found.append({name: now[name] - self._before[name] for name in HELD if now[name] > self._before[name]})
+        self._index, self._before = self._index + 1, now
+
+
+def _maybe(folder: str, watch: Callable[[], Any]) -> Any:
+    return watch() if folder else contextlib.nullcontext()
+
+
+def _accelerate(folder: str) -> list[dict[str, int]]:
+    from accelerate import Accelerator
+
+    from shardkit.integrations.accelerate import watch
+
+    accelerator, loop, steps = Accelerator(), Loop(), _Steps()
+    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
+    with _maybe(folder, lambda: watch(accelerator, model, optimizer, run_dir=folder, every=3, tensorboard=False)):
+        for _ in range(WARM + MEASURED):
+            accelerator.backward(model(loop.inputs).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.end()
+    return steps.found
+
+
+def _deepspeed(folder: str) -> list[dict[str, int]]:
+    import deepspeed
+
+    from shardkit.integrations.deepspeed import watch
+    from tests.cuda.parity_ranks import join
+
+    if not dist.is_initialized():
+        join("nccl")
+    loop, steps = Loop(), _Steps()
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=loop.model, optimizer=loop.optimizer, config=config)
+    with _maybe(folder, lambda: watch(engine, run_dir=folder, every=3, tensorboard=False)):
+        for _ in range(WARM + MEASURED):
+            engine.backward(engine(loop.inputs).pow(2).mean())
+            engine.step()
+            steps.end()
+    engine.destroy()
+    return steps.found
+
+
+def _trainer(folder: str) -> list[dict[str, int]]:
+    import transformers
+
+    from shardkit.integrations.transformers import watch
+
+    steps = _Steps()
+
+    class Counts(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.end()
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256))
+    args = transformers.TrainingArguments(
+        tempfile.mkdtemp(), max_steps=WARM + MEASURED, per_device_train_batch_size=2, save_strategy="no",
+        report_to="none", disable_tqdm=True, logging_steps=1000, logging_first_step=False,
+    )  # fmt: skip
+    data = [{"input_ids": torch.ones(16, dtype=torch.long), "labels": torch.ones(16, dtype=torch.long)}] * 64
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Counts()])
+    with _maybe(folder, lambda: watch(trainer, run_dir=folder, every=3, tensorboard=False)):
+        trainer.train()
+    return steps.found
 
 
 def out_of_memory(folder: str) -> dict[str, Any]:

@@ -295,7 +295,9 @@ def test_records_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / name).write_text('{"text": "a line"}\n' * 9)
     for path in (folder / name, folder / "*", folder):
-        with pytest.raises(DataError, match=rf"holds records, not text \({name}\).*\n  fix: .*\.bin") as found:
+        with pytest.raises(
+            DataError, match=rf"holds records, not text \({name}\).*\n  fix: .*data.tokenizer.*\.bin"
+        ) as found:
             open_corpus(data(tmp_path, path))
         assert str(path) in found.value.cause
     with pytest.raises(DataError, match="holds records"):
@@ -323,7 +325,9 @@ def test_bytes_are_refused_for_weights_that_know_a_tokenizers_ids(
     for folder in (llama, own):
         folder.mkdir()
         (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=r"model\.init_from=.*llama.*read as bytes.*\n  fix: tokenize .*\.bin"):
+    with pytest.raises(
+        ConfigError, match=r"model\.init_from=.*llama.*read as bytes.*\n  fix: set data.tokenizer .*\.bin"
+    ):
         judged(tmp_path, 32000, text, init_from=str(llama))
     (llama / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"made by the tokenizer beside them \(tokenizer\.json\)"):

@@ -8,6 +8,7 @@ import torch
 
 from shardkit.data.loader import StepLoader, eval_batches
 from shardkit.data.sampler import BatchSchedule, State
+from shardkit.errors import DataError
 
 
 class Squares:
@@ -92,6 +93,25 @@ def test_an_error_in_a_dataset_reaches_the_caller(workers: int) -> None:
         next(loader)
     loader.close()
     gc.collect()  # the error's traceback holds the iterator, which ends its workers when it goes
+
+
+class Unusable(Squares):
+    """Sample 3 is one that the user has to mend."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            raise DataError("sample 3 is bad", "mend it")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_for_the_user_has_its_two_lines_whoever_loads(workers: int) -> None:
+    loader = StepLoader(Unusable(10), schedule(), workers=workers)
+    with pytest.raises(DataError) as caught:
+        drain(loader)
+    assert (caught.value.cause, caught.value.fix) == ("sample 3 is bad", "mend it")
+    loader.close()
+    gc.collect()
 
 
 def test_own_collate() -> None:

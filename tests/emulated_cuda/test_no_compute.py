@@ -142,3 +142,38 @@ def test_a_cuda_graph_is_captured_and_replayed() -> None:
     assert found["made"]["launch"] == found["made"]["gemm"] == 0, "a replay launches nothing else"
     assert found["own"] >= found["kept"], "the graph's results stay in its own pool"
     assert "not permitted when stream is capturing" in found["refused"]
+
+
+SIZES = [(4096, 1, 8, 8, 64), (4096, 16, 8, 2, 96), (2048, 8, 4, 4, 256)]
+
+
+def attend_by_documents() -> list[list[int]]:
+    """Bytes that the kernel's backward takes beside its results, and the planner's count, for each of `SIZES`."""
+    from shardkit.parallel.compat import flash_by_documents
+    from shardkit.tracing.scratch import scratch
+
+    found = []
+    for tokens, n, heads, shared, width in SIZES:
+        query, key, value = (
+            torch.empty(tokens, count, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for count in (heads, shared, shared)
+        )
+        bounds = torch.arange(0, tokens + 1, tokens // n, dtype=torch.int32, device="cuda")
+        out = flash_by_documents(query, key, value, bounds, tokens // n, 0.0, None, None)
+        grad = torch.empty_like(out)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grads = torch.autograd.grad(out, (query, key, value), grad)
+        taken = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+        counted = scratch(
+            torch.ops.aten._flash_attention_backward.default, (grad, query, key, value, out, None, bounds), grads
+        )
+        found.append([taken, counted[1] if counted else -1])
+    return found
+
+
+def test_the_scratch_of_attention_by_documents_is_counted_to_the_byte() -> None:
+    # In fixed segments a block may be larger than what was asked of it.
+    settings = {"EMUCUDA_COMPUTE": "0", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for size, (taken, counted) in zip(SIZES, call(attend_by_documents, **settings), strict=True):
+        assert taken == counted, size

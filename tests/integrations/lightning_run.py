@@ -13,7 +13,7 @@ SIZE = 64
 NUMEL = 2 * (SIZE * SIZE + SIZE)
 
 
-def main(run_dir: str, settings: str) -> None:
+def main(run_dir: str, words: str) -> None:
     """Args: the run directory; JSON of the Trainer's settings, and `cap`."""
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader, TensorDataset
@@ -32,10 +32,11 @@ def main(run_dir: str, settings: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    given: dict[str, Any] = json.loads(settings)
+    given: dict[str, Any] = json.loads(words)
     callback = ShardkitCallback(run_dir, every=2, tensorboard=False, cap=given.pop("cap", None))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", accumulate_grad_batches=2, max_steps=3, callbacks=[callback], **quiet, **given)
+    settings = {"accelerator": "cpu", "accumulate_grad_batches": 2, "max_steps": 3, **quiet, **given}
+    trainer = Trainer(callbacks=[callback], **settings)
     trainer.fit(Net(), DataLoader(TensorDataset(torch.ones(64, SIZE)), batch_size=4))
 
 

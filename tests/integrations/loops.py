@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.memory import read_jsonl
+from tests.zero_ops import leave_out_shm
 
 SIZE = 64
 NUMEL = 2 * (SIZE * SIZE + SIZE)
@@ -60,7 +61,7 @@ def of_deepspeed(folder: str) -> dict[str, Any]:
 
     from shardkit.integrations.deepspeed import watch
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes
+    leave_out_shm()
     own = network()
     settings = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},

@@ -1,4 +1,4 @@
-"""transformers' Trainer with its just-in-time checkpoints, as users write it: FOLDER STEPS WAIT."""
+"""transformers' Trainer with its just-in-time checkpoints, as users write it: FOLDER STEPS WAIT [ZERO_STAGE]."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from tests.zero_ops import leave_out_shm
+
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
 
 
 class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -47,10 +52,18 @@ class Paced(TrainerCallback):
 def main() -> None:
     folder, words = Path(sys.argv[1]), sys.argv[2:]
     steps, seconds = int(words[0]), float(words[1])
+    engine: dict[str, Any] = {}
+    if len(words) > 2:
+        leave_out_shm()
+        zero = {"stage": int(words[2]), "stage3_gather_16bit_weights_on_model_save": True}
+        engine = {"deepspeed": {**AUTO, "zero_optimization": zero}}
+        # DeepSpeed's update is part of backward: a checkpoint after it would hold one update more than its number.
+        JITCheckpointCallback.on_pre_optimizer_step = lambda *_, **__: None
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(folder / "checkpoints"), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.05,
         logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, enable_jit_checkpoint=True, disable_tqdm=True,
+        **engine,
     )  # fmt: skip
     trainer = Trainer(model=Model(), args=args, train_dataset=Data(), callbacks=[Paced(seconds)])
     whole = [path for path in (folder / "checkpoints").glob("checkpoint-*") if (path / "trainer_state.json").exists()]

@@ -83,14 +83,15 @@ def test_a_hung_rank_is_named_with_its_place_and_the_job_restarts(tmp_path: Path
     assert "plain.py" in event["reason"] and event["reason"].endswith("in wait_for_ever")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "number"),
     [
         ("term", signal.SIGUSR2),
-        pytest.param("usr1", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("file", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("usr2", signal.SIGUSR2, marks=pytest.mark.slow),
+        ("usr1", signal.SIGTERM),
+        ("file", signal.SIGTERM),
+        ("usr2", signal.SIGUSR2),
     ],
 )
 def test_a_preempted_script_is_told_as_it_expects_and_saves(how: str, number: signal.Signals, tmp_path: Path) -> None:

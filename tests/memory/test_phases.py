@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardkit.memory.phases import PhaseMeter
@@ -91,6 +93,24 @@ def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None
     assert host.rss == 20
 
 
+def test_where_the_host_is_not_read_phases_keep_its_figures_and_the_run_loses_no_peak(both: Both) -> None:
+    def forward(peak: int) -> PhaseMemory:
+        both.recorder.begin("forward")
+        both.use(peak, 20)
+        both.recorder.end()
+        return both.recorder.rows()["forward"]
+
+    forward(50)
+    both.recorder.start_interval()
+    both.recorder.reads_host = False
+    row = forward(70)
+    assert (row.peak_allocated, row.peak_rss) == (70, 50)
+    both.recorder.reads_host = True
+    row = forward(30)
+    assert (row.peak_allocated, row.peak_rss) == (70, 30)
+    assert both.recorder.overall()[1].peak_rss == 70
+
+
 def test_an_outer_phase_covers_the_inner_one(both: Both) -> None:
     both.recorder.begin("init")
     both.use(60, 20)
@@ -100,3 +120,15 @@ def test_an_outer_phase_covers_the_inner_one(both: Both) -> None:
     assert both.peak("wrap") == 40
     both.recorder.end()
     assert both.peak("init") == 60
+
+
+def test_a_phase_that_follows_shares_the_reading_of_the_one_before_it(both: Both, monkeypatch: Any) -> None:
+    readings = []
+    read = both.device.read
+    monkeypatch.setattr(both.device, "read", lambda: readings.append(1) or read())
+    for name, peak in (("forward", 40), ("backward", 70), ("step", 50)):
+        both.recorder.begin(name, follows=name != "forward")  # type: ignore[arg-type]
+        both.use(peak, 20)
+        both.recorder.end()
+    assert [both.peak(name) for name in ("forward", "backward", "step")] == [40, 70, 50]
+    assert len(readings) == 4

@@ -146,6 +146,7 @@ def test_keys_win_over_the_file_and_the_file_over_nothing(tmp_path: Path) -> Non
     ("keys", "cause", "fix"),
     [
         ({}, "model.hf has no model_type", "model.preset"),
+        ({"init_from": "nowhere"}, "model.init_from=nowhere does not exist", "folder"),
         ({"hf": {"model_type": "gpt-2"}}, "model.hf.model_type=gpt-2 is not a model", "gpt2"),
         (
             {"hf": {"model_type": "gpt2", "n_layers": 2}},

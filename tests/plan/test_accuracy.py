@@ -9,12 +9,17 @@ from benchmarks.plan_accuracy import cases, compare
 CASES = [
     "transformer single@1 fp32 none adamw",
     "llama single@1 fp32 full adamw",
+    "llama single@1 fp32 packed adamw",
     "transformer ddp@2 bf16 full adamw",
     "transformer fsdp@2 bf16 full adamw",
     "transformer zero1@2 bf16 none adamw",
     "transformer zero2@2+offload bf16 none adamw",
     "transformer zero3@2+offload_all bf16 none adamw",
     "llama zero3@2 fp32 full adamw",
+    "lora single@1 bf16 full adamw",
+    "lora fsdp@2 bf16 full adamw",
+    "lora zero2@2 bf16 full adamw",
+    "lora zero3@2 bf16 full adamw",
 ]
 
 

@@ -40,6 +40,21 @@ def test_freed_memory_is_kept_and_used_again_but_not_required() -> None:
     assert allocator.reserved == 64 * MIB
 
 
+@pytest.mark.parametrize(("expandable", "allocated"), [(False, 40 * MIB), (True, 40 * MIB - 2**19)])
+def test_a_block_of_a_fixed_segment_keeps_what_is_too_little_to_split_off(expandable: bool, allocated: int) -> None:
+    """torch's `memory_allocated` counts the whole block."""
+    log = EventLog()
+    for n_bytes, freed in ((40 * MIB, True), (40 * MIB - 2**19, False)):
+        tensor = log.made("cuda:0", "made")
+        log.changed(tensor, n_bytes)
+        if freed:
+            log.changed(tensor, -n_bytes)
+            log.marks.append((len(log.events), "step", ""))
+    found = replay(log, "cuda:0", expandable)
+    assert found.allocated_by_phase == {"start": 40 * MIB, "step": allocated}
+    assert found.allocated == 40 * MIB
+
+
 def test_a_hole_too_small_reserves_more_without_expandable_segments_only() -> None:
     reserved = {}
     for expandable in (False, True):

@@ -311,6 +311,7 @@ def test_it_says_why_not_something_else() -> None:
     assert "micro-batch 1: 17% slower" in why
 
 
+@pytest.mark.slow
 def test_a_single_rank_on_the_cpu_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["model.n_layers=2", "model.d_model=32", "run.device=cpu", "precision.mode=fp32", "train.seq_len=64"]
     args = ["plan", "-", "--auto", *fixed, "train.micro_batch_size=4", "--out", str(tmp_path)]

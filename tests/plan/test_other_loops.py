@@ -16,6 +16,18 @@ from tests.commands import python_m
 
 pytest.importorskip("transformers")
 
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp2_has_the_units_that_accelerate_makes(tied: bool) -> None:
+    """Which weights are gathered together, and which are freed after their forward."""
+    pytest.importorskip("accelerate")
+    done = python_m("tests.plan.units_run", int(tied))
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs, ours = (json.loads(line) for line in done.stdout.splitlines())
+    assert len(theirs) == (3 if tied else 4), "two blocks, the last norm with the head, and the embedding"
+    assert ours == theirs
+
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
@@ -62,5 +74,5 @@ def test_the_peak_of_the_trainers_own_loop_is_predicted(
     (measured,) = map(int, re.findall(r"^peak (\d+)$", done.stdout, re.MULTILINE))
     job = read_job([str(arguments)], str(tmp_path), ranks)
     config = job.load([f"train.seq_len={SEQ_LEN}"]).config
-    estimate = plan(config, choose_target(config, ranks), bucket_views=job.bucket_views)
+    estimate = plan(config, choose_target(config, ranks), loop=job.loop)
     assert measured == pytest.approx(estimate.peak.allocated, rel=0.03)

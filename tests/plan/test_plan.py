@@ -55,6 +55,7 @@ def test_categories_sum_to_the_peak_and_state_is_what_the_formulas_say(strategy:
     assert sum(c.host for c in estimate.categories.values()) == estimate.host_peak
     assert estimate.peak.allocated <= estimate.peak.required <= estimate.peak.reserved
     assert max(phase.allocated for phase in estimate.phases.values()) == estimate.peak.allocated
+    assert "evaluate" in estimate.phases
     assert estimate.categories["workspace"].device >= 2 * 32 * 2**20  # cuBLAS, in forward's and in backward's thread
     n = estimate.n_params
     optimizer = estimate.categories["optimizer"]
@@ -72,6 +73,22 @@ def test_checkpointing_and_sharding_lower_the_prediction(two_h100: Planner) -> N
     sharded = two_h100.predict(config("parallel.strategy=fsdp"))
     assert full.categories["activations"].device < 0.5 * plain.categories["activations"].device
     assert sharded.categories["params"].device == pytest.approx(plain.categories["params"].device / 2, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_the_rank_that_takes_the_most_is_planned(strategy: str) -> None:
+    """The last rank keeps its gradients from the first bucket on, while most activations are still there."""
+    deep = ("model.n_layers=6", "model.d_model=256", "train.micro_batch_size=16", "activation.policy=full")
+    one_bucket = config(f"parallel.strategy={strategy}", *deep)
+    with Planner(choose_target(one_bucket, 4, gpu="h100")) as planner:
+        assert planner.predict(one_bucket).rank == 0, "it reduces its bucket after backward"
+        buckets = config(f"parallel.strategy={strategy}", *deep, "parallel.bucket_mb=0.1")
+        first, most = planner.predict(buckets, rough=True), planner.predict(buckets)
+    assert (first.rank, most.rank) == (0, 3)
+    assert most.needed > first.needed and most.peak.phase == "backward"
+    assert "figures are of rank 3, which takes the most" in show("", most, planner.target)
 
 
 @pytest.mark.slow  # 52 layers, whole
@@ -94,6 +111,7 @@ def run(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
     return python_m("shardkit.cli", "plan", *args, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_misfit_exits_4_and_names_changes_that_fit_with_their_saving() -> None:
     settings = ["model.preset=debug", "parallel.strategy=single", "train.micro_batch_size=64"]
     done = run("-", *settings, "--gpu-memory", "1080MiB", "--gpus", "1", "--json")
@@ -200,6 +218,8 @@ class Model(nn.Module):
             self.layers[:2].requires_grad_(False)
         if branch.startswith("wide"):
             self.table = nn.Embedding(40000, 100)
+        if branch == "mixed":
+            self.layers.append(nn.Conv1d(32, 32, 1, bias=False))
         if branch == "norm":
             self.layers.append(nn.BatchNorm1d(32))
         if branch == "recurrent":
@@ -216,7 +236,7 @@ class Model(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         for layer in self.layers:
-            y = layer(y)
+            y = layer(y if self.branch != "mixed" else y[..., None].float() if layer is self.layers[-1] else y)
         if self.branch == "value" and y.sum() > 0:
             y = -y
         if self.branch == "shape":
@@ -304,16 +324,16 @@ def on_a_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 @pytest.mark.parametrize(
     ("branch", "cause", "fix"),
     [
-        ("value", r"needs the value of a tensor at .*users_task.py:35 \(if self.branch", "plan_loss"),
+        ("value", r"needs the value of a tensor at .*users_task.py:37 \(if self.branch", "plan_loss"),
         pytest.param(
-            "shape", r"needs the values of a tensor at .*users_task.py:38 ", "plan_loss", marks=pytest.mark.slow
+            "shape", r"needs the values of a tensor at .*users_task.py:40 ", "plan_loss", marks=pytest.mark.slow
         ),
-        ("op", r"users.twice.* at .*users_task.py:40 .*no fake kernel", "register_fake"),
+        ("op", r"users.twice.* at .*users_task.py:42 .*no fake kernel", "register_fake"),
         pytest.param(
-            "custom", r"users::thrice at .*users_task.py:42 .*no fake kernel", "register_fake", marks=pytest.mark.slow
+            "custom", r"users::thrice at .*users_task.py:44 .*no fake kernel", "register_fake", marks=pytest.mark.slow
         ),
         pytest.param(
-            "array", r"numpy\(\) is not supported .* at .*users_task.py:44 ", "plan_loss", marks=pytest.mark.slow
+            "array", r"numpy\(\) is not supported .* at .*users_task.py:46 ", "plan_loss", marks=pytest.mark.slow
         ),
         ("no data", r"task users_task:Task has no training data", "plan_batch"),
     ],
@@ -322,6 +342,15 @@ def test_what_cannot_be_traced_is_named_with_the_users_line(branch: str, cause: 
     with pytest.raises(ShardkitError, match=cause) as found:
         for_users(branch)
     assert fix in found.value.fix
+
+
+@pytest.mark.deepspeed
+def test_fp32_tensors_in_a_product_are_refused_as_the_run_refuses_them(for_users: Ask) -> None:
+    settings = ("parallel.strategy=zero2", "precision.mode=bf16")
+    with pytest.raises(ConfigError, match=r"mixes fp32 tensors into precision.mode=bf16 .*convolution") as found:
+        for_users("mixed", *settings)
+    assert "precision.autocast=true" in found.value.fix
+    assert for_users("mixed", *settings, "precision.autocast=true").peak.allocated > 0
 
 
 @pytest.mark.parametrize("branch", ["plain", "frozen"])

@@ -77,6 +77,33 @@ def test_the_command_plans_on_fake_cuda_tensors(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["method"] == "cuda"
 
 
+def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h100: Planner) -> None:
+    """No kernel takes them in fp32: torch keeps whole attention weights, queries × keys for each head."""
+    shape = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 512}  # fmt: skip
+    peaks = {}
+    for heads in (2, 4):
+        (tmp_path / "config.json").write_text(json.dumps({**shape, "num_key_value_heads": heads}))
+        for mode in ("fp32", "bf16"):
+            job = ["task.name=hf_causal_lm", f"model.hf_config={tmp_path}/config.json", f"precision.mode={mode}",
+                   "train.seq_len=512", "train.micro_batch_size=2", "parallel.strategy=single"]  # fmt: skip
+            peaks[mode, heads] = h100.predict(load_config(None, job).config).peak.allocated
+    weights = 4 * 2 * 4 * 512 * 512 * 4  # of four layers
+    assert 0.9 * weights < peaks["fp32", 2] - peaks["fp32", 4] < 1.5 * weights
+    assert peaks["bf16", 2] <= peaks["bf16", 4]
+
+
+def test_blocks_of_fixed_segments_are_counted_whole() -> None:
+    peaks = {}
+    for expandable in (False, True):
+        with Planner(choose_target(config(), 1, gpu="h100", expandable=expandable)) as planner:
+            found = planner.predict(config("parallel.strategy=single"))
+        assert sum(one.device for one in found.categories.values()) == found.peak.allocated
+        assert max(phase.allocated for phase in found.phases.values()) == found.peak.allocated
+        peaks[expandable] = found.peak.allocated
+    assert peaks[True] <= peaks[False] <= peaks[True] + 64 * 2**20
+
+
 def test_results_made_again_from_memory_are_those_of_torch(tmp_path: Path) -> None:
     """Every operator of a small step, three times: from the third on nothing is asked of torch's own dispatch."""
     code = """

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.zero_ops import leave_out_shm
+
 
 def main(arguments: str, model: str, seq_len: int) -> None:
     """Args: the Trainer's arguments as a JSON file, the model's folder, tokens of a sample."""
@@ -21,6 +23,8 @@ def main(arguments: str, model: str, seq_len: int) -> None:
     torch.manual_seed(0)
     given: dict[str, Any] = json.loads(Path(arguments).read_text())
     quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "max_steps": 3}
+    if "deepspeed" in given:
+        leave_out_shm()
     args = transformers.TrainingArguments(**given, **quiet)
     config = transformers.AutoConfig.from_pretrained(model)
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)

@@ -73,6 +73,8 @@ def metrics(step: int) -> dict[str, Any]:
         "step_time_s": 0.5 if step == 1 else 0.25, "data_wait_s": 0.05, "tokens_per_s": 200.0 if step == 1 else 400.0,
         "skipped": float(step == 2),
     }  # fmt: skip
+    if step > 10:  # the start before was of a release that did not know them
+        found |= {"forward_s": 0.05, "backward_s": 0.1, "update_s": 0.025}
     return found | ({"val_loss": 3.25} if step == 10 else {}) | ({"save_s": 0.5} if step in (6, 12) else {})
 
 

@@ -32,6 +32,8 @@ def test_key_figures_of_a_run_on_gpus(gpu: Run) -> None:
     assert figures["tokens per second"].value == 400  # the first step, at 200, warms up
     assert figures["step time"].value == 0.25
     assert figures["waiting for data"].value == pytest.approx(20 * 0.05 / (0.5 + 19 * 0.25))
+    shares = [figures[phase].value for phase in ("forward", "backward", "update")]
+    assert shares == pytest.approx([0.2, 0.4, 0.1]), "of the steps that have them"
     assert figures["stalled by saves"].value == 1.0
     assert figures["peak allocated"] == KeyFigure("peak allocated", 6 * 2**30 + 20 * MIB, "bytes", "rank 3@node1")
     assert figures["memory skew"].value == pytest.approx((6 * 2**30 + 20 * MIB) / (4.5 * 2**30 + 20 * MIB))

@@ -81,7 +81,7 @@ def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
     def predict(self: Planner, config: Any) -> MemoryEstimate:
         peak = PeakEstimate(2**29, 2**29, 2**29, "forward", "")
         return MemoryEstimate(
-            "cpu", 4, self.target.rank, 1, 1, "cpu", {}, peak, 1, 0, {}, device_memory=self.target.cap
+            "cpu", 4, self.target.rank or 0, 1, 1, "cpu", {}, peak, 1, 0, {}, device_memory=self.target.cap
         )
 
     monkeypatch.setattr(Planner, "predict", predict)
@@ -92,6 +92,13 @@ def test_ranks_of_unequal_shards_are_planned_and_every_size_once(
     ranks = json.loads((tmp_path / "plan.json").read_text())["ranks"]
     assert [entry["rank"] for entry in ranks] == [0, 3]
     assert capsys.readouterr().err == "plan: 0.50 GiB of 1.00 GiB predicted (fits)\n", "said once"
+    job = a_job(tmp_path / "zero", (40, 40, 40, 40), "parallel.strategy=zero2", "memory.plan=true")
+    (tmp_path / "zero").mkdir()
+    with planning.RunPlan() as plan:
+        plan.begin(job, tmp_path / "zero")
+        plan.wait(job.config)
+    ranks = json.loads((tmp_path / "zero" / "plan.json").read_text())["ranks"]
+    assert [entry["rank"] for entry in ranks] == [3, 0], "the last rank keeps its gradients longest"
 
 
 def test_the_end_of_a_run_ends_its_planning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from tests.run import gradients
 
 OWN_S = 0.03
 """What whoever takes a step's record does with it."""
+FORWARD_S = 0.01
+LATE_S = 0.2
+"""How long the run waits for its last save."""
 
 
 class Task(gradients.Task):
@@ -31,17 +36,12 @@ class Task(gradients.Task):
         return super().dataset("train")
 
     def loss(self, model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(FORWARD_S)
         return super().loss(model, batch)
 
 
-def timed(
-    folder: str, own_s: float = OWN_S, to_end: bool = False, **extra: Any
-) -> tuple[list[dict[str, float]], float]:
-    """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6.
-
-    `to_end`: with the save after the last step, of which no step's record tells.
-    """
+def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[str, float]], float]:
+    """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6."""
     settings = gradients.settings("single", folder, "fine")
     settings |= {
         "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4, "train.eval_batches": 3,
@@ -55,15 +55,13 @@ def timed(
             took = time.perf_counter() - began  # up to the last record: nothing is recorded of what comes after it
             records.append(record)
             time.sleep(own_s)
-        if to_end:
-            took = time.perf_counter() - began
     gc.collect()
     return records, took
 
 
 def tiles(records: list[dict[str, float]]) -> float:
     """The sum of what the records say of time."""
-    return sum(record.get(key, 0.0) for record in records for key in ("step_time_s", "eval_s", "save_s"))
+    return sum(record.get(key, 0.0) for record in records for key in ("step_time_s", "eval_s", "save_s", "end_save_s"))
 
 
 @pytest.mark.dist
@@ -76,25 +74,51 @@ def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, st
     assert [record["step"] for record in records if "save_s" in record] == [4, 7], "what the save before a step took"
     assert tiles(records) == pytest.approx(took, abs=0.01)
     for record in records:
-        assert 0 <= record["data_wait_s"] <= record["step_time_s"]
+        parts = [record[key] for key in ("data_wait_s", "forward_s", "backward_s", "update_s")]
+        assert min(parts) >= 0 and parts[1] >= FORWARD_S and sum(parts) <= record["step_time_s"]
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
 
 
+class Clocked(Trainer):
+    """Notes when its first step began."""
+
+    def steps(self) -> Iterator[dict[str, float]]:
+        self.began = time.perf_counter()
+        yield from super().steps()
+
+
+def late(check: Callable[[], None]) -> None:
+    time.sleep(LATE_S)
+    check()
+
+
 def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
-    """A run and its resumption, each saved at its end: seconds by what was recorded, and from outside."""
+    """A run and its resumption, each saved at its end: seconds by `metrics.jsonl`, and from outside."""
     found = []
-    for steps in (6, 12):
-        extra |= {"train.max_steps": steps, "checkpoint.at_end": True, "checkpoint.every_steps": 4}
-        records, took = timed(folder, 0.0, True, **extra, **{"run.resume": steps == 12})
-        saves = [json.loads(line) for line in (Path(folder) / "logs" / "checkpoints.jsonl").read_text().splitlines()]
-        assert saves[-1]["step"] == steps
-        found.append((tiles(records) + saves[-1]["blocking_s"], took))
+    for first, last in ((1, 6), (7, 12)):
+        settings = gradients.settings("single", folder, "fine") | {
+            "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4,
+            "train.eval_batches": 3, "train.max_steps": last, "checkpoint.at_end": True, "checkpoint.every_steps": 4,
+            "run.resume": first > 1, "logging.tensorboard": False, **extra,
+        }  # fmt: skip
+        with start(None, settings) as job:
+            trainer = Clocked(job)
+            trainer.checkpoints.check_last = partial(late, trainer.checkpoints.check_last)  # type: ignore[method-assign]
+            list(trainer.recorded_steps())
+            took = time.perf_counter() - trainer.began
+        gc.collect()
+        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in records] == list(range(1, last + 1)), "a line each"
+        found.append((tiles(records[first - 1 :]), took))
     return found
 
 
 @pytest.mark.dist
-def test_the_time_of_each_start_of_a_run_is_recorded_whole(tmp_path: Path) -> None:
-    for recorded, took in run_ranks(1, "tests.run.test_steps:two_starts", folder=str(tmp_path / "run"))[0]:
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_time_of_each_start_of_a_run_is_recorded_whole(in_background: bool, tmp_path: Path) -> None:
+    """With the save after the last step, and the wait for one that still runs in the background."""
+    extra = {"checkpoint.async_save": in_background}
+    for recorded, took in run_ranks(1, "tests.run.test_steps:two_starts", folder=str(tmp_path / "run"), **extra)[0]:
         assert recorded == pytest.approx(took, abs=0.02)
 
 

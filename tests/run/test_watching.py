@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +29,7 @@ from shardkit.memory import read_jsonl
 from shardkit.report.page import run_page
 from shardkit.report.read import read_run
 from tests.ranks import run_ranks
+from tests.zero_ops import leave_out_shm
 
 SIZE, STEP_COUNT = 64, 4
 NUMEL = 2 * (SIZE * SIZE + SIZE)
@@ -56,7 +64,7 @@ def loop_of(kind: str, folder: Path) -> dict[str, Any]:
     if kind.startswith("zero"):
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes
+        leave_out_shm()
         zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
         settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": zero}
         own = torch.optim.AdamW(model.parameters())
@@ -185,6 +193,125 @@ def test_memory_that_runs_out_is_explained_in_the_loops_own_words(tmp_path: Path
         assert fix.startswith("  fix: set ") and f"see {tmp_path}/oom/rank0.json" in fix
     with torch.no_grad():
         model(torch.ones(4096, SIZE))  # neither hooks nor cap are left
+
+
+ON_A_TERMINAL = """
+import sys
+import torch
+from torch import nn
+from tqdm import tqdm
+import shardkit
+from shardkit.telemetry import progress
+progress.REFRESH_S = 0.0
+
+def loop(name, steps, said):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardkit.watch(model, optimizer, run_dir=f"{sys.argv[1]}/{name}", every=1, tensorboard=False, total=3):
+        for step in steps():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            said(step)
+        model(torch.ones(2, 4))
+        print(f"end of {name}")
+
+loop("plain", lambda: range(3), lambda step: print(f"step {step} is done"))
+loop("tqdm", lambda: tqdm(range(3), mininterval=0, ncols=60), lambda step: None)
+loop("own", lambda: range(3), lambda step: print(f"\\rown bar {step}", end="", flush=True))
+"""
+
+
+def screen_of(raw: str) -> list[str]:
+    """The lines that a terminal shows after these characters."""
+    lines, at, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", raw):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            at += 1
+            lines += [""] * (at + 1 - len(lines))
+        elif part.startswith("\x1b"):
+            at -= int(part[2:-1] or 1) if part.endswith("A") else 0
+            lines[at] = "" if part == "\x1b[2K" else lines[at]
+        else:
+            lines[at] = lines[at][:column].ljust(column) + part + lines[at][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_terminal_shows_bars_that_leave_the_loops_own_output_alone(tmp_path: Path) -> None:
+    main, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 100, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
+    with subprocess.Popen(command, stdout=ours, stderr=ours, env=environment) as ran:
+        os.close(ours)
+        raw = b""
+        with contextlib.suppress(OSError):  # Linux' way to say that the other end is closed
+            while got := os.read(main, 65536):
+                raw += got
+    os.close(main)
+    text = raw.decode()
+    assert ran.returncode == 0, text
+    of = re.split(r"end of \w+", text)
+    assert re.search(r"3/3.*peak RSS", of[0]) and "rank 0@" in of[0]
+    assert "rank 0@" not in of[1][of[1].index("  0%|") : of[1].index("100%|")], "a bar of tqdm is open"
+    shown = screen_of(text)
+    own = [line for line in shown if re.match(r"step \d|end of|own bar|100%", line)]
+    assert own[:4] == ["step 0 is done", "step 1 is done", "step 2 is done", "end of plain"]
+    assert [line.split("|")[0] for line in own[4:]] == ["100%", "end of tqdm", "own bar 2end of own"]
+
+
+def runs_out_under_zero3(folder: str) -> Any:
+    """The post-mortem of a DeepSpeed engine whose batch is too large."""
+    import deepspeed
+
+    leave_out_shm()
+    settings = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    own = make_model()
+    engine, *_ = deepspeed.initialize(
+        model=own, model_parameters=own.parameters(), config=settings, dist_init_required=False
+    )
+    try:
+        with shardkit.watch(engine, run_dir=folder, cap="4MiB", tensorboard=False, tool="deepspeed"):
+            for rows in (4, 4, 8192):
+                engine.backward(engine(torch.ones(rows, SIZE)).sum())
+                engine.step()
+    except torch.OutOfMemoryError:
+        return json.loads((Path(folder) / "oom" / "rank0.json").read_text())
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_memory_that_runs_out_under_zero3_is_explained(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, "tests.run.test_watching:runs_out_under_zero3", folder=str(tmp_path))
+    assert (found["step"], found["gaps"]) == (3, [])
+    assert any(one["change"].startswith("train_micro_batch_size_per_gpu: ") for one in found["advice"]), found["advice"]
+
+
+def test_long_sequences_are_described_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Embedding(32, SIZE), nn.Linear(SIZE, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with shardkit.watch(model, optimizer, run_dir=tmp_path, cap="8MiB", tensorboard=False):
+            for rows in (1, 1, 64):
+                model(torch.zeros(rows, 2048, dtype=torch.long)).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert read_run(tmp_path).setting("train.seq_len") == 2048
+    assert "is not complete" not in capsys.readouterr().err
+    found = json.loads((tmp_path / "oom" / "rank0.json").read_text())
+    changes = [one["change"] for one in found["advice"]]
+    assert found["gaps"] == [] and any("batch_size=8 in the DataLoader" in change for change in changes), changes
 
 
 def test_other_errors_pass_and_nothing_is_left(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -92,21 +93,40 @@ def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(580)
-def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param([], id="ddp"),
+        pytest.param(["2"], id="zero2", marks=pytest.mark.deepspeed),
+        pytest.param(["3"], id="zero3", marks=pytest.mark.deepspeed),
+    ],
+)
+def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(
+    stage: list[str], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     mine, run_dir = tmp_path / "mine", tmp_path / "run"
     mine.mkdir()
-    words = ["--checkpoints", str(mine / "checkpoints"), "--", "-m", "tests.launch.hf_trainer", str(mine), "20", "1"]
-    job, output = submit(cluster, run_dir, *words)
+    script = ["--", "-m", "tests.launch.hf_trainer"]
+    for environment in (cluster.env, os.environ):
+        monkeypatch.setitem(environment, "DS_ACCELERATOR", "cpu")
+    job, output = submit(
+        cluster, run_dir, "--checkpoints", str(mine / "checkpoints"), *script, str(mine), "20", "1", *stage
+    )
     until(lambda: "'loss'" in read(output), 240, lambda: read(output))
     cluster.preempt()
     assert cluster.wait(job, output) == "COMPLETED", read(output)
     assert cluster.field(job, "Restarts") == "1", read(output)
     (saved,) = (mine / "checkpoints").glob("checkpoint-*")
-    assert 0 < int(saved.name.partition("-")[2]) < 20
+    number = int(saved.name.partition("-")[2])
+    assert 0 < number < 20
+    assert [path.name for path in saved.glob("global_step*")] == [f"global_step{number}" for _ in stage]
     (tmp_path / "alone").mkdir()
-    undisturbed(tmp_path, "-m", "tests.launch.hf_trainer", str(tmp_path / "alone"), "20", "0")
-    assert json.loads((mine / "losses.json").read_text()) == json.loads((tmp_path / "alone/losses.json").read_text())
+    undisturbed(tmp_path, *script[1:], str(tmp_path / "alone"), "20", "0", *stage)
+    found, expected = (json.loads((folder / "losses.json").read_text()) for folder in (mine, tmp_path / "alone"))
+    if stage:  # it saves when the step has ended and before the step is logged
+        expected.pop(str(number))
+    assert found == expected
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
+from shardkit.run.checks import refuse_unused
 from shardkit.strategies import step
 
 CPU = torch.device("cpu")
@@ -30,7 +32,7 @@ class Alone:
         yield
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, follows: bool = False) -> Iterator[None]:
         self.seen.append(name)
         yield
 
@@ -40,11 +42,25 @@ class Alone:
 
 def accumulated(batches: list[step.MicroBatch], n_targets: float, world: int) -> tuple[Alone, float]:
     alone = Alone()
-    total, forward = step.accumulate(
+    total, _ = step.accumulate(
         alone, alone, batches, lambda model, batch: model(batch).sum(), n_targets, world, CPU  # type: ignore[arg-type]
     )  # fmt: skip
-    assert 0 <= forward.seconds() < 60
     return alone, total.item()
+
+
+def test_a_loss_whose_memory_is_used_again_counts_as_it_was() -> None:
+    """As a captured CUDA graph does with its outputs."""
+    alone, kept = Alone(), list[torch.Tensor]()
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        for earlier in kept:
+            earlier.data.fill_(99.0)
+        kept.append(model(batch).sum())
+        return kept[-1]
+
+    batches: list[step.MicroBatch] = [(torch.full((1, 1), value), False) for value in (1.0, 2.0, 4.0)]
+    total, _ = step.accumulate(alone, alone, batches, loss, 3.0, 1, CPU)  # type: ignore[arg-type]
+    assert total.item() == pytest.approx(7 * alone.model.weight.item())
 
 
 @pytest.mark.parametrize(("world", "n_targets"), [(1, 4.0), (4, 10.0), (2, 0.0)])
@@ -128,6 +144,53 @@ def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkey
     assert Event.waited == [9250.0]
 
 
+class Clock:
+    """A CPU's clock, which runs only while a phase does."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Timed(Alone):
+    """An engine whose phases take their time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.clock.spend(20.0)
+
+    def sample_state(self, source: object) -> None:
+        self.clock.spend(1.0)
+
+    def step(self, max_norm: float | None) -> torch.Tensor:
+        self.clock.spend(300.0)
+        return torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_forward_backward_and_update_follow_one_another(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    timed = Timed(clock)
+    monkeypatch.setattr(step, "time", clock)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        clock.spend(4.0)
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+    batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * micro_batches
+    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None)  # type: ignore[arg-type]
+    n = micro_batches
+    assert out.times() == {"forward_s": 4.0 * n, "backward_s": 20.0 * n, "update_s": 301.0}
+    assert sum(out.times().values()) == clock.now
+
+
 def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 1.5, 4.0, 6.0])
     monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
@@ -136,3 +199,15 @@ def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         watch.start()
         watch.stop()
     assert watch.seconds() == pytest.approx(2.5)
+
+
+def test_other_hooks_of_the_optimizer_run_beside_the_check_of_unused_parameters() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    called: list[int] = []
+    refuse_unused(model, optimizer, ParallelConfig(strategy="ddp"), set())
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert called == [1, 1, 1]

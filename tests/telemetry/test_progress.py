@@ -62,9 +62,11 @@ def test_without_rows_and_with_one_the_line_is_short(capsys: pytest.CaptureFixtu
 def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     terminal = use_terminal(monkeypatch)
     shown = Progress(20, 0, 10, None, None)
-    shown.update(record(1), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
+    times = {"step_time_s": 0.4, "data_wait_s": 0.008, "forward_s": 0.1, "backward_s": 0.24, "update_s": 0.04}
+    shown.update(record(1, **times), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
     shown.close()
     text = terminal.getvalue()
+    assert "step 400 ms: data 2 %, forward 25 %, backward 60 %, update 10 %" in text
     assert "1/20" in text and "loss 2.0000" in text
     assert "rank 0@node1" in text and "3.00 GiB of 128.00 GiB" in text and "500 ms" in text
     assert "\nrank 1@[red]node2" in text.replace("\r", "")  # a name is no markup

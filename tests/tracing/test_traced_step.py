@@ -123,7 +123,7 @@ def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
         """Lets the allocator's peak start anew with each phase, as the ledger does."""
 
         @contextmanager
-        def phase(self, name: PhaseName) -> Iterator[None]:
+        def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
             nonlocal running
             running = name
             yield

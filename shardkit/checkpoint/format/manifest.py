@@ -126,8 +126,15 @@ def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
     """
     if run.val_loss is not None and not math.isfinite(run.val_loss):
         run = replace(run, val_loss=None)
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{name} is {value} after step {run.step}, and a checkpoint holds finite numbers",
+                "look at the losses and gradient norms of the last steps; an optimizer's counters are finite after "
+                "finite gradients",
+            )
     try:
-        json.dumps([asdict(run), dict(scalars)], allow_nan=False)
+        json.dumps(asdict(run), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"the state of step {run.step} cannot be written as JSON: {error}",

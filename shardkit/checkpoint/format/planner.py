@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ Ranges = dict[str, list[Shard]]
 """The local ranges of each logical tensor: the state dict of a save or a load."""
 
 
-def by_name(shards: Iterator[Shard]) -> Ranges:
+def by_name(shards: Iterable[Shard]) -> Ranges:
     """Shards grouped by tensor, without the empty ones."""
     ranges: Ranges = {}
     for shard in shards:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -16,10 +16,13 @@ from ..format.layout import fsync_folder
 from ..format.manifest import CorruptCheckpoint
 from ..format.writer import check_space
 from . import targets
+from .adapter import SavedAdapter, merged, saved_adapter, write_peft
+from .hub_names import reference_of, ties_of
+from .source import Source
 from .sources import open_source
 from .targets import ModelInfo, model_info
 
-TARGETS = ("safetensors", "torch", "shardkit")
+TARGETS = ("safetensors", "torch", "shardkit", "peft")
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,20 @@ def convert(
     step: str = "latest",
     weights_only: bool = False,
     average: bool = False,
+    merge: bool = False,
+    base: Path | None = None,
 ) -> Converted:
     """Convert the checkpoint at `path` and write it to the new or empty folder `out`.
 
     Args:
-        to: `safetensors`, `torch` or `shardkit`.
+        to: `safetensors`, `torch`, `shardkit` or `peft`.
         max_shard_size: largest size of a safetensors file, such as "5GB".
         dtype: `fp32`, `bf16` or `fp16` for weights; None keeps theirs.
         step: which checkpoint of a run; see `open_source`.
         weights_only: leave optimizer state behind (only `shardkit` can hold it).
         average: export the moving average instead of the weights (not for `shardkit`).
+        merge: add an adapter to the weights it was trained on, and write the whole model.
+        base: where these weights are; None = where the run read them.
 
     Raises:
         CheckpointError: an argument is invalid, the source is missing, damaged or hostile, or `out` cannot be written;
@@ -78,12 +85,30 @@ def convert(
         try:
             info = model_info(source.path) if source.kind == "shardkit" and to != "shardkit" else ModelInfo()
             notes = [*source.notes, *([info.note] if info.note else [])]
+            adapter = saved_adapter(source)
+            _check_adapter(source, adapter, to, merge, base)
+            if adapter is not None and merge:
+                if info.pretrained is None or not info.frozen:
+                    raise CheckpointError(
+                        f"{source.path} cannot be merged: {info.note or 'its run trains no adapter'}",
+                        "convert it where it was saved, in its run",
+                    )
+                plain = reference_of(info.pretrained)
+                info = replace(info, pretrained=plain, ties=ties_of(plain))
+                source = merged(source, adapter, base, plain, list(info.frozen), cast)
             weights = targets.exported(source, cast, info, average)
+            if to == "safetensors":
+                weights, unusual = targets.as_published(weights, info)
+                notes += unusual if cast is not None else [*unusual, *targets.other_type(weights, info)]
             sizes = source.tensors if to == "shardkit" and cast is None else weights.tensors
             needed = sum(map(targets.size_of, sizes.values()))
             with _draft(out, needed) as folder:
                 if to == "safetensors":
-                    targets.write_safetensors(weights, folder, limit, info)
+                    targets.write_safetensors(weights, folder, limit)
+                    notes += targets.write_rest(weights, info, folder)
+                elif to == "peft":
+                    assert adapter is not None
+                    write_peft(source, adapter, folder, cast, info.pretrained)
                 elif to == "torch":
                     targets.write_torch(weights, folder)
                 else:
@@ -92,8 +117,23 @@ def convert(
             source.close()
     except CorruptCheckpoint as error:
         raise CheckpointError(error.cause, error.fix or "pass another checkpoint with --step") from error
-    files = sorted(p for p in out.iterdir() if p.is_file())
+    files = sorted(p for p in out.rglob("*") if p.is_file())
     return Converted(source.path, source.kind, len(sizes), sum(p.stat().st_size for p in files), files, notes)
+
+
+def _check_adapter(source: Source, adapter: SavedAdapter | None, to: str, merge: bool, base: Path | None) -> None:
+    """Refuse what does not suit a checkpoint that holds an adapter, or one that holds none."""
+    if adapter is None and (merge or base is not None or to == "peft"):
+        asked = "--to peft" if to == "peft" else "--merge" if merge else "--base"
+        raise CheckpointError(f"{asked}, but {source.path} holds no adapter", "name a run with adapter.type=lora")
+    if adapter is not None and merge and to in ("shardkit", "peft"):
+        raise CheckpointError(f"--merge with --to {to}: it writes a model", "pass --to safetensors or --to torch")
+    if adapter is not None and not merge and to in ("safetensors", "torch"):
+        raise CheckpointError(
+            f"{source.path} holds an adapter, not the model under it", "pass --merge for both, or --to peft"
+        )
+    if base is not None and not merge:
+        raise CheckpointError("--base is for --merge", "pass --merge, or leave --base out")
 
 
 def _refuse_used(out: Path) -> None:
@@ -133,7 +173,7 @@ def _draft(out: Path, needed: int) -> Iterator[Path]:
 
 def _sync(folder: Path) -> None:
     """Sync a folder's files and their names to disk."""
-    for path in folder.iterdir():
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
     fsync_folder(folder)

@@ -25,6 +25,8 @@ from ..format.writer import byte_view
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
 """Bytes of a tensor that a conversion holds at once."""
+_LONG_RUN = 2**18
+"""Bytes from which on a run is read by itself: shorter neighbours are read as one stretch."""
 
 
 def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
@@ -53,6 +55,7 @@ class Source:
         ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
         run: state of the run, if shardkit saved it; `None` for other sources.
         notes: the parts that are left out, one line each.
+        bytes_read: bytes requested from files of other tools so far.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Source:
     ties: dict[str, str] = field(default_factory=dict)
     run: RunState | None = None
     notes: list[str] = field(default_factory=list)
+    bytes_read: Callable[[], int] = lambda: 0
 
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
         """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
@@ -72,15 +76,24 @@ class Source:
         Raises:
             CheckpointError: a finite value overflows `dtype`.
         """
+        return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
+
+    def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """`pieces` of the elements [start, start + length)."""
         info = self.tensors[name]
-        numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
-        for start in range(0, numel, step):
-            piece = torch.empty(min(step, numel - start), dtype=info.dtype)
-            self.read_into(name, start, piece)
-            yield piece if dtype is None or dtype == info.dtype else _cast(piece, dtype, name)
+        step = PIECE_BYTES // info.dtype.itemsize
+        for at in range(start, start + length, step):
+            piece = torch.empty(min(step, start + length - at), dtype=info.dtype)
+            self.read_into(name, at, piece)
+            yield piece if dtype is None or dtype == info.dtype else cast(piece, dtype, name)
 
 
-def _cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The values in another type.
+
+    Raises:
+        CheckpointError: a finite value overflows it.
+    """
     out = piece.to(dtype)
     if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
         largest = piece[torch.isfinite(piece)].abs().max().item()
@@ -127,6 +140,7 @@ class FileTensors:
 
     def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
         self.tensors = tensors
+        self.bytes_read = 0
         self._lock = threading.Lock()
         self._files: dict[Path, BinaryIO] = {}
         _refuse_overlaps(tensors)
@@ -150,6 +164,9 @@ class FileTensors:
             high = int(np.searchsorted(extent.first, stop, side="left"))
             if high - low == 1:
                 self._read_run(name, extent, low, start, stop, size, target)
+            elif extent.run * size >= _LONG_RUN:
+                for index in range(low, high):
+                    self._read_run(name, extent, index, start, stop, size, target)
             elif high > low:
                 self._read_runs(name, extent, low, high, start, stop, size, target)
 
@@ -185,6 +202,7 @@ class FileTensors:
             if count == 0:
                 raise CheckpointError(f"{file} ends before {name} does", RESTORE)
             done += count
+        self.bytes_read += done
 
     def _open(self, file: Path) -> int:
         with self._lock:
@@ -225,7 +243,10 @@ def _check_complete(name: str, tensor: FileTensor) -> None:
 def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **more: object) -> Source:
     """A source whose tensors lie in files."""
     files = FileTensors(tensors)
-    return Source(kind, path, tensors, files.read_into, files.close, **more)  # type: ignore[arg-type]
+    return Source(
+        kind, path, tensors, files.read_into, files.close,
+        bytes_read=lambda: files.bytes_read, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -1,73 +1,172 @@
-"""Start a run from existing weights: `model.init_from`."""
+"""Start a run from existing weights: `model.init_from`.
+
+Each rank reads the ranges that it keeps, a piece at a time. Ranks of a node that keep the same range read a part of
+each piece and exchange them, so a node requests every byte of the source once.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...errors import CheckpointError
+from ...parallel.world import World
 from ...strategies import Strategy
 from ...strategies.base import Shard
 from ..format.reader import TensorInfo
 from ..resume import agreed
+from .hub_names import as_the_model_names, reference_of
 from .source import PIECE_BYTES, Source
 from .sources import open_source
 
 _LOG = logging.getLogger(__name__)
 _FIX = "set model.init_from to weights of this model, with its sizes"
+_NAMED = 3
+"""Names in a message; the rest is a number."""
+_BUFFER_BYTES = PIECE_BYTES // 4
+"""Bytes read at once. All that a rank holds beyond its shard fits into one piece: the buffer, the files' headers, the
+description of the model, and the exchange of weights between ranks."""
+
+Range = tuple[str, int, int]
+"""Name in the source, first element, number of elements."""
 
 
-def load_weights(strategy: Strategy, group: dist.ProcessGroup, path: str | Path) -> Path:
-    """Fill the wrapped model with the weights at `path`; collective. Each rank reads the ranges it keeps.
+@dataclass(frozen=True)
+class Loaded:
+    """A source that a model was filled from.
+
+    Attributes:
+        bytes_read: bytes that all ranks together requested from its files; 0 for a checkpoint of shardkit.
+        resized: parameter with new rows → its rows in the source, and in the model.
+    """
+
+    path: Path
+    bytes_read: int
+    resized: dict[str, tuple[int, int]]
+
+
+@dataclass
+class _Wanted:
+    """A range of the source, and the places in this rank's memory that take it (a weight and its moving average)."""
+
+    info: TensorInfo
+    targets: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Added:
+    """Rows that the source lacks: its number of rows and the model's, and this rank's (first element, memory)."""
+
+    rows: tuple[int, int]
+    targets: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+def load_weights(
+    strategy: Strategy,
+    world: World,
+    group: dist.ProcessGroup,
+    path: str | Path,
+    name_there: Callable[[str], str | None] = str,
+    resized: Collection[str] = (),
+) -> Loaded:
+    """Fill the wrapped model with the weights at `path`; collective.
 
     Args:
-        group: a gloo group of all ranks, to share their errors.
+        group: a gloo group of all ranks, to share errors and pieces.
         path: anything that `shardkit convert` reads; its optimizer state is ignored.
-
-    Returns:
-        The checkpoint that was read.
+        name_there: a parameter's name in files of the model; `None` for one that they do not hold (an adapter's), which
+            keeps its value.
+        resized: names of parameters that may have fewer rows there. The new rows become the mean of those, which one
+            rank reads once more and sums in float64 in the rows' order: the same bits on any number of ranks.
 
     Raises:
         CheckpointError: on every rank: a weight is missing or has another shape, or the source cannot be trusted.
     """
-    source, problem = None, None
-    try:
-        source = open_source(Path(path), weights_only=True)
-        _fill(strategy, source, dist.get_rank(group) == 0)
-    except CheckpointError as error:
-        problem = CheckpointError(error.cause, error.fix or _FIX)
-    finally:
-        if source is not None:
-            source.close()
-    agreed(group, problem)
-    assert source is not None
-    strategy.weights_changed()
-    return source.path
+    problem: CheckpointError | None = None
+    wanted: dict[Range, _Wanted] = {}
+    added: dict[str, _Added] = {}
+    with ExitStack() as at_end:
+        try:
+            source = _opened(Path(path), strategy.model)
+            at_end.callback(source.close)
+            wanted, added = _wanted(strategy, source, name_there, resized)
+        except CheckpointError as error:
+            problem = CheckpointError(error.cause, error.fix or _FIX)
+        agreed(group, problem)
+        asked: list[tuple[int, list[Range], dict[str, tuple[int, int]]]] = [(0, [], {})] * world.size
+        rows = {name: part.rows for name, part in added.items()}
+        dist.all_gather_object(asked, (world.env.node_rank, list(wanted), rows), group=group)
+        nodes = [(node, ranges) for node, ranges, _ in asked]
+        rows = dict(sorted(item for _, _, there in asked for item in there.items()))
+        if world.is_main:
+            _say_left(source, {name for _, ranges in nodes for name, _, _ in ranges})
+        agreed(group, _read(source, wanted, nodes, world, group))
+        agreed(group, _add_rows(source, added, rows, world, group))
+        strategy.weights_changed()
+        found = {name.partition(".")[2]: sizes for name, sizes in rows.items()}
+        return Loaded(source.path, int(world.sum([float(source.bytes_read())])[0]), found)
 
 
-def _fill(strategy: Strategy, source: Source, is_main: bool) -> None:
-    targets = [
-        s for s in strategy.load_targets() if s.name.startswith(("model.", "ema.", "buffer.")) and s.local.numel()
+def _opened(path: Path, model: nn.Module) -> Source:
+    source = open_source(path.expanduser(), weights_only=True)
+    for module in model.modules():
+        if hasattr(module, "config") and (reference := reference_of(module)) is not None:
+            return as_the_model_names(source, reference)
+    return source
+
+
+def _wanted(
+    strategy: Strategy, source: Source, name_there: Callable[[str], str | None], resized: Collection[str] = ()
+) -> tuple[dict[Range, _Wanted], dict[str, _Added]]:
+    """The ranges of the source that this rank keeps, sorted; and by name in the source, the new rows that it keeps.
+
+    Raises:
+        CheckpointError: the source lacks weights of the model, or has them in other shapes.
+    """
+    shards = [
+        (there, s)
+        for s in strategy.load_targets()
+        if s.name.startswith(("model.", "ema.", "buffer."))
+        and (there := name_there(s.name.partition(".")[2])) is not None
     ]
     held = {name.partition(".")[2]: (name, info) for name, info in source.tensors.items()}
     held |= {alias: held[name] for alias, name in source.ties.items() if name in held}
-    shift = _shift([s.name.partition(".")[2] for s in targets if s.name.startswith("model.")], held)
-    used = set()
-    for shard in targets:
-        fqn = _moved(shard.name.partition(".")[2], shift)
-        if fqn not in held and shard.name.startswith("buffer."):
-            continue  # computed by the model; transformers does not save all of them
-        name, info = _matching(held, fqn, shard, source)
-        used.add(name)
-        _read(source, name, info, shard)
-    left = sorted(set(source.tensors) - used)
-    if left and is_main:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        _LOG.warning("%s holds %s%s, which the model has no place for", source.path, left[0], more)
+    shift = _shift([there for there, s in shards if s.name.startswith("model.")], held)
+    found: dict[Range, _Wanted] = {}
+    added: dict[str, _Added] = {}
+    missing = dict[str, None]()
+    for there, shard in shards:
+        fqn = _moved(there, shift)
+        if fqn not in held:
+            if not shard.name.startswith("buffer."):  # those are computed; transformers does not save all of them
+                missing[fqn] = None
+            continue
+        name, info = _fitting(*held[fqn], fqn, shard, source, there in resized)
+        n_old = max(0, min(shard.local.numel(), math.prod(info.shape) - shard.start))
+        if n_old:
+            place = (name, shard.start, n_old)
+            found.setdefault(place, _Wanted(info)).targets.append(shard.local[:n_old])
+        if n_old < shard.local.numel():
+            part = added.setdefault(name, _Added((info.shape[0], shard.shape[0])))
+            part.targets.append((shard.start + n_old, shard.local[n_old:]))
+    if missing:
+        raise CheckpointError(f"{source.path} has no {_few(list(missing))}", _FIX)
+    return dict(sorted(found.items())), added
+
+
+def _say_left(source: Source, used: set[str]) -> None:
+    left = sorted(name.partition(".")[2] for name in set(source.tensors) - used)
+    if left:
+        _LOG.warning("%s holds %s, which the model has no place for", source.path, _few(left))
 
 
 Shift = tuple[str, str]
@@ -96,24 +195,133 @@ def _moved(name: str, shift: Shift) -> str:
     return shift[1] + name.removeprefix(shift[0])
 
 
-def _matching(
-    held: Mapping[str, tuple[str, TensorInfo]], fqn: str, shard: Shard, source: Source
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _fitting(
+    name: str, info: TensorInfo, fqn: str, shard: Shard, source: Source, may_grow: bool
 ) -> tuple[str, TensorInfo]:
-    if fqn not in held:
-        raise CheckpointError(f"{source.path} has no {fqn}", _FIX)
-    name, info = held[fqn]
-    if tuple(info.shape) != tuple(shard.shape):
+    there, here = tuple(info.shape), tuple(shard.shape)
+    if there != here and not (may_grow and there[1:] == here[1:] and 0 < there[0] < here[0]):
         raise CheckpointError(f"{fqn} is {list(info.shape)} in {source.path}, {list(shard.shape)} in this run", _FIX)
     if info.dtype.is_floating_point != shard.local.dtype.is_floating_point:
         raise CheckpointError(f"{fqn} is {info.dtype} in {source.path}, {shard.local.dtype} in this run", _FIX)
     return name, info
 
 
+def _read(
+    source: Source,
+    wanted: Mapping[Range, _Wanted],
+    nodes: Sequence[tuple[int, list[Range]]],
+    world: World,
+    group: dist.ProcessGroup,
+) -> CheckpointError | None:
+    """Fill every range; returns the first problem of this rank, which goes on so that the others do not wait for it.
+
+    Args:
+        nodes: each rank's node, and the ranges that it wants.
+    """
+    problem: CheckpointError | None = None
+    own = world.env.node_rank
+    holders: dict[Range, list[int]] = {}
+    for rank, (node, ranges) in enumerate(nodes):
+        for place in ranges if node == own else ():
+            holders.setdefault(place, []).append(rank)
+    buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+    with ExitStack() as at_end:
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.size)): group}
+        for place, part in wanted.items():
+            ranks = tuple(holders[place])
+            if len(ranks) > 1 and ranks not in groups:
+                made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+                at_end.callback(dist.destroy_process_group, made)
+                groups[ranks] = made
+            failed = _fill(source, place, part, buffer, world.rank, ranks, groups.get(ranks))
+            problem = problem or failed
+    return problem
+
+
+def _add_rows(
+    source: Source,
+    added: Mapping[str, _Added],
+    rows: Mapping[str, tuple[int, int]],
+    world: World,
+    group: dist.ProcessGroup,
+) -> CheckpointError | None:
+    """Fill the new rows with the mean of the old ones; returns this rank's problem.
+
+    Args:
+        rows: name in the source → its rows there and here, of every tensor with new rows on any rank.
+    """
+    problem: CheckpointError | None = None
+    for name in rows:
+        mean = torch.zeros(math.prod(source.tensors[name].shape[1:]), dtype=torch.float64)
+        if world.is_main and problem is None:
+            try:
+                mean = _mean_row(source, name)
+            except CheckpointError as error:
+                problem = error
+        dist.broadcast(mean, src=0, group=group)
+        for start, target in added[name].targets if name in added else ():
+            _repeat(mean, start, target)
+    return problem
+
+
+def _mean_row(source: Source, name: str) -> torch.Tensor:
+    """The mean row of a tensor, float64, summed in the rows' order by one thread."""
+    info = source.tensors[name]
+    n_rows, row = info.shape[0], math.prod(info.shape[1:])
+    at_once = max(1, PIECE_BYTES // (16 * row))  # float64, and room for its sum
+    total = np.zeros(row, dtype=np.float64)
+    for first in range(0, n_rows, at_once):
+        piece = torch.empty(min(at_once, n_rows - first) * row, dtype=info.dtype)
+        source.read_into(name, first * row, piece)
+        total += piece.to(torch.float64).view(-1, row).numpy().sum(axis=0)
+    return torch.from_numpy(total / n_rows)
+
+
 @torch.no_grad()
-def _read(source: Source, name: str, info: TensorInfo, shard: Shard) -> None:
-    """Read this rank's range, a piece at a time, into the run's own dtype (masters are fp32: no bit is lost)."""
-    step = PIECE_BYTES // info.dtype.itemsize
-    for at in range(0, shard.local.numel(), step):
-        piece = torch.empty(min(step, shard.local.numel() - at), dtype=info.dtype)
-        source.read_into(name, shard.start + at, piece)
-        shard.local[at : at + piece.numel()].copy_(piece)
+def _repeat(row: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Fill `out`, which begins at element `start` of a flattened tensor, with copies of a row."""
+    row = row.roll(-(start % len(row)))
+    whole = len(out) - len(out) % len(row)
+    out[:whole].view(-1, len(row)).copy_(row)
+    out[whole:].copy_(row[: len(out) - whole])
+
+
+@torch.no_grad()
+def _fill(
+    source: Source,
+    place: Range,
+    wanted: _Wanted,
+    buffer: torch.Tensor,
+    rank: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> CheckpointError | None:
+    """Read a range in pieces, into the run's own dtype (masters are fp32: no bit is lost).
+
+    Args:
+        buffer: bytes that hold a piece; one for all, as freed ones would stay with the allocator.
+        ranks: those that want the range; each reads a part of a piece and broadcasts it in place.
+    """
+    name, start, numel = place
+    pieces, problem = buffer.view(wanted.info.dtype), None
+    for at in range(0, numel, len(pieces)):
+        piece = pieces[: min(len(pieces), numel - at)]
+        share = -(-len(piece) // len(ranks))
+        for sharer, first in zip(ranks, range(0, len(piece), share), strict=False):
+            part = piece[first : first + share]
+            try:
+                if sharer == rank and problem is None:
+                    source.read_into(name, start + at + first, part)
+            except CheckpointError as error:
+                problem = error
+        for sharer, first in zip(ranks, range(0, len(piece), share), strict=False):
+            if len(ranks) > 1:
+                dist.broadcast(piece[first : first + share].view(torch.uint8), src=sharer, group=group)
+        for target in wanted.targets:
+            target[at : at + len(piece)].copy_(piece)
+    return problem

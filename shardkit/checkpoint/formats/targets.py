@@ -16,13 +16,17 @@ import torch
 from torch import nn
 
 from ...config.load import load_config
+from ...config.schema import RunConfig
 from ...errors import CheckpointError, ShardkitError
 from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
+from ..format.layout import read_manifest
 from ..format.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
 from ..format.planner import dtype_name
 from ..format.reader import TensorInfo
 from ..format.writer import _version, byte_view, data_file_name, write_file
+from .folder import copy_tokenizer, kept_dtype, write_card, write_configs
+from .hub_names import Place, published, reference_of, ties_of
 from .safetensors import INDEX, header_of
 from .source import Source
 from .torch_writer import write_state_dict
@@ -36,12 +40,18 @@ class ModelInfo:
         ties: other name of a parameter → the name of its shards.
         prefix: path of the transformers model in the task's module, with its dot; empty if it is the module itself.
         pretrained: that transformers model, for its configuration; `None` for any other model.
+        frozen: names of the parameters under an adapter, in the model without it; empty without one.
+        config: the run's config; None without one.
+        run: the run's directory.
         note: the reason why nothing is known; else empty.
     """
 
     ties: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
     pretrained: Any = None
+    frozen: tuple[str, ...] = ()
+    config: RunConfig | None = None
+    run: Path = Path()
     note: str = ""
 
 
@@ -59,7 +69,8 @@ def model_info(checkpoint: Path) -> ModelInfo:
     if config is None:
         return ModelInfo(note="no config.yaml of a run beside it, so tied names and config.json are left out")
     try:
-        task = load_task(load_config(config).config)
+        loaded = load_config(config).config
+        task = load_task(loaded)
         with parameters_on_meta():
             model = task.build_model()
     except ShardkitError as error:
@@ -68,16 +79,10 @@ def model_info(checkpoint: Path) -> ModelInfo:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         return ModelInfo(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
     prefix, pretrained = _pretrained(model)
-    return ModelInfo(_ties(model), prefix, pretrained)
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    ties = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(param), name) != name:
-            ties[name] = first[id(param)]
-    return ties
+    adapter = getattr(task, "adapter", None)
+    names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
+    frozen = tuple(name for name in names if name is not None)
+    return ModelInfo(ties_of(model), prefix, pretrained, frozen, loaded, config.parent)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
@@ -91,22 +96,6 @@ def _pretrained(model: nn.Module) -> tuple[str, Any]:
             whole = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
             return (prefix, module) if whole else ("", None)
     return "", None
-
-
-def save_config(info: ModelInfo, folder: Path, dtype: torch.dtype) -> list[Path]:
-    """Write `config.json` and the generation settings, which `AutoModel*.from_pretrained(folder)` looks for."""
-    model = info.pretrained
-    if model is None:
-        return []
-    config = model.config
-    config.architectures = [type(model).__name__]
-    config.dtype = dtype
-    if hasattr(config, "use_cache"):
-        config.use_cache = True  # off while training
-    config.save_pretrained(folder)
-    if getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
-    return sorted(folder.glob("*config.json"))
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,12 +126,14 @@ class Weights:
         names: exported name → name in the source.
         tensors: exported name → its shape and exported dtype.
         ties: other exported name → exported name.
+        places: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
     """
 
     source: Source
     names: dict[str, str]
     tensors: dict[str, TensorInfo]
     ties: dict[str, str]
+    places: dict[str, Place] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -150,7 +141,13 @@ class Weights:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, in the exported dtype."""
-        return self.source.pieces(self.names[name], self.tensors[name].dtype)
+        held, dtype = self.names[name], self.tensors[name].dtype
+        if name not in self.places:
+            yield from self.source.pieces(held, dtype)
+            return
+        starts, run = self.places[name].runs()
+        for start in starts.tolist():
+            yield from self.source.range_of(held, start, run, dtype)
 
 
 def size_of(info: TensorInfo) -> int:
@@ -182,7 +179,33 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
     )
 
 
-def write_safetensors(weights: Weights, folder: Path, max_shard: int, info: ModelInfo) -> None:
+def as_published(weights: Weights, info: ModelInfo) -> tuple[Weights, list[str]]:
+    """The weights under the names and in the shapes of the model's published folders, and what is not so, a line each.
+
+    transformers 5 fuses some tensors of a folder when it loads it (experts); other tools read the folder's form alone.
+    """
+    reference = reference_of(info.pretrained) if info.pretrained is not None else None
+    if reference is None or any(name not in reference.state_dict() for name in weights.names):
+        return weights, []
+    layout = published(reference)
+    if not layout.differs and not layout.unknown:
+        return weights, []
+    names = {name: weights.names[place.name] for name, place in layout.places.items() if place.name in weights.names}
+    tensors = {
+        name: TensorInfo(layout.places[name].shape, weights.tensors[layout.places[name].name].dtype) for name in names
+    }
+    kept = [name for name in weights.names if name in layout.unknown]
+    notes = [f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in kept]
+    names |= {name: weights.names[name] for name in kept}
+    tensors |= {name: weights.tensors[name] for name in kept}
+    return Weights(weights.source, names, tensors, weights.ties, dict(layout.places)), notes
+
+
+def _transformers() -> str:
+    return str(sys.modules["transformers"].__version__)
+
+
+def write_safetensors(weights: Weights, folder: Path, max_shard: int) -> None:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
@@ -198,7 +221,31 @@ def write_safetensors(weights: Weights, folder: Path, max_shard: int, info: Mode
         total = {"total_size": weights.n_bytes, "total_parameters": _parameters(weights)}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(placed.items()))}, indent=2)
         (folder / INDEX).write_text(text + "\n")
-    save_config(info, folder, next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point))
+
+
+def write_rest(weights: Weights, info: ModelInfo, folder: Path) -> list[str]:
+    """Write what a folder needs beside its weights to be loaded and served; returns what it lacks, a line each."""
+    if info.pretrained is None:
+        return []
+    dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
+    write_configs(info.pretrained, info.config, folder, dtype)
+    if info.config is None:
+        return []
+    write_card(read_manifest(weights.source.path), info.config, info.run, info.pretrained, folder, dtype)
+    lacking = copy_tokenizer(info.config, folder)
+    return [lacking] if lacking else []
+
+
+def other_type(weights: Weights, info: ModelInfo) -> list[str]:
+    """A line if the folder that the run began with keeps its weights in another type."""
+    kept = kept_dtype(info.config) if info.config is not None else None
+    wanted = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{kept}"), None)
+    found = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
+    if wanted is None or found == DTYPES[wanted]:
+        return []
+    return [
+        f"these weights are {str(found).removeprefix('torch.')}; the run's model folder keeps {kept}: --dtype {wanted}"
+    ]
 
 
 def _parameters(weights: Weights) -> int:

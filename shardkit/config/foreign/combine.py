@@ -138,6 +138,10 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
     except NoCounterpart as error:
         ours, wrong = _key_for(file.tool, key), isinstance(error, WrongValue)
         kind = "wrong value" if wrong else "no counterpart"
+        if file.tool == "peft" and not ours:
+            job.problem(kind, f"{file.name}: {key}={shown(value)} cannot be planned: {error}",
+                        "plan without it: remove the key from a copy of the file", "", (key,))  # fmt: skip
+            return ended("absent", note=str(error))
         cause = f"{file.name}: {key}={shown(value)} {'is wrong' if wrong else 'has no counterpart here'}: {error}"
         job.problem(kind, cause, f"correct it, or set {ours} on the command line", ours, (key,))
         return ended("absent", note=str(error))
@@ -208,6 +212,14 @@ def _add_defaults(job: Together) -> None:
         if not job.has("deepspeed"):
             del values["gradient_clipping"]  # Accelerate's own default is auto
         chosen.append(("deepspeed", values))
+    if job.has("peft"):
+        chosen.append(("peft", tables.PEFT_DEFAULTS))
+        if job.value("peft", "target_modules") is None:
+            job.problem(
+                "unsaid", "no file says which layers have adapters: without target_modules peft goes by the model's "
+                'type', 'write them into the adapter file, such as "target_modules": ["q_proj", "v_proj"], or set '
+                "adapter.targets on the command line", "adapter.targets", ("target_modules",),
+            )  # fmt: skip
     for tool, values in chosen:
         named = f"{family(tool)}'s default"
         for key, value in values.items():
@@ -341,6 +353,8 @@ def _key_for(tool: str, key: str) -> str:
     }
     entry = find(tool, key)
     only = entry.only if entry else ""
+    if tool == "peft":
+        return only
     return known.get(key) or ("precision.mode" if only in PSEUDO else only) or "parallel.strategy"
 
 
@@ -351,6 +365,7 @@ def unknown_key(tool: str, key: str) -> str:
         "accelerate": not rest,
         "deepspeed": section in ("zero_optimization", "fp16", "bf16") and bool(rest),
         "trainer": True,
+        "peft": False,
     }
     if key in tables.DEEPSPEED_REMOVED or section in tables.DEEPSPEED_REMOVED:
         return f"DeepSpeed {tables.VERSIONS['deepspeed']} refuses it: it was removed"

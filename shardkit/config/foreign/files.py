@@ -18,8 +18,12 @@ _MARKS = {
     "accelerate": ("compute_environment", "distributed_type"),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
     "model": ("model_type", "architectures"),
+    "peft": ("peft_type",),
 }
-_NAMES = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "transformers' Trainer", "model": "a model"}
+_NAMES = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "transformers' Trainer", "model": "a model",
+          "peft": "peft"}  # fmt: skip
+_MARKED = ("peft",)
+"""Tools whose files always have one of their marks."""
 _SIZE = 2**24
 
 
@@ -29,7 +33,7 @@ class File:
 
     Attributes:
         name: as the user named it, or a key that holds another tool's config whole.
-        tool: `accelerate`, `deepspeed`, `trainer`, or `model` for a transformers `config.json`.
+        tool: `accelerate`, `deepspeed`, `trainer`, `peft`, or `model` for a transformers `config.json`.
         values: dotted key → value; sections without keys are left out.
         text: keys whose value looks like a number, but which the file's own reader takes for text.
     """
@@ -82,9 +86,11 @@ def parse(text: str, name: str) -> dict[str, Any]:
         except ValueError as error:
             at = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            cut = isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip())
+            cut = isinstance(error, json.JSONDecodeError) and (
+                error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+            )
             fix = "the file ends early: write it anew" if cut else "correct it there; JSON has no trailing commas"
-            raise ConfigError(f"{at}: not JSON: {one_line(reason)}", fix) from None
+            raise ConfigError(f"{at}: not JSON: {one_line(reason).removesuffix(' at')}", fix) from None
         except RecursionError:
             raise ConfigError(f"{name} is nested too deep", "name a config file") from None
     else:
@@ -121,7 +127,8 @@ def recognise(value: dict[str, Any], name: str) -> str:
     if any(isinstance(value.get(half), dict) for half in ("fp16", "bf16")):
         return "deepspeed"
     keys = flatten(value)
-    scores = {tool: sum(bool(find(tool, key)) or key in RENAMED[tool] for key in keys) for tool in KEYS}
+    tools = [tool for tool in KEYS if tool not in _MARKED]
+    scores = {tool: sum(bool(find(tool, key)) or key in RENAMED[tool] for key in keys) for tool in tools}
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         some = ", ".join(shown(key) for key in list(value)[:3])

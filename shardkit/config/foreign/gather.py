@@ -13,6 +13,10 @@ from ..errors import one_line
 from .files import File, family, flatten, parse, read
 from .tables import DEEPSPEED, Problem
 
+_HEADER = 100_000_000
+"""Bytes of a safetensors file's header at most, as its library has it."""
+_TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
 
 def gather(names: Iterable[str]) -> tuple[list[File], list[Problem]]:
     """The files, those that they name, and configs inside them as files of their own.
@@ -38,7 +42,7 @@ def gather(names: Iterable[str]) -> tuple[list[File], list[Problem]]:
         if file.tool == "trainer" and isinstance(values.get("fsdp_config"), str):
             values |= _fsdp_file(file, values, problems)
         found.insert(place, replace(file, values=_prefixed(file.tool, values)))
-    for tool in ("accelerate", "deepspeed", "trainer", "model"):
+    for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
         same = [file.name for file in found if file.tool == tool]
         if len(same) > 1:
             raise ConfigError(
@@ -94,6 +98,30 @@ def _prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
     return {name(key): value for key, value in values.items()}
 
 
+def adapter_file(path: str) -> str:
+    """peft's `adapter_config.json`, or the one in a folder.
+
+    Raises:
+        ConfigError: there is none, or it is another tool's file.
+    """
+    place = Path(path).expanduser()
+    name = str(place / "adapter_config.json" if place.is_dir() else place)
+    if place.is_dir() and not Path(name).is_file():
+        raise ConfigError(
+            f"--peft {one_line(path)} has no adapter_config.json", "name peft's file, or the folder that holds one"
+        )
+    try:
+        tool = read(name).tool
+    except ConfigError as error:
+        raise ConfigError(f"--peft: {error.cause}", f"{error.fix}; --peft takes peft's adapter_config.json") from None
+    if tool != "peft":
+        raise ConfigError(
+            f"--peft {one_line(path)} is a file of {family(tool)}: it has no peft_type",
+            "name peft's adapter_config.json; files of other tools belong to --from",
+        )
+    return name
+
+
 def read_model(path: str) -> dict[str, Any]:
     """A model's `config.json`.
 
@@ -115,4 +143,27 @@ def read_model(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"--model {file} is no transformers config: it has no model_type", "name the model's own config.json"
         )
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        found = next((_stored_dtype(one) for one in sorted(file.parent.glob("*.safetensors"))), "")
+        config |= {"dtype": found} if found else {}
     return config
+
+
+def _stored_dtype(file: Path) -> str:
+    """The type of a safetensors file's first floating weight, which from_pretrained takes for a config without one.
+
+    Raises:
+        ConfigError: the file has no header that can be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > _HEADER:
+                raise ValueError("its header is too long")
+            header = json.loads(stream.read(size))
+            types = [_TYPES.get(one.get("dtype")) for name, one in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--model: {file} cannot be read: {one_line(str(error))}", "copy the file again, or remove it"
+        ) from None
+    return next(filter(None, types), "")

@@ -247,6 +247,9 @@ def _efficient_loading(job: Together) -> Iterator[Fault]:
 def _fsdp2_forms(job: Together) -> Iterator[Fault]:
     version, reshard = job.fsdp_version(), _fsdp(job, "reshard_after_forward")
     truth = isinstance(reshard, bool) or str(reshard).lower() in ("true", "false")
+    asked = _fsdp(job, "version", version)
+    if version is not None and str(asked) not in ("1", "2"):
+        yield f"fsdp_version={shown(asked)} is neither FSDP1 nor FSDP2", "set it to 2"
     if version == 2 and reshard is not None and not truth:
         yield (
             f"reshard_after_forward={reshard} is a strategy of FSDP1; FSDP2 takes true or false",
@@ -429,6 +432,16 @@ def _unused_and_recomputed(job: Together) -> Iterator[Fault]:
         )
 
 
+def _saved_after_the_update(job: Together) -> Iterator[Fault]:
+    if _is_on(job.value("trainer", "enable_jit_checkpoint")) and (job.stage is not None or job.has("deepspeed")):
+        yield (
+            "enable_jit_checkpoint=true under DeepSpeed, which updates the model in backward: a checkpoint between "
+            "backward and the Trainer's own step holds one update more than its number says",
+            "in the script, from transformers.trainer_jit_checkpoint import JITCheckpointCallback; "
+            "JITCheckpointCallback.on_pre_optimizer_step = lambda *_, **__: None",
+        )
+
+
 RULES = (
     Rule("error", _beside_a_config_file, "https://github.com/yuvalkirstain/PickScore/issues/2"),
     Rule("error", _sagemaker, "https://github.com/gemlab-vt/NoiseCLR/issues/2"),
@@ -446,6 +459,7 @@ RULES = (
     Rule("warning", _not_gathered, f"{_HF}transformers/pull/34524"),
     Rule("error", _nvme),
     Rule("error", _steps, f"{_HF}transformers/issues/29348"),
+    Rule("warning", _saved_after_the_update),
     Rule("warning", _fp16_overflows, f"{_HF}transformers/issues/10819"),
     Rule("error", _best_model, f"{_HF}transformers/pull/12786"),
     Rule("error", _unused_and_recomputed, f"{_HF}transformers/pull/13961"),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Tool = Literal["accelerate", "deepspeed", "trainer"]
+Tool = Literal["accelerate", "deepspeed", "trainer", "peft"]
 Settings = dict[str, Any]
-VERSIONS = {"accelerate": "1.15", "deepspeed": "0.19", "trainer": "5.23"}
+VERSIONS = {"accelerate": "1.15", "deepspeed": "0.19", "trainer": "5.23", "peft": "0.21"}
 """The versions whose keys the tables hold; the Trainer's is that of transformers."""
 AUTO = "auto"
 
@@ -126,6 +126,17 @@ def recompute(value: Any) -> Settings:
     return on("activation.policy", "full", value)
 
 
+def unless_off(why: str) -> Key:
+    """A key that shardkit cannot follow if it is set."""
+
+    def settings(value: Any) -> Settings:
+        if value not in (None, False, "none", [], ""):
+            raise NoCounterpart(why)
+        return {}
+
+    return Key(settings)
+
+
 # DeepSpeed
 
 STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -164,6 +175,8 @@ _OFFLOAD = {
     "optimizer": "pin_memory buffer_count pipeline_read pipeline_write fast_init",
     "param": "pin_memory buffer_count buffer_size max_in_cpu",
 }
+
+_LOADING = "it changes loading and saving, below"
 
 DEEPSPEED: dict[str, Key] = {
     "train_micro_batch_size_per_gpu": to("train.micro_batch_size", whole),
@@ -213,14 +226,15 @@ DEEPSPEED: dict[str, Key] = {
         bf16.immediate_grad_update fp16.auto_cast fp16.hysteresis fp16.min_loss_scale
         fp16.consecutive_hysteresis optimizer.params.* scheduler.params.* optimizer.legacy_fusion
         dataloader_config.* zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
-        zero_optimization.legacy_stage1 zero_optimization.stage3_gather_16bit_weights_on_model_save
-        zero_optimization.log_trace_cache_warnings zero_optimization.stage3_gather_fp16_weights_on_model_save
+        zero_optimization.legacy_stage1 zero_optimization.log_trace_cache_warnings
+        zero_optimization.stage3_gather_fp16_weights_on_model_save
         zero_optimization.ignore_unused_parameters zero_optimization.compute_grad_norm
         zero_optimization.pipeline_loading_checkpoint communication_data_type_op
         zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.enable_sanity_checks
         zero_optimization.override_module_apply zero_optimization.save_muon_momentum_buffer_in_memory
         """,
     ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Key(note=_LOADING),
     "fp16.loss_scale": Key(note="a fixed loss scale: shardkit's is dynamic; memory is the same"),
     **absent(
         """
@@ -305,7 +319,6 @@ def _classes(value: Any) -> Settings:
     return {"activation.block_classes": [name for name in names if name]}
 
 
-_LOADING = "loading and saving are not part of the plan"
 _FSDP: dict[str, Key] = {  # without the prefix fsdp_
     "sharding_strategy": many(sharding),
     "reshard_after_forward": many(sharding),
@@ -514,6 +527,51 @@ TRAINER_DEFAULTS: Settings = {
     "seed": 42,
 }
 
+# peft's adapter_config.json
+
+
+def _targets(value: Any) -> str | list[str]:
+    if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
+        return sorted(value)  # peft writes a set
+    if not isinstance(value, str) or not value:
+        raise WrongValue("it is neither a name, nor a pattern, nor a list of names")
+    return value
+
+
+_OWN_VALUES = "layers of different ranks or values, which shardkit's adapters do not have"
+PEFT: dict[str, Key] = {
+    "peft_type": one_of("adapter.type", {"lora": "lora"}),
+    "r": to("adapter.r", whole),
+    "lora_alpha": to("adapter.alpha", whole),
+    "lora_dropout": to("adapter.dropout", number),
+    "target_modules": to("adapter.targets", _targets),
+    "use_rslora": to("adapter.use_rslora", truth),
+    "bias": unless_off("biases are trained too"),
+    "modules_to_save": unless_off("whole modules are trained too"),
+    **{
+        name: unless_off(_OWN_VALUES)
+        for name in ("rank_pattern.*", "alpha_pattern.*", "layer_replication", "layers_to_transform", "exclude_modules")
+    },
+    **{
+        name: unless_off("it adds memory that shardkit's adapters do not have")
+        for name in (
+            "use_dora", "use_qalora", "use_bdlora", "use_bdlora.*", "lora_bias", "trainable_token_indices",
+            "trainable_token_indices.*", "target_parameters", "velora_config", "velora_config.*", "monteclora_config",
+            "monteclora_config.*", "kasa_config", "kasa_config.*", "arrow_config", "arrow_config.*",
+        )
+    },
+    **absent(
+        """
+        task_type auto_mapping auto_mapping.* base_model_name_or_path revision inference_mode peft_version
+        fan_in_fan_out init_lora_weights layers_pattern megatron_config megatron_config.* megatron_core loftq_config
+        loftq_config.* eva_config eva_config.* corda_config corda_config.* lora_ga_config lora_ga_config.*
+        alora_invocation_tokens qalora_group_size runtime_config runtime_config.* ensure_weight_tying rank_pattern
+        alpha_pattern
+        """,
+    ),
+}  # fmt: skip
+PEFT_DEFAULTS: Settings = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False}
+
 MUST_MATCH = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -572,7 +630,9 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Keys with a fixed set of values; any other stops their tool."""
-KEYS: dict[str, dict[str, Key]] = {"accelerate": ACCELERATE, "deepspeed": DEEPSPEED, "trainer": TRAINER}
+KEYS: dict[str, dict[str, Key]] = {
+    "accelerate": ACCELERATE, "deepspeed": DEEPSPEED, "trainer": TRAINER, "peft": PEFT
+}  # fmt: skip
 RENAMED = {
     "accelerate": {
         "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",
@@ -593,6 +653,7 @@ RENAMED = {
         "fsdp_transformer_layer_cls_to_wrap": "fsdp_config.transformer_layer_cls_to_wrap",
         "fsdp_min_num_params": "fsdp_config.min_num_params",
     },
+    "peft": {"alpha": "lora_alpha", "dropout": "lora_dropout", "rank": "r", "targets": "target_modules"},
 }
 """Names of earlier versions, or of a neighbour's file → the names to write instead."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import ConfigError
 from ..errors import combined
@@ -16,8 +16,9 @@ from ..yaml import Document
 from . import tables
 from .combine import PSEUDO, Said, Together, combine
 from .files import File
-from .gather import gather, read_model
+from .gather import adapter_file, gather, read_model
 from .tables import Problem, Settings
+from .transfers import Transfer, transfers
 
 TASKS = {
     "ForCausalLM": "hf_causal_lm",
@@ -30,8 +31,10 @@ TASKS = {
 OF_ONE_ENGINE = (
     "precision.autocast", "precision.reduce_dtype", "parallel.find_unused", "parallel.bucket_mb", "parallel.hpz",
     "parallel.reshard_after_forward", "parallel.dp_replicate", "parallel.dp_shard", "parallel.ds_config.",
+    "optim.implementation", "data.mask_fraction",
 )  # fmt: skip
-"""Keys that other engines refuse; a search over engines leaves them out."""
+"""Keys that other engines refuse, or that only describe their memory; a search over engines leaves them out."""
+_TORCH_ADAM = "optimizer.params.torch_adam"
 _ZERO = ("zero1", "zero2", "zero3")
 _SHARDED = ("fsdp", "hsdp")
 
@@ -41,19 +44,15 @@ class LeftOut:
     """A difference that a plan does not have.
 
     Attributes:
-        per: what `n_bytes` are for each of: a `token` of a micro-batch, or a `parameter`; empty if the size is unknown.
-        on_device: whether they lie on the device, and while it trains.
+        per_token: bytes on the device for each token of a micro-batch; 0 if the size is unknown.
     """
 
     text: str
-    per: Literal["token", "parameter", ""] = ""
-    n_bytes: int = 0
-    on_device: bool = False
+    per_token: int = 0
 
-    def amount(self, config: RunConfig, n_params: int) -> int:
-        """Bytes of it at most; 0 if the size is unknown."""
-        tokens = config.train.micro_batch_size * config.train.seq_len
-        return self.n_bytes * {"token": tokens, "parameter": n_params, "": 0}[self.per]
+    def amount(self, config: RunConfig) -> int:
+        """Bytes of it on the device at most; 0 if the size is unknown."""
+        return self.per_token * config.train.micro_batch_size * config.train.seq_len
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,11 @@ class Job:
         settings: dotted keys here → values.
         added: settings without a key in any file, each with its reason.
         left_out: differences that a plan does not have.
+        transfers: moments of loading and saving.
         problems: reasons not to plan; empty if the files say everything.
         gpus: ranks of the job.
         gpus_per_node: ranks on one machine; `None` if no file says it.
+        loop: for the planner: how their loop differs where no key here says it.
     """
 
     files: tuple[File, ...]
@@ -75,11 +76,13 @@ class Job:
     settings: Settings
     added: tuple[tuple[str, Any, str], ...]
     left_out: tuple[LeftOut, ...]
+    transfers: tuple[Transfer, ...]
     problems: tuple[Problem, ...]
     gpus: int
     gpus_per_node: int | None
-    bucket_views = False
-    """For `Planner`: their DDP keeps gradients beside its buckets."""
+    loop: Settings = field(default_factory=dict)
+    expandable = False
+    """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
     @property
     def name(self) -> str:
@@ -103,18 +106,19 @@ class Job:
         return LoadedConfig(*layers.resolve())
 
 
-def read_job(names: Sequence[str], model: str | None = None, gpus: int | None = None) -> Job:
-    """Read files of Accelerate, DeepSpeed and transformers' Trainer that are used together in one job.
+def read_job(names: Sequence[str], model: str | None = None, gpus: int | None = None, peft: str | None = None) -> Job:
+    """Read files of Accelerate, DeepSpeed, transformers' Trainer and peft that are used together in one job.
 
     Args:
         names: the files; one that another names is read too.
         model: a transformers `config.json`, or a folder that holds one.
         gpus: ranks of the job; default: what the files say, else 1.
+        peft: peft's `adapter_config.json`, or the folder that holds one.
 
     Raises:
         ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
     """
-    files, problems = gather(names)
+    files, problems = gather([*names, *([] if peft is None else [adapter_file(peft)])])
     if model is None:
         model = next((file.name for file in files if file.tool == "model"), None)
     config = {} if model is None else read_model(model)
@@ -142,10 +146,11 @@ def translate(job: Together, model: str | None, gpus: int | None) -> Job:
     work.task()
     work.loop()
     work.drop_what_does_nothing()
-    machines = work.machines or 1
+    machines, loop = work.machines or 1, work.other_loop()
     return Job(
-        tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()),
+        tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()), work.transfers(),
         tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
+        loop,
     )  # fmt: skip
 
 
@@ -171,12 +176,25 @@ class _Translation:
     def is_strategy(self, *names: str) -> bool:
         return self.settings["parallel.strategy"] in names
 
+    @property
+    def of_the_trainer(self) -> bool:
+        """Whether the Trainer makes the optimizer."""
+        return self.job.has("trainer") and not self.job.value("deepspeed", "optimizer.type")
+
     def strategy(self) -> None:
         stage, named = self.job.stage, self.settings.get("parallel.strategy")
         if stage is not None and self.job.fsdp_version() is not None:
             self.job.problem(
                 "contradiction", "the files ask for FSDP and for DeepSpeed at once",
                 "remove one of the two, or set parallel.strategy on the command line", "parallel.strategy",
+            )  # fmt: skip
+        if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and _cpu(self.job):
+            self.job.problem(
+                "contradiction",
+                f"use_cpu=true with distributed_type={self.job.kind} in Accelerate's file: Accelerate then leaves "
+                "DeepSpeed out, and trains with DDP",
+                "remove use_cpu from Accelerate's file and set it in the Trainer's, or remove the DeepSpeed file",
+                "parallel.strategy", ("use_cpu", "deepspeed"),
             )  # fmt: skip
         if stage == 0 and self.halves:
             self.job.problem(
@@ -204,7 +222,7 @@ class _Translation:
             )  # fmt: skip
         half = self.halves[0] if self.halves else ""
         self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
-        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED))
+        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED)) or self.job.has("peft")
         if self.stored == "bfloat16" and half != "fp16" and not upcast:
             self.set(
                 "precision.mode", "pure_bf16",
@@ -212,7 +230,8 @@ class _Translation:
             )  # fmt: skip
         elif half and self.is_strategy(*_SHARDED):
             self.set("precision.reduce_dtype", half, "Accelerate reduces FSDP's gradients in that type")
-            self.set("precision.autocast", True, "Accelerate runs FSDP's forward under autocast too")
+            if self.job.fsdp_version() == 1:
+                self.set("precision.autocast", True, "Accelerate runs FSDP1's forward under autocast too")
 
     def batch(self) -> None:
         total, micro = self.settings.pop("train.global_batch_size", None), self.settings.get("train.micro_batch_size")
@@ -246,8 +265,9 @@ class _Translation:
             self.job.problem("unsaid", "no file says which model it is", "pass --model, its config.json or its folder")
             return
         if not self.task_name:
+            own = ", and code in its folder (auto_map) is never run" if self.model.get("auto_map") else ""
             self.job.problem(
-                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}",
+                "no counterpart", f"no built-in task has the head of {self.model['architectures'][0]}{own}",
                 "set task.name=hf_causal_lm on the command line to plan its body with that head", "task.name",
             )  # fmt: skip
         self.settings["task.name"] = self.task_name or "hf_causal_lm"
@@ -257,48 +277,47 @@ class _Translation:
         """Set the differences of their loop that keys here can express."""
         if self.text:
             self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
+        if self.task_name == "hf_masked_lm":
+            self.set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
+        if not self.of_the_trainer:
+            self.set("optim.decay_norm_bias_embed", True, "an optimizer over model.parameters() has one group")
+        own = self.job.value("deepspeed", "optimizer.type") and not self.job.value("deepspeed", _TORCH_ADAM)
+        if not self.job.has("trainer") and not own:
+            self.set("optim.implementation", "foreach", "torch's own choice for AdamW on GPUs")
         if self.settings.get("optim.implementation") == "foreach" and self.settings.get("run.device") == "cpu":
             self.set("optim.implementation", "for_loop", "on the CPU torch's own choice is one parameter at a time")
+
+    def other_loop(self) -> Settings:
+        """The differences of their loop that are no keys here, in the fields of the planner's `Loop`."""
+        found: Settings = {"bucket_views": False}
+        if self.of_the_trainer:
+            found["embeddings_decay"] = True
+        if self.job.fsdp_version() == 2:
+            found["tail_unit"] = True
+        if self.job.has("peft") and not self.is_strategy(*_ZERO):
+            found["frozen"] = kept = self.stored or "float32"
+            here = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
+            if kept != here:
+                self.added.append(("frozen weights", kept, "peft leaves them in the type of the model's files"))
+        return found
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Loading and saving in their loop; none for a model that no file describes."""
+        stored = 2 if self.stored in ("bfloat16", "float16") else 4
+        return transfers(self.job, self.settings["parallel.strategy"], bool(self.halves), stored)
 
     def left_out(self) -> Iterator[LeftOut]:
         """Differences of their loop that no key here can express."""
         job = self.job
-        stored = 2 if self.stored in ("bfloat16", "float16") else 4
-        trained = 2 if self.settings["precision.mode"] == "pure_bf16" else 4
         if self.model.get("auto_map"):
             yield LeftOut("the model folder's own code (auto_map), which is never run: transformers' class is planned")
         if job.fsdp_version() == 1:
             yield LeftOut("FSDP1's flat parameters: planned as FSDP2, which shards each parameter")
-        if self.halves and job.stage is None and self.text:
+        if self.halves and job.stage is None and job.fsdp_version() != 2 and self.text:
             vocabulary = int(self.model.get("vocab_size") or 0)
-            yield LeftOut("Accelerate copies half-precision logits to fp32", "token", 4 * vocabulary, True)
+            yield LeftOut("Accelerate copies half-precision logits to fp32", 4 * vocabulary)
         if not job.has("trainer"):
             yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
-        rank = "rank 0" if self._loads_once() else "every rank"
-        yield LeftOut(f"loading: {rank} holds the whole model in host memory for a while", "parameter", stored)
-        if self._saves_whole():
-            half = 2 if job.stage == 3 and self.halves else trained
-            yield LeftOut("saving: rank 0 gathers the whole model in host memory", "parameter", half)
-
-    def _loads_once(self) -> bool:
-        return any(
-            self.job.value(tool, key) in (True, "true", "True")
-            for tool, key in (
-                ("accelerate", "fsdp_config.fsdp_cpu_ram_efficient_loading"),
-                ("trainer", "fsdp_config.cpu_ram_efficient_loading"),
-            )
-        )
-
-    def _saves_whole(self) -> bool:
-        if self.is_strategy(*_SHARDED):
-            tool = "accelerate" if self.job.kind == "FSDP" else "trainer"
-            prefix = "fsdp_config.fsdp_" if tool == "accelerate" else "fsdp_config."
-            default = (
-                "SHARDED_STATE_DICT" if tool == "accelerate" and self.job.fsdp_version() == 2 else "FULL_STATE_DICT"
-            )
-            return str(self.job.value(tool, f"{prefix}state_dict_type", default)) == "FULL_STATE_DICT"
-        inline = self.job.value("accelerate", "deepspeed_config.zero3_save_16bit_model")
-        return self.job.stage == 3 and bool(self.job.value("deepspeed", tables.GATHER) or inline)
 
     def drop_what_does_nothing(self) -> None:
         """Remove settings that have no effect in this job: shardkit would refuse them."""
@@ -331,6 +350,11 @@ class _Translation:
             if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
                 del settings[key]
         self.added = [one for one in self.added if one[0] in settings]
+
+
+def _cpu(job: Together) -> bool:
+    """Whether Accelerate's launcher sets ACCELERATE_USE_CPU."""
+    return str(job.value("accelerate", "use_cpu")).lower() == "true"
 
 
 def _ranks(gpus: int) -> str:

@@ -284,12 +284,15 @@ class Replay:
     """Largest bytes of each kind, over the whole log and by phase.
 
     Attributes:
+        allocated, allocated_by_phase: of whole blocks, as torch counts them: in segments of fixed size a block keeps up
+            to 1 MiB that is too little to be split off.
         arenas: bytes reserved at the end, by stream and pool.
     """
 
     allocated: int
     reserved: int
     required: int
+    allocated_by_phase: dict[str, int]
     reserved_by_phase: dict[str, int]
     arenas: dict[Arena, int]
 
@@ -308,7 +311,8 @@ def replay(log: EventLog, device: str, expandable: bool, page: int | None = None
     allocator = CachingAllocator(expandable, page)
     held: dict[int, tuple[int, _Block]] = {}
     streams: dict[int, int] = {}
-    by_phase: dict[str, int] = {}
+    allocated: dict[str, int] = {}
+    reserved: dict[str, int] = {}
     marks = iter([*log.marks[1:], (len(log.events), "", "")])
     phase, upcoming = log.marks[0][1], next(marks)
     releases = iter([*log.releases, len(log.events)])
@@ -328,6 +332,8 @@ def replay(log: EventLog, device: str, expandable: bool, page: int | None = None
         if size + change > 0:
             stream = streams.setdefault(allocation.stream, len(streams))
             held[index] = size + change, allocator.malloc(size + change, stream)
-        by_phase[phase] = max(by_phase.get(phase, 0), allocator.reserved)
+        allocated[phase] = max(allocated.get(phase, 0), allocator.allocated)
+        reserved[phase] = max(reserved.get(phase, 0), allocator.reserved)
     arenas = {key: arena.reserved for key, arena in allocator.arenas.items()}
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, allocator.peak_required, by_phase, arenas)
+    peaks = allocator.peak_allocated, allocator.peak_reserved, allocator.peak_required
+    return Replay(*peaks, allocated, reserved, arenas)

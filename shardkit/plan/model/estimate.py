@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 SCHEMA = 1
 Verdict = Literal["fits", "tight", "does not fit"]
 Method = Literal["cuda", "cpu"]
+EvaluationPhase = Literal["evaluate", "sample"]
+EVALUATION: tuple[EvaluationPhase, ...] = ("evaluate", "sample")
+"""An evaluation's losses, and its texts from `train.sample_prompts`."""
+PlannedPhase = PhaseName | EvaluationPhase
 
 
 class DoesNotFit(ConfigError):
@@ -43,7 +47,7 @@ class PeakEstimate:
     """The size and the place of the peak on the device.
 
     Attributes:
-        allocated: bytes of tensors, each rounded as the allocator does.
+        allocated: bytes of the tensors' blocks, as the allocator counts them.
         reserved: bytes that the allocator takes from a GPU with room to spare.
         required: bytes that remain when the allocator releases its cache.
         phase, module: the part of the step that peaks.
@@ -69,7 +73,7 @@ class MemoryEstimate:
     """The memory that one rank will need.
 
     Attributes:
-        rank: the rank of these figures; rank 0 holds the largest shard.
+        rank: the rank of these figures.
         n_params, n_blocks: the model's parameters and repeated blocks.
         method: the device of the traced fake tensors; "cpu" for a GPU job means that the fake CUDA device failed.
         host_peak: bytes of tensors on the host at their peak.
@@ -80,6 +84,7 @@ class MemoryEstimate:
         device_memory, host_memory: the limits in bytes; `None` = not asked.
         uncertainty: expected relative error, 0 to 1.
         time: the time of a step; `None` = not asked.
+        largest, largest_block: values in the largest parameter, and in the largest repeated block.
     """
 
     device: str
@@ -88,7 +93,7 @@ class MemoryEstimate:
     n_params: int
     n_blocks: int
     method: Method
-    phases: Mapping[PhaseName, PhaseEstimate]
+    phases: Mapping[PlannedPhase, PhaseEstimate]
     peak: PeakEstimate
     resident: int
     host_peak: int
@@ -101,6 +106,8 @@ class MemoryEstimate:
     extrapolated_from: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
     time: StepTime | None = None
+    largest: int = 0
+    largest_block: int = 0
 
     @property
     def verdict(self) -> Verdict | None:

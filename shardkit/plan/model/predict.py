@@ -15,25 +15,33 @@ from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...hardware.cards import TYPICAL
-from ...memory.rows import CATEGORIES, PHASES, PhaseName
+from ...memory.rows import CATEGORIES, PHASES
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ...strategies.zero.config import STAGES
+from ...strategies.zero.config import STAGES, build_ds_config
 from ...tasks.base import Batch, Task
-from ...tasks.load import load_task
+from ...tasks.load import Prompts, load_task, read_prompts
 from ...tracing.compat import TRACKER
 from ...tracing.events import EventLog
 from ...tracing.traced_step import BETWEEN, Tracing
 from ...tracing.tracker import TensorTracker
 from ..simulate import shim
 from ..simulate.compat import PLANS
-from ..simulate.step import count_model, on_fake, sample_batch, take_step, wrapped
+from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, whole_pages
 from .cost import Segment, Speeds, StepTime, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
-from .estimate import CategoryEstimate, MemoryEstimate, Method, PeakEstimate, PhaseEstimate
+from .estimate import (
+    EVALUATION,
+    CategoryEstimate,
+    MemoryEstimate,
+    Method,
+    PeakEstimate,
+    PhaseEstimate,
+    PlannedPhase,
+)
 from .work import WorkCounter
 
 _RECURRENT = 0.7
@@ -59,7 +67,7 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     gpu = target.gpu
     if gpu is None or fakes == "cpu":
         return "cpu"
-    shim.install(gpu.capability, gpu.memory, gpu.device_name, target.ranks_per_node)
+    shim.install(gpu, target.ranks_per_node)
     return "cuda"
 
 
@@ -72,8 +80,8 @@ def predict(
         method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
         whole: trace every layer of a deep model.
         timed: also predict how long a step takes.
-        rough: trace less: two micro-batches per step, and deep models under ZeRO at two depths, which makes their
-            buckets inexact.
+        rough: trace less: two micro-batches per step, no evaluation, and deep models under ZeRO at two depths, which
+            makes their buckets inexact.
 
     Raises:
         ConfigError: the config cannot run on that world or card, or its task cannot be built.
@@ -88,7 +96,7 @@ def predict(
     if config.precision.mode == "fp8" and target.gpu is not None and target.gpu.capability < (8, 9):
         raise ConfigError(f"precision.mode=fp8 on {target.gpu.name}: {capability.CUDA_ONLY['fp8']}", "use a newer card")
     micro_batches = resolve_batch(config, target.world_size)
-    config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES))
+    config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES), rough)
     speeds = speeds_of(target) if timed else None
     depth = None if whole else find_depth(config, rough)
     if depth is None:
@@ -106,6 +114,20 @@ def predict(
     return _estimate(trace, target, method, traced, notes, time)
 
 
+def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
+    """Whether all ranks take as much as rank 0, or less.
+
+    ZeRO-1 and 2 keep a gradient on the rank that owns it, from the moment when its bucket is reduced. Buckets hold the
+    last layers first: if there are several, the last rank keeps its whole share of gradients while most activations
+    are still there.
+    """
+    if world_size == 1 or config.parallel.strategy not in ("zero1", "zero2"):
+        return True
+    accum = resolve_batch(config, world_size)
+    ds = build_ds_config(config, world_size, accum, on_cuda=True, sizes=(n_params, n_params))
+    return bool(ds["zero_optimization"]["reduce_bucket_size"] >= n_params)
+
+
 def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
     """Extrapolate the whole model from two traces."""
     device = extended(depth, first.device, second.device)
@@ -115,17 +137,21 @@ def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
         phase: line(depth, (first.reserved_by_phase[phase], second.reserved_by_phase[phase])) + rounding
         for phase in first.reserved_by_phase
     }
-    # The layout of blocks decides how much can be released; take the share of the deeper trace.
-    releasing = second.required / max(1, second.peak)
+    # The layout of blocks decides how much they hold and how much can be released: as in the deeper trace.
     peak = max(edge.n_bytes for edge in device.values())
+    larger = peak / max(1, second.peak)
     return _Trace(
         line(depth, (first.n_params, second.n_params)),
         depth.layers,
         second.n_recurrent,
+        second.largest,
+        second.largest_block,
         device,
         extended(depth, first.host, second.host),
+        round(second.allocated * larger),
         max(reserved.values(), default=peak),
-        round(peak * releasing),
+        round(second.required * larger),
+        {phase: round(n_bytes * larger) for phase, n_bytes in second.allocated_by_phase.items()},
         reserved,
         arenas,
         [one.along(other, depth.position) for one, other in zip(first.segments, second.segments, strict=True)],
@@ -133,11 +159,13 @@ def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
     )
 
 
-def _traceable(config: RunConfig, micro_batches: int) -> tuple[RunConfig, tuple[str, ...]]:
+def _traceable(config: RunConfig, micro_batches: int, rough: bool) -> tuple[RunConfig, tuple[str, ...]]:
     """The config without the settings that fake tensors do not support, and notes on the effect."""
     changes: dict[str, Any] = {}
     notes = []
-    few = {"grad_accum_steps": micro_batches, "global_batch_size": None}
+    few: dict[str, Any] = {"grad_accum_steps": micro_batches, "global_batch_size": None}
+    if rough:
+        few["eval_batches"] = 0
     changes["train"] = config.train.model_copy(update=few)
     if config.compile.enabled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False})
@@ -155,10 +183,14 @@ class _Trace:
     n_params: int
     n_blocks: int
     n_recurrent: int
+    largest: int
+    largest_block: int
     device: Edges
     host: Edges
+    allocated: int
     reserved: int
     required: int
+    allocated_by_phase: dict[str, int]
     reserved_by_phase: dict[str, int]
     arenas: dict[Arena, int]
     segments: list[Segment]
@@ -185,23 +217,23 @@ def _traced(
     if not on_gpu:
         exact = max(peak.n_bytes for peak in on_device.values())
         return _Trace(
-            **counts, device=on_device, host=on_host, reserved=exact, required=exact, reserved_by_phase={}, arenas={},
-            segments=segments, targets=targets,
+            **counts, device=on_device, host=on_host, allocated=exact, reserved=exact, required=exact,
+            allocated_by_phase={}, reserved_by_phase={}, arenas={}, segments=segments, targets=targets,
         )  # fmt: skip
     real = replay(log, str(device), target.expandable)
     # Pages of 20 MiB would hide the bytes that a layer adds.
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
-        **counts, device=on_device, host=on_host, reserved=smooth.reserved, required=real.required,
-        reserved_by_phase=smooth.reserved_by_phase, arenas=smooth.arenas, segments=segments,
-        targets=targets,
+        **counts, device=on_device, host=on_host, allocated=real.allocated, reserved=smooth.reserved,
+        required=real.required, allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
+        arenas=smooth.arenas, segments=segments, targets=targets,
     )  # fmt: skip
 
 
 def trace(
     config: RunConfig, target: Target, device: torch.device, steps: int = 2, speeds: Speeds | None = None
 ) -> tuple[EventLog, dict[str, int], list[Segment], float]:
-    """Wrap the model and run some steps on fake tensors.
+    """Wrap the model and run some steps and an evaluation on fake tensors.
 
     Args:
         speeds: the target hardware's speeds; without them no work is counted.
@@ -220,13 +252,14 @@ def trace(
     batch = sample_batch(task, config)
     zero = config.parallel.strategy in STAGES
     n_targets = float(task.n_targets(batch))
+    prompts = read_prompts(config, task)
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     tracker = TensorTracker(log, work.ran if work else None)
     with (
-        fake_world(device, target.world_size, target.ranks_per_node, target.rank, zero=zero) as world,
+        fake_world(device, target.world_size, target.ranks_per_node, target.rank or 0, zero=zero) as world,
         Tracing(tracker) as tracing,
     ):
-        counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps)
+        counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps, prompts)
     if target.gpu is not None:  # on CPUs peaks are measured under a dispatch mode too
         log.accumulated_in_place()
     return log, counts, work.segments if work else [], n_targets
@@ -234,7 +267,7 @@ def trace(
 
 def _follow(
     config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, weights: Weights, tracing: Tracing,
-    steps: int,
+    steps: int, prompts: Prompts | None,
 ) -> dict[str, int]:  # fmt: skip
     """The traced run; its objects are freed when this returns."""
     with wrapped(config, world, task, weights) as strategy:
@@ -243,6 +276,8 @@ def _follow(
         for _ in range(steps):
             take_step(config, world, task, batch, n_targets, strategy, tracing)
             tracing.stepped(strategy)
+        if config.train.eval_batches:
+            take_evaluation(config, world, task, batch, prompts, strategy, tracing)
     return counts
 
 
@@ -256,13 +291,17 @@ def _estimate(
 ) -> MemoryEstimate:
     peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
     host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)
-    phases: dict[PhaseName, PhaseEstimate] = {}
-    for phase in PHASES:
+    phases: dict[PlannedPhase, PhaseEstimate] = {}
+    beyond = 0 if target.expandable else max(0, trace.allocated - peak.n_bytes)
+    for phase in (*PHASES, *EVALUATION):
         allocated = max((p.n_bytes for p in trace.device.values() if p.phase == phase), default=0)
+        if not target.expandable:
+            allocated = max(allocated, trace.allocated_by_phase.get(phase, 0))
         on_host = max((p.n_bytes for p in trace.host.values() if p.phase == phase), default=0)
         if allocated or on_host:
             phases[phase] = PhaseEstimate(allocated, trace.reserved_by_phase.get(phase, allocated), on_host)
     host_categories = host.categories if host else {}
+    on_device = {**peak.categories, "unattributed": peak.categories.get("unattributed", 0) + beyond}
     gpu = target.gpu
     if gpu is not None and method == "cpu":
         notes += ("traced as CPU tensors: the fake CUDA device does not work with this build of torch",)
@@ -271,19 +310,19 @@ def _estimate(
     return MemoryEstimate(
         device=gpu.name if gpu else "cpu",
         world_size=target.world_size,
-        rank=target.rank,
+        rank=target.rank or 0,
         n_params=trace.n_params,
         n_blocks=trace.n_blocks,
         method=method,
         phases=phases,
-        peak=PeakEstimate(peak.n_bytes, max(trace.reserved, peak.n_bytes), max(trace.required, peak.n_bytes),
+        peak=PeakEstimate(peak.n_bytes + beyond, max(trace.reserved, peak.n_bytes), max(trace.required, peak.n_bytes),
                           peak.phase, peak.module),
         resident=trace.device[BETWEEN, ""].n_bytes,
         host_peak=host.n_bytes if host else 0,
         categories={
-            category: CategoryEstimate(peak.categories.get(category, 0), host_categories.get(category, 0))
+            category: CategoryEstimate(on_device.get(category, 0), host_categories.get(category, 0))
             for category in CATEGORIES
-            if peak.categories.get(category) or host_categories.get(category)
+            if on_device.get(category) or host_categories.get(category)
         },
         overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
         overhead_from="" if gpu is None else gpu.overhead_from,
@@ -291,6 +330,8 @@ def _estimate(
         extrapolated_from=extrapolated_from,
         notes=notes,
         time=time,
+        largest=trace.largest,
+        largest_block=trace.largest_block,
     )  # fmt: skip
 
 

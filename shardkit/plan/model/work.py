@@ -80,6 +80,7 @@ class WorkCounter:
         if not operator.works:
             return
         places = {tensor.device.type for tensor in (*operands, *results) if tensor.dim()}
+        places = places or {tensor.device.type for tensor in results}  # single numbers: a kernel all the same
         if places == {"cpu", "cuda"}:
             segment.copies += sum(map(_n_bytes, results)) / self._speeds.copies
             return

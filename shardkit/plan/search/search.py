@@ -374,7 +374,8 @@ def _rank(setting: Setting) -> tuple[bool, float]:
 
 def _needed_between(first: MemoryEstimate, last: MemoryEstimate, up: float) -> float:
     beyond = _line(first.needed - first.peak.allocated, last.needed - last.peak.allocated, up)
-    return beyond + max(_line(phase.allocated, last.phases[name].allocated, up) for name, phase in first.phases.items())
+    phases = first.phases.keys() & last.phases.keys()  # a rough one has no evaluation
+    return beyond + max(_line(first.phases[name].allocated, last.phases[name].allocated, up) for name in phases)
 
 
 def _line(first: float, last: float, at: float) -> float:

@@ -76,12 +76,7 @@ def run_trial(
         folder: the run directory; its contents are replaced.
         cap: imitate a smaller card (`memory.cap`).
     """
-    settings = [
-        *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
-        "train.eval_batches=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
-        "memory.interval=1", "memory.plan=false", f"memory.trace_step={TRACED}",
-        *([f"memory.cap={cap}"] if cap else []),
-    ]  # fmt: skip
+    settings = trial_settings(overrides, folder, steps, cap)
     if ranks == 1:
         command = [sys.executable, "-m", "shardkit.train", *(["--config", config] if config else []), *settings]
     else:
@@ -90,6 +85,19 @@ def run_trial(
     shutil.rmtree(folder / "oom", ignore_errors=True)  # an earlier run's; this run may fail before it would clear it
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return read_trial(folder, done.returncode, done.stderr)
+
+
+def trial_settings(
+    overrides: Sequence[str], folder: Path, steps: int, cap: str | None, traced: bool = True
+) -> list[str]:
+    """Overrides of a short run that leaves its memory behind, and no checkpoint."""
+    return [
+        *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
+        "train.eval_batches=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
+        "memory.interval=1", "memory.plan=false",
+        f"memory.trace_step={TRACED if traced else 'null'}",
+        *([f"memory.cap={cap}"] if cap else []),
+    ]  # fmt: skip
 
 
 def read_trial(folder: Path, exit_code: int, said: str = "") -> Trial:

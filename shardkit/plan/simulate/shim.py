@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...hardware.cards import Gpu
 from .compat import (
     efficient_attention,
     flash_attention,
@@ -46,20 +47,18 @@ def current_stream() -> int:
     return _current
 
 
-def install(capability: tuple[int, int], total_memory: int, name: str, n_devices: int = 8) -> None:
+def install(gpu: Gpu, n_devices: int = 8) -> None:
     """Make `FakeTensorMode` work with device cuda.
 
     Args:
-        capability: compute capability of the imitated GPU.
-        total_memory: its memory in bytes.
-        name: the result of `torch.cuda.get_device_name`.
+        gpu: the imitated card.
         n_devices: number of GPUs of the imitated machine.
 
     Raises:
         NameGone: torch no longer has a name that this needs.
         RuntimeError: a small fake backward pass gives a wrong result.
     """
-    install_fake_cuda(_cuda_api(capability, total_memory, name, n_devices), _attention)
+    install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
     register_batch_norm({f"batch_norm{shapes.__name__}": shapes for shapes in _BATCH_NORM})
     _check()
 
@@ -118,13 +117,13 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
         _current = before
 
 
-def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devices: int) -> dict[str, Any]:
+def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
     """Replacements for members of `torch.cuda` that describe or use a GPU."""
     default = Stream()
     default.stream_id = default.cuda_stream = 0
     properties = SimpleNamespace(
-        name=name, total_memory=total_memory, major=capability[0], minor=capability[1], multi_processor_count=132,
-        max_threads_per_multi_processor=2048 if capability[1] == 0 else 1536,
+        name=gpu.device_name, total_memory=gpu.memory, major=gpu.capability[0], minor=gpu.capability[1],
+        multi_processor_count=gpu.multiprocessors, max_threads_per_multi_processor=gpu.threads_per_multiprocessor,
         gcnArchName="", warp_size=32,
     )  # fmt: skip
     replaced: dict[str, Any] = {
@@ -143,12 +142,12 @@ def _cuda_api(capability: tuple[int, int], total_memory: int, name: str, n_devic
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
-        "get_device_capability": lambda *_: capability,
+        "get_device_capability": lambda *_: gpu.capability,
         "get_device_properties": lambda *_: properties,
-        "get_device_name": lambda *_: name,
+        "get_device_name": lambda *_: gpu.device_name,
         "reset_peak_memory_stats": lambda *_: None,
         "memory_stats": lambda *_: {},
-        "mem_get_info": lambda *_: (total_memory, total_memory),
+        "mem_get_info": lambda *_: (gpu.memory, gpu.memory),
         **{f"{most}memory_{what}": lambda *_: 0 for most in ("", "max_") for what in ("allocated", "reserved")},
     }
     types = {"FloatTensor": torch.float32, "ByteTensor": torch.uint8, "IntTensor": torch.int32}
@@ -179,9 +178,6 @@ def _attention(
     width, shared = query.shape[-1], enable_gqa and query.shape[1] != key.shape[1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     flash = half and attn_mask is None and width <= 256 and width == value.shape[-1] and query.dim() == 4
-    if shared and not flash:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     with torch.autocast("cuda", enabled=False):
         if flash:
             padding = -width % 8
@@ -191,14 +187,14 @@ def _attention(
                 0
             ]
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
-        if query.dim() == 4:
+        if query.dim() == 4 and not shared:  # the memory-efficient kernel has no keys that heads share
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
             return efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, grad, dropout_p, is_causal, scale=scale
             )[0]
         return plain_attention(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=shared
         )[0]
 
 

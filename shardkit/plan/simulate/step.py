@@ -20,8 +20,10 @@ from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
 from ...strategies.build import parallelize
-from ...strategies.step import train_step
+from ...strategies.step import to_device, train_step
 from ...tasks.base import Batch, Task
+from ...tasks.load import Prompts
+from ...tracing.traced_step import Tracing
 
 
 @contextmanager
@@ -49,12 +51,41 @@ def take_step(
     )  # fmt: skip
 
 
+def take_evaluation(
+    config: RunConfig, world: World, task: Task, batch: Batch, prompts: Prompts | None, strategy: Strategy,
+    tracing: Tracing,
+) -> None:  # fmt: skip
+    """Take a micro-batch of an evaluation, and a token of each sample, as a run does.
+
+    A run keeps no keys and values of earlier tokens: every token is a forward over prompt and answer, of one shape.
+    """
+    model, device = strategy.model, world.device
+    model.eval()
+    with torch.no_grad(), strategy.evaluating():
+        with tracing.phase("evaluate"):
+            getattr(task, "plan_loss", task.loss)(model, to_device(batch, device))
+        if prompts is not None:
+            rows, width = prompts.batch(config.train, world.size)
+            with tracing.phase("sample"):
+                tokens = torch.zeros(rows, width, dtype=torch.long)
+                last = torch.zeros(rows, dtype=torch.long, device=device)
+                task.next_logits(model, tokens.to(device), last).float().cpu()  # type: ignore[attr-defined]
+    model.train()
+
+
 def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
-    """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like}."""
-    numel = [int(getattr(p, "ds_numel", p.numel())) for p in strategy.model.parameters()]
-    blocks = find_blocks(strategy.model, getattr(task, "block_classes", ()))
+    """{"n_params": parameters of the wrapped model, "n_blocks": repeated blocks, "n_recurrent": LSTMs and the like,
+    "largest", "largest_block": values in the largest parameter, and in the largest block}."""
+
+    def numel(module: nn.Module) -> list[int]:
+        return [int(getattr(p, "ds_numel", p.numel())) for p in module.parameters()]
+
+    blocks, every = find_blocks(strategy.model, getattr(task, "block_classes", ())), numel(strategy.model)
     recurrent = sum(isinstance(module, nn.RNNBase) for module in strategy.model.modules())
-    return {"n_params": sum(numel), "n_blocks": len(blocks), "n_recurrent": recurrent}
+    return {
+        "n_params": sum(every), "n_blocks": len(blocks), "n_recurrent": recurrent, "largest": max(every, default=0),
+        "largest_block": max((sum(numel(block)) for block in blocks), default=0),
+    }  # fmt: skip
 
 
 def sample_batch(task: Task, config: RunConfig) -> Batch:

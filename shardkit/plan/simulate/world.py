@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
@@ -43,7 +44,7 @@ from .compat import (
     transformers_in_training,
     unset_fake_temporarily,
 )
-from .ddp import StandInDDP
+from .engines import StandInDDP
 from .unplannable import constructor_reads, of_deepspeed, refuse_value
 
 
@@ -89,6 +90,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     Raises:
         ConfigError: the user's code reads a tensor's value; its branches would be taken blindly.
+        RuntimeError: an operator got tensors of two dtypes that its kernel on a GPU refuses; torch's fakes do not.
     """
 
     avoid_device_init = True  # whatever the patched `torch.cuda.is_available` says
@@ -113,6 +115,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return args[0].untyped_storage() in self._pinned
         if func is GROUPED_MM and args[0].dtype is not torch.bfloat16:  # torch's own kernel for fakes wants it
             return self._grouped_mm(*args, **(kwargs or {}))
+        if _wants_one_dtype(func):
+            _refuse_mixed(func, args)
         if func is PIN_MEMORY:
             return self._pin(self._run(torch.ops.aten.clone.default, types, args[:1], {}))
         if kwargs and kwargs.get("pin_memory"):
@@ -194,6 +198,27 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         storage.resize_(page_locked(storage.nbytes()))
         self._pinned.add(storage)
         return tensor
+
+
+_ONE_DTYPE = {
+    "aten::convolution", "aten::mm", "aten::addmm", "aten::mv", "aten::addmv",
+    "aten::native_layer_norm", "aten::native_group_norm", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+    "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
+}  # fmt: skip
+"""Operators whose CUDA kernels take floats of one dtype, while their fakes take several. Batched products check it."""
+
+
+@functools.cache
+def _wants_one_dtype(func: Any) -> bool:
+    return func.name() in _ONE_DTYPE
+
+
+def _refuse_mixed(func: Any, args: Any) -> None:
+    floats = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
+    dtypes = list(dict.fromkeys(arg.dtype for arg in floats))
+    if len(dtypes) > 1 and any(arg.is_cuda for arg in floats):
+        raise RuntimeError(f"{func.name()} expects tensors of the same dtype, but got {dtypes[0]} and {dtypes[1]}")
 
 
 _MOST_KNOWN = 50_000

@@ -44,13 +44,14 @@ _OWNED = {
 
 
 def build_ds_config(
-    config: RunConfig, world_size: int, accum: int, on_cuda: bool, model_numel: int | None
+    config: RunConfig, world_size: int, accum: int, on_cuda: bool, sizes: tuple[int, int] | None
 ) -> dict[str, Any]:
     """The engine's config dict.
 
     Args:
         accum: micro-batches per optimizer step.
-        model_numel: parameters of the whole model, which caps the bucket; `None` while the model is not built.
+        sizes: values of the whole model, which cap the bucket of gathers ahead, and those of trained parameters, which
+            cap the buckets of gradients and updates; `None` while the model is not built.
 
     Raises:
         ConfigError: a raw `parallel.ds_config` key contradicts a shardkit key; names both.
@@ -59,7 +60,7 @@ def build_ds_config(
     _refuse_other_optimizer(config, raw)
     ours = _owned_values(config, world_size, accum, on_cuda)
     _refuse_conflicts(raw, ours)
-    return merged(merged(_defaults(config, on_cuda, model_numel), raw), ours)
+    return merged(merged(_defaults(config, on_cuda, sizes), raw), ours)
 
 
 def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
@@ -104,13 +105,12 @@ def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
     }
 
 
-def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict[str, Any]:
+def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -> dict[str, Any]:
     """Defaults that raw keys may replace."""
     parallel = config.parallel
     bytes_per_element = 4 if config.precision.mode in ("fp32", "tf32") else 2
-    bucket = int((parallel.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / bytes_per_element)
-    if model_numel is not None:
-        bucket = min(bucket, model_numel)
+    limit = int((parallel.bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / bytes_per_element)
+    gathered, bucket = (limit, limit) if sizes is None else (min(limit, size) for size in sizes)
     bucket += bucket % 2  # DeepSpeed needs an even number of elements
     zero: dict[str, Any] = {
         "reduce_bucket_size": bucket,
@@ -119,7 +119,7 @@ def _defaults(config: RunConfig, on_cuda: bool, model_numel: int | None) -> dict
         "overlap_comm": on_cuda,
     }
     if parallel.strategy == "zero3":
-        zero["stage3_prefetch_bucket_size"] = bucket // 10
+        zero["stage3_prefetch_bucket_size"] = (gathered + gathered % 2) // 10
     for key in ("offload_optimizer", "offload_param"):
         if getattr(parallel, key) != "none":
             zero[key] = {"pin_memory": on_cuda}

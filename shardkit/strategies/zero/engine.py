@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from ..step import skipping
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
+    BuiltInPartitions,
     GroupNorms,
     create_zero_states,
     frozen_shards,
+    partition_model,
     refresh_compute_weights,
     set_zero_scalars,
     share_rates,
@@ -56,9 +59,9 @@ class ZeRO:
         self._ds_config()  # a conflict in raw keys is refused before anything is written
         _forget_groups(_deepspeed(world))
 
-    def _ds_config(self, model_numel: int | None = None) -> dict[str, Any]:
+    def _ds_config(self, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
         on_cuda = self._world.device.type == "cuda"
-        return build_ds_config(self._config, self._world.size, self._accum, on_cuda, model_numel)
+        return build_ds_config(self._config, self._world.size, self._accum, on_cuda, sizes)
 
     def construction(self) -> AbstractContextManager[object] | None:
         if self.stage < 3:
@@ -66,8 +69,11 @@ class ZeRO:
         # Its import inspects Tensor.__new__, which zero.Init replaces: import it before a model is built.
         import torch._dynamo  # noqa: F401
 
+        return BuiltInPartitions(self._partitioner())
+
+    def _partitioner(self) -> Any:
         # The dtype comes from the config: without fp16 support an explicit `dtype` is ignored and bf16 used.
-        return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())  # type: ignore[no-any-return]
+        return _deepspeed(self._world).zero.Init(config_dict_or_path=self._ds_config())
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
@@ -76,6 +82,10 @@ class ZeRO:
         self._scalars = weights.scalars
         named = list(model.named_parameters())
         self._fqns = {id(param): fqn for fqn, param in named}
+        if self.stage == 3 and any(param.is_meta for _, param in named):
+            partition_model(self._partitioner(), model)
+            named = list(model.named_parameters())
+            self._fqns = {id(param): fqn for fqn, param in named}
         if any(hasattr(param, "ds_tensor") for _, param in named):
             for fqn, param in named:
                 self._fill_partition(fqn, param, weights)
@@ -83,17 +93,24 @@ class ZeRO:
             weights.materialise(model, self._world.device, self._world)
             named = list(model.named_parameters())
             self._fqns = {id(param): fqn for fqn, param in named}
-        engine_forward(model, self._world.device, self._config.precision, self.name)
-        numel = sum(getattr(param, "ds_numel", param.numel()) for _, param in named)
+        # DeepSpeed casts inputs for fp16 alone.
+        engine_forward(model, self._world.device, self._config.precision, self.name, cast_inputs=True)
+        if self.stage == 3 and self._config.compile.enabled and self._config.compile.scope == "block":
+            # A block's weights are gathered by its own hooks, which are not compiled; hooks inside would break graphs.
+            for block in blocks:
+                deepspeed.utils.set_z3_leaf_module(block, True)
+        numel = [(int(getattr(param, "ds_numel", param.numel())), param.requires_grad) for _, param in named]
+        sizes = sum(n for n, _ in numel), sum(n for n, trained in numel if trained)
         optimizer = make_optimizer(model)
         if self._config.parallel.offload_optimizer != "none":
             optimizer = self._on_cpu(optimizer)
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=self._ds_config(numel), dist_init_required=False
+            model=model, optimizer=optimizer, config=self._ds_config(sizes), dist_init_required=False
         )
         self.model = self._engine
         self.optimizer = self._zero.optimizer
         self._norms = GroupNorms(self._zero, self._world.device)
+        _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
 
     def _fill_partition(self, fqn: str, param: Any, weights: Weights) -> None:
         """Draw this rank's range of a parameter into its ZeRO-3 partition; the rest is zero padding."""
@@ -178,6 +195,12 @@ class ZeRO:
         if hasattr(self, "_engine"):
             self._engine.destroy()
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
+
+
+def _return_freed_memory() -> None:
+    """Return the host memory that the C library keeps for later; does nothing where it is not glibc."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_groups(deepspeed: Any) -> None:

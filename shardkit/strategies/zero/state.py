@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
+from ...parallel.weights import parameters_on_meta, replace_parameters
 from ..base import Shard
 from ..states import create_states, even_range, flat, scalars_of, set_scalars
 
@@ -39,6 +42,8 @@ for _optimizer, _ in _STAGES.values():
 ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
 for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
+for _name in ("_post_init_method", "_convert_to_deepspeed_param", "local_device", "dtype"):
+    ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
 ENGINE.use("deepspeed.utils.groups._WORLD_GROUP")  # kept beyond the process group that they are parts of
 ENGINE.use("deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP")
@@ -65,6 +70,58 @@ def accounted(
         ACCOUNT.lost(gone)
 
 
+class BuiltInPartitions:
+    """`zero.Init` for a model whose values are all drawn later: no rank writes or sends more than its partitions.
+
+    A parameter is on meta until its module is built. The planner may enter this context twice.
+
+    Args:
+        init: a `zero.Init` that is not entered yet.
+    """
+
+    def __init__(self, init: Any) -> None:
+        self._init, self._inside = init, ExitStack()
+        ended = init._post_init_method
+
+        def partition(module: nn.Module) -> None:
+            _partition_metas(init, module.named_parameters(recurse=False), module)
+            ended(module)
+
+        init._post_init_method = partition
+
+    def __enter__(self) -> None:
+        self._inside.enter_context(self._init)
+        self._inside.enter_context(parameters_on_meta())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.__exit__(*raised)
+
+
+def partition_model(init: Any, model: nn.Module) -> None:
+    """Replace each parameter on meta by this rank's part of it, with any values; buffers go to the device."""
+    _partition_metas(init, model.named_parameters(), model)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(init.local_device)
+
+
+def _partition_metas(init: Any, named: Iterable[tuple[str, nn.Parameter]], model: nn.Module) -> None:
+    """Cut this rank's part of each parameter out of new memory, of which nothing else is touched.
+
+    `zero.Init` itself would send the first rank's values to all.
+    """
+    parts: dict[int, Any] = {}
+    for _, param in named:
+        if param.is_meta:
+            whole = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
+            part: Any = nn.Parameter(whole, requires_grad=param.requires_grad)
+            vars(part).update(vars(param) | vars(part))  # what the model's code has noted on it
+            init._convert_to_deepspeed_param(part)
+            part.partition()
+            parts[id(param)] = part
+    replace_parameters(model, lambda param: parts.get(id(param), param))
+
+
 def stage_of(zero: Any) -> int:
     """ZeRO's stage, from DeepSpeed's optimizer."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -88,7 +145,7 @@ def reduce_buffer(zero: Any) -> tuple[int, int]:
     """
     if not getattr(zero, "contiguous_gradients", False):
         return int(zero.reduce_bucket_size), 0
-    copies = 2 if zero.overlap_comm and stage_of(zero) < 3 else 1
+    copies = 2 if stage_of(zero) < 3 and zero.overlap_comm else 1  # stage 3 has no such attribute
     n_bytes = torch.empty((), dtype=getattr(zero, "dtype", torch.float32)).element_size()
     return int(zero.reduce_bucket_size), int(zero.reduce_bucket_size) * n_bytes * copies
 
@@ -127,9 +184,9 @@ class GroupNorms:
         def noted(*args: Any, **kwargs: Any) -> Any:
             found = compute(*args, **kwargs)
             norm = torch.as_tensor(found)
-            bad = (norm.isfinite() & (norm >= 0)).logical_not()
+            bad = (norm.sqrt() * 0).ne_(0)  # NaN is none of both: few kernels, as this runs in every step
             if norm.device == self.bad.device:
-                self.bad.copy_(torch.maximum(self.bad, bad.float()))
+                torch.maximum(self.bad, bad.float(), out=self.bad)
             elif bad:
                 self._bad_on_host = True
                 self.bad.fill_(1.0)
@@ -316,6 +373,10 @@ def _replay_bias_correction(optimizer: Any) -> None:
 @torch.no_grad()
 def refresh_compute_weights(zero: Any, stage: int) -> None:
     """Copy the masters into the weights that forward reads and gather these, like the engine's own step."""
+    if stage < 3 and all(buffer.device.type == "cpu" for buffer in zero.bit16_groups_flat):
+        for buffer, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
+            _gather_in_place(buffer, master)
+        return
     if stage < 3:
         zero.update_lp_params()
         return
@@ -323,6 +384,14 @@ def refresh_compute_weights(zero: Any, stage: int) -> None:
     for index in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()
+
+
+def _gather_in_place(buffer: torch.Tensor, master: torch.Tensor) -> None:
+    """Each rank's master into its partition of the buffer, on every rank; gloo's all-gather would copy the whole."""
+    parts = buffer.view(-1, master.numel())
+    parts[dist.get_rank()].copy_(master)
+    for owner, part in enumerate(parts):
+        dist.broadcast(part.view(torch.uint8), src=owner)
 
 
 def frozen_shards(module: nn.Module, stage: int, rank: int, part: int, parts: int) -> Iterator[Shard]:

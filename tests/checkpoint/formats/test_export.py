@@ -18,6 +18,7 @@ from shardkit.models.transformer import Transformer
 from shardkit.tasks.load import load_task
 
 pytestmark = pytest.mark.dist
+NO_TOKENIZER = "the run has no tokenizer (data are bytes or token ids), so none is written"
 
 
 def newest(run: Path) -> Path:
@@ -39,7 +40,7 @@ def test_from_pretrained_gives_the_logits_of_the_run(case: str, runs_root: Path,
     from transformers import AutoModelForCausalLM
 
     done = convert(runs_root / case, "safetensors", tmp_path / "hf", max_shard_size="100KB")
-    assert done.notes == []
+    assert done.notes == [NO_TOKENIZER]
     shards = sorted(p.name for p in done.files if p.suffix == ".safetensors")
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors" and len(shards) > 2
     assert all(p.stat().st_size < 110_000 for p in done.files)
@@ -122,7 +123,7 @@ def test_which_checkpoint_of_a_run(runs_root: Path, tmp_path: Path) -> None:
         convert(runs_root / "llama", "torch", tmp_path / "7", step="7")
     # A checkpoint folder on its own; moved away from its run it has no config, and says so.
     done = convert(newest(runs_root / "llama"), "safetensors", tmp_path / "alone")
-    assert (tmp_path / "alone" / "config.json").exists() and done.notes == []
+    assert (tmp_path / "alone" / "config.json").exists() and done.notes == [NO_TOKENIZER]
     moved = tmp_path / "moved"
     moved.mkdir()
     for file in newest(runs_root / "llama").iterdir():

@@ -1,4 +1,4 @@
-"""A conversion holds a piece of a tensor at a time, whatever the size of the model."""
+"""A conversion, and a run that begins with a folder, hold a piece of a tensor at a time, whatever the model's size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ranks import REPO
+from benchmarks import folder
+from tests.ranks import REPO, run_ranks
 
 N_TENSORS, TENSOR_MIB, SHARD_MIB = 5, 28, 40
 
@@ -66,3 +68,35 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     shards = len(list((tmp_path / "plain.pt-safetensors").glob("*.safetensors")))
     assert shards == N_TENSORS, "the model is several times a shard"
     assert max(grown.values()) < SHARD_MIB, grown
+
+
+SIZES = {**folder.SIZES, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2, "vocab_size": 8000}
+"""59 MB."""
+CHUNK = 2 * 2**20
+
+
+def load_in_chunks(engine: str, extra: dict[str, Any], folders: list[str]) -> dict[str, Any]:
+    """Fill an engine from each folder, reading a quarter of `CHUNK` at once; the figures of the last one.
+
+    What the first time costs (imports, threads, connections) is no part of them.
+    """
+    from shardkit.checkpoint.formats import start
+
+    start._BUFFER_BYTES = CHUNK // 4
+    return [folder.load(path, engine, extra) for path in folders][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("engine", list(folder.ENGINES))
+def test_loading_a_folder_holds_one_chunk_beyond_the_shard(engine: str, tmp_path: Path) -> None:
+    folder.make_folder(tmp_path / "tiny", {**SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500})
+    n_bytes = folder.make_folder(tmp_path / "model", SIZES)
+    assert n_bytes > 25 * CHUNK
+    ranks = run_ranks(
+        4, "tests.checkpoint.formats.test_memory:load_in_chunks", engine=engine, extra=folder.ENGINES[engine][1],
+        folders=[str(tmp_path / "tiny"), str(tmp_path / "model")], env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    beyond = [rank["load"] - rank["load before"] for rank in ranks]
+    assert max(beyond) <= CHUNK, f"MiB beyond the shard: {[one / 2**20 for one in beyond]}"

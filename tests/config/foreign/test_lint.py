@@ -230,6 +230,14 @@ def test_a_file_that_cannot_be_read_is_one_cause_and_one_fix(
     assert "\n" not in caught.value.cause + caught.value.fix
 
 
+def test_a_checkpoint_at_any_moment_goes_wrong_under_deepspeed_alone(tmp_path: Path) -> None:
+    jit = TRAINER + "enable_jit_checkpoint: true\n"
+    assert finds(
+        check(write(tmp_path, args__yaml=jit, ds__json=ZERO3)), ["enable_jit_checkpoint=true", "one update more"]
+    )
+    assert check(write(tmp_path, args__yaml=jit)) == []
+
+
 def test_two_files_of_one_tool_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both files of DeepSpeed"):
         check(write(tmp_path, a__json=ZERO3, b__json=ZERO3))

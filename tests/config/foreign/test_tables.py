@@ -12,7 +12,7 @@ from shardkit.config.foreign import tables
 from shardkit.config.foreign.tables import find
 from shardkit.config.libraries import installed
 
-PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed", "trainer": "transformers"}
+PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed", "trainer": "transformers", "peft": "peft"}
 pytestmark = pytest.mark.skipif(
     not all(installed(PACKAGES[tool]).startswith(version) for tool, version in tables.VERSIONS.items()),
     reason=f"needs the versions that the tables are of: {tables.VERSIONS}",
@@ -96,6 +96,14 @@ def test_every_key_at_the_top_of_deepspeeds_file_is_in_the_table() -> None:
     names |= set(re.findall(r"param_dict(?:\.get\(|\[)['\"](\w+)['\"]", source))
     assert len(names) > 20
     assert sorted(name for name in names if name not in keys("deepspeed")) == []
+
+
+def test_every_key_of_pefts_lora_file_is_in_the_table() -> None:
+    peft = pytest.importorskip("peft")
+    fields = {field.name: field.default for field in dataclasses.fields(peft.LoraConfig)}
+    assert sorted(set(fields) - keys("peft")) == []
+    assert sorted(keys("peft") - set(fields)) == []
+    assert {key: fields[key] for key in tables.PEFT_DEFAULTS} == tables.PEFT_DEFAULTS
 
 
 def test_deepspeeds_defaults_are_its_own() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from shardkit.config.foreign.lint import check
+from shardkit.config.foreign.transfers import Sizes
 from shardkit.config.foreign.translate import Job, read_job
 from shardkit.errors import ConfigError
 
-from .test_lint import DDP, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
+from .test_lint import DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -100,8 +102,12 @@ def test_accelerates_file_names_the_engine(text: str, strategy: str, precision: 
 
 def test_accelerates_fsdp_computes_as_accelerate_does(tmp_path: Path) -> None:
     config = job(tmp_path, accelerate__yaml=FSDP2.replace("forward: true", "forward: false")).load(OPEN).config
-    assert (config.precision.reduce_dtype, config.precision.autocast) == ("bf16", True)
+    assert (config.precision.reduce_dtype, config.precision.autocast) == ("bf16", False)
     assert config.parallel.reshard_after_forward is False
+    older = job(tmp_path, accelerate__yaml=FSDP1)
+    assert older.load(OPEN).config.precision.autocast, "FSDP1's forward runs under autocast too"
+    assert older.loop == {"bucket_views": False}
+    assert job(tmp_path, accelerate__yaml=FSDP2).loop == {"bucket_views": False, "tail_unit": True}
 
 
 @pytest.mark.parametrize(
@@ -221,10 +227,41 @@ def test_a_checkpoint_in_bf16_stays_bf16_where_their_tool_leaves_it_so(tmp_path:
 def test_differences_that_a_plan_does_not_have_are_said_with_their_bytes(tmp_path: Path) -> None:
     found = job(tmp_path, 2, args__yaml=TRAINER)
     config = found.load(OPEN).config
-    amounts = {one.text.partition(" ")[0]: one.amount(config, 1000) for one in found.left_out}
-    assert amounts == {"Accelerate": 4 * 256 * 2 * 64, "loading:": 4000}
-    gathered = job(tmp_path, 2, ds__json=ZERO3, args__yaml=TRAINER)
-    assert {one.text.partition(" ")[0]: one.amount(config, 1000) for one in gathered.left_out}["saving:"] == 2000
+    assert [one.amount(config) for one in found.left_out] == [4 * 256 * 2 * 64], "logits of a micro-batch in fp32"
+
+
+SIZES = Sizes(params=1000, largest=100, largest_block=200, shards=4)
+
+
+def moments(found: Job) -> dict[tuple[str, str, bool], tuple[int, int, int]]:
+    """(phase, ranks, expected) → bytes on the device, on the host, mapped."""
+    return {
+        (one.phase, one.ranks, one.expected): (one.on_device(SIZES, 7), one.on_host(SIZES), one.in_file(SIZES))
+        for one in found.transfers
+    }
+
+
+def test_loading_and_saving_have_rows_of_their_own(tmp_path: Path) -> None:
+    fp32, half = TRAINER.replace("bf16: true", "bf16: false"), {**MODEL, "dtype": "bfloat16"}
+    full = {**ZERO3, "zero_optimization": {**ZERO3["zero_optimization"]}}
+    assert moments(job(tmp_path, 4, args__yaml=fp32)) == {
+        ("loading", "every rank", True): (4000, 0, 4000), ("saving", "rank 0", True): (0, 4000, 0)
+    }  # fmt: skip
+    zero3 = moments(job(tmp_path, 4, ds__json=full, args__yaml=TRAINER))
+    assert zero3 == {
+        ("loading", "every rank", True): (2 * 250 + 2 * 100, 2 * 250, 0),
+        ("loading", "rank 0", True): (0, 0, 4000),
+        ("loading", "every rank", False): (2000, 2000, 4000),
+        ("saving", "every rank", True): (2 * 100 + 7, 0, 0),
+        ("saving", "rank 0", True): (0, 2000, 0),
+    }
+    late = moments(job(tmp_path, accelerate__yaml=ZERO2.replace("zero_stage: 2", "zero_stage: 3")))
+    assert late["loading", "every rank", True][0] == 2000, "zero3_init_flag is off: the whole model is moved first"
+    sharded = moments(job(tmp_path, 4, model=half, args__yaml=TRAINER + "fsdp: true\n"))
+    assert sharded["loading", "every rank", True] == (4 * 250 + 4 * 200, 4000, 2000), "fp32 copies of a bf16 file"
+    assert sharded["saving", "rank 0", True][1] == 8000, "FULL_STATE_DICT is the Trainer's default"
+    pieces = job(tmp_path, 4, args__yaml=TRAINER + "fsdp: true\nfsdp_config: {state_dict_type: SHARDED_STATE_DICT}\n")
+    assert {phase for phase, *_ in moments(pieces)} == {"loading"}
 
 
 def test_fsdp_on_cpus_is_planned_as_ddp(tmp_path: Path) -> None:
@@ -254,3 +291,113 @@ def test_reading_imports_none_of_the_tools(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["v_proj", "q_proj"],
+        "bias": "none", "use_dora": False, "rank_pattern": {}, "inference_mode": True}  # fmt: skip
+
+
+def adapted(folder: Path, adapter: Any, **files: Any) -> Job:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    (peft,) = write(folder, adapter_config__json=adapter)
+    return read_job(write(folder, **files), str(folder), 2, peft)
+
+
+def test_an_adapters_file_becomes_the_adapter_section(tmp_path: Path) -> None:
+    found = adapted(tmp_path, LORA, args__yaml=TRAINER)
+    adapter = found.load(OPEN[:1]).config.adapter
+    assert (adapter.type, adapter.r, adapter.alpha, adapter.dropout) == ("lora", 4, 16, 0.1)
+    assert adapter.targets == ["q_proj", "v_proj"]
+    ends = fates(found)
+    assert (ends["target_modules"], ends["inference_mode"]) == ("mapped", "absent")
+    assert read_job(write(tmp_path, args__yaml=TRAINER), str(tmp_path), 2, str(tmp_path)).settings["adapter.r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "fix"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' has no counterpart", "adapter.type"),
+        ({"use_dora": True}, "use_dora=true cannot be planned: it adds memory", "remove the key"),
+        ({"rank_pattern": {"q_proj": 2}}, "layers of different ranks", "remove the key"),
+        ({"modules_to_save": ["lm_head"]}, "whole modules are trained too", "remove the key"),
+        ({"target_modules": None}, "no file says which layers have adapters", "adapter.targets"),
+        ({"r": "four"}, "it is not a whole number", "adapter.r"),
+    ],
+)
+def test_an_adapter_that_cannot_be_planned_is_refused(
+    change: dict[str, Any], cause: str, fix: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        adapted(tmp_path, {**LORA, **change}, args__yaml=TRAINER).load(OPEN[:1])
+    assert cause in str(caught.value)
+    assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "cause"),
+    [('{"r": 8, ', "ends early"), ({"learning_rate": 1}, "it has no peft_type"), ("", "is empty")],
+)
+def test_a_bad_adapter_file_is_refused(adapter: Any, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        adapted(tmp_path, adapter, args__yaml=TRAINER)
+    assert cause in str(caught.value)
+    assert "adapter_config.json" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("half", "said", "header", "frozen"),
+    [
+        ("bf16: true", {}, None, "float32"),
+        ("bf16: true", {"dtype": "bfloat16"}, None, "bfloat16"),
+        ("bf16: true", {"torch_dtype": "float32"}, "BF16", "float32"),
+        ("bf16: true", {}, "BF16", "bfloat16"),
+        ("bf16: true", {}, "F32", "float32"),
+        ("bf16: false", {"dtype": "bfloat16"}, None, "bfloat16"),
+    ],
+)
+def test_the_frozen_model_keeps_the_type_of_its_files(
+    half: str, said: dict[str, str], header: str | None, frozen: str, tmp_path: Path
+) -> None:
+    adapted(tmp_path, LORA, args__yaml=TRAINER)
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **said}))
+    if header is not None:
+        text = json.dumps({"__metadata__": {"format": "pt"}, "ids": {"dtype": "I64"}, "w": {"dtype": header}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (args,) = write(tmp_path, args__yaml=TRAINER.replace("bf16: true", half))
+    found = read_job([args], str(tmp_path), 1, str(tmp_path))
+    assert found.loop["frozen"] == frozen
+    told = [one for one in found.added if one[0] == "frozen weights"]
+    here = "bfloat16" if found.load(OPEN[:1]).config.precision.mode == "bf16" else "float32"
+    assert [one[1] for one in told] == ([] if frozen == here else [frozen])
+    zero = read_job([args, *write(tmp_path, ds__json=ZERO3)], str(tmp_path), 2, str(tmp_path))
+    assert "frozen" not in zero.loop, "DeepSpeed casts all weights"
+
+
+def test_weights_that_are_cut_off_are_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model.safetensors").write_bytes((10**12).to_bytes(8, "little"))
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: its header is too long"):
+        read_job(write(tmp_path, args__yaml=TRAINER), str(tmp_path), 1)
+
+
+def test_a_job_that_accelerate_leaves_on_cpus_is_not_taken_for_deepspeeds(tmp_path: Path) -> None:
+    files = {"args__yaml": TRAINER, "ds__json": ZERO3}
+    found = job(tmp_path, 2, accelerate__yaml="distributed_type: MULTI_CPU\nuse_cpu: true\n", **files)
+    with pytest.raises(ConfigError, match="Accelerate then leaves DeepSpeed out, and trains with DDP"):
+        found.load(OPEN[:1])
+    names = [str(tmp_path / name) for name in ("accelerate.yaml", "args.yaml", "ds.json")]
+    (fault,) = (one for one in check(names) if "leaves DeepSpeed out" in one.cause)
+    assert (fault.level, "set it in the Trainer's" in fault.fix) == ("error", True)
+    own = {**files, "args__yaml": TRAINER + "use_cpu: true\n"}
+    found = job(tmp_path, 2, accelerate__yaml="distributed_type: MULTI_CPU\nuse_cpu: false\n", **own)
+    assert found.load(OPEN[:1]).config.parallel.strategy == "zero3"
+
+
+def test_the_optimizers_groups_are_those_of_who_makes_it(tmp_path: Path) -> None:
+    trainers = job(tmp_path, 2, args__yaml=TRAINER, ds__json=ZERO3)
+    assert trainers.loop["embeddings_decay"]
+    assert not trainers.load(OPEN[:1]).config.optim.decay_norm_bias_embed
+    for files in ({"ds__json": DUMMIES, "args__yaml": TRAINER}, {"accelerate__yaml": ZERO2}):
+        other = job(tmp_path, 8, **files)
+        assert "embeddings_decay" not in other.loop
+        assert other.load(OPEN).config.optim.decay_norm_bias_embed, "one group of model.parameters()"

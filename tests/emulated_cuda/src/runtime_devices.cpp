@@ -95,10 +95,12 @@ EMU_EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device
   p.major = settings().major;
   p.minor = settings().minor;
   p.pciBusID = bus_of(device);
-  p.multiProcessorCount = 132;
+  static const size_t processors = size_from_env("EMUCUDA_MULTIPROCESSORS", 132);
+  p.multiProcessorCount = static_cast<int>(processors);
   p.warpSize = 32;
   p.maxThreadsPerBlock = 1024;
-  p.maxThreadsPerMultiProcessor = 2048;
+  static const size_t threads = size_from_env("EMUCUDA_THREADS", 2048);
+  p.maxThreadsPerMultiProcessor = static_cast<int>(threads);
   p.maxBlocksPerMultiProcessor = 32;
   p.maxThreadsDim[0] = p.maxThreadsDim[1] = 1024;
   p.maxThreadsDim[2] = 64;

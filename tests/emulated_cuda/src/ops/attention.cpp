@@ -1,4 +1,4 @@
-// Fused attention (flash, memory-efficient, cuDNN) with dropout and gradients, in float32.
+// Fused attention (flash, memory-efficient, cuDNN) with dropout and gradients, in float32; flash also by documents.
 // Shapes: query (batch, heads, length, head_dim); key and value may have fewer heads (grouped queries).
 #include <torch/library.h>
 
@@ -18,6 +18,7 @@ struct Options {
   bool causal;
   double scale;
   uint64_t seed;  // of the dropout
+  int64_t before = -1, after = -1;  // keys that a query sees before and after its own place; -1: all
 };
 
 struct Inputs {  // float32, on the host, key and value repeated to the query's heads
@@ -47,6 +48,11 @@ Weights weights_of(const Inputs& in, const Options& options) {
   if (options.causal) {
     Tensor later = at::ones({in.query.size(-2), in.key.size(-2)}, at::kBool).tril().logical_not();
     scores = scores.masked_fill(later, -INFINITY);
+  }
+  if (options.before >= 0 || options.after >= 0) {
+    Tensor ahead = at::arange(scores.size(-1)) - at::arange(scores.size(-2)).unsqueeze(1);
+    if (options.before >= 0) scores = scores.masked_fill(ahead < -options.before, -INFINITY);
+    if (options.after >= 0) scores = scores.masked_fill(ahead > options.after, -INFINITY);
   }
   Weights result;
   result.log_sum_exp = at::logsumexp(scores, -1);
@@ -85,12 +91,9 @@ Forward forward(const char* name, const Tensor& query, const Tensor& key, const 
 struct Backward {
   Tensor query, key, value, bias;
 };
-Backward backward(const char* name, const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                  const Tensor& value, const Options& options) {
-  Kernel kernel(name, query.device(), Kernel::PRODUCT);
-  Inputs in = inputs_of(query, key, value);
+// Gradients in float32, of all the query's heads.
+Backward gradients_of(const Inputs& in, const Tensor& grad, const Options& options) {
   Weights weights = weights_of(in, options);
-  Tensor grad = float_on_host(grad_out);
   Tensor grad_value = at::matmul(weights.dropped.transpose(-2, -1), grad);
   Tensor grad_softmax = at::matmul(grad, in.value.transpose(-2, -1));
   if (weights.kept.defined()) grad_softmax = grad_softmax * weights.kept;
@@ -98,12 +101,18 @@ Backward backward(const char* name, const Tensor& grad_out, const Tensor& query,
   Tensor grad_scores = p * (grad_softmax - (grad_softmax * p).sum(-1, true));
   Tensor grad_query = at::matmul(grad_scores, in.key) * options.scale;
   Tensor grad_key = at::matmul(grad_scores.transpose(-2, -1), in.query) * options.scale;
+  return {grad_query, grad_key, grad_value, grad_scores};
+}
+Backward backward(const char* name, const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                  const Tensor& value, const Options& options) {
+  Kernel kernel(name, query.device(), Kernel::PRODUCT);
+  Backward grads = gradients_of(inputs_of(query, key, value), float_on_host(grad_out), options);
   Backward result;
-  result.query = laid_out(grad_query, query);
-  result.key = laid_out(summed_to_heads(grad_key, key.size(1)), key);
-  result.value = laid_out(summed_to_heads(grad_value, value.size(1)), value);
+  result.query = laid_out(grads.query, query);
+  result.key = laid_out(summed_to_heads(grads.key, key.size(1)), key);
+  result.value = laid_out(summed_to_heads(grads.value, value.size(1)), value);
   if (has(options.bias)) {
-    Tensor grad_bias = at::sum_to(grad_scores, options.bias->sizes());
+    Tensor grad_bias = at::sum_to(grads.bias, options.bias->sizes());
     result.bias = to_device(grad_bias.to(options.bias->scalar_type()), query.device());
   }
   return result;
@@ -188,6 +197,99 @@ Gradients cudnn_backward(const Tensor& grad, const Tensor& query, const Tensor& 
   return {result.query, result.key, result.value};
 }
 
+// Flash attention by documents: query (tokens, heads, head_dim), document d at the places [bounds[d], bounds[d + 1]).
+// The arguments are taken by name: the schemas of torch's releases differ.
+class ByDocuments {
+ public:
+  ByDocuments(const c10::OperatorHandle& op, torch::jit::Stack* stack) : schema_(op.schema()) {
+    size_t count = schema_.arguments().size();
+    given_.assign(stack->end() - count, stack->end());
+    stack->resize(stack->size() - count);
+    for (const char* name : {"seqused_k", "alibi_slopes", "block_table"})
+      TORCH_CHECK(!schema_.argumentIndexWithName(name) || (*this)[name].isNone(), name, " is not emulated");
+    TORCH_CHECK((*this)["cum_seq_q"].isTensor(), "flash attention without cum_seq_q is not emulated");
+    query = tensor("query"), key = tensor("key"), value = tensor("value");
+    Tensor bounds = tensor("cum_seq_q");
+    TORCH_CHECK(low_precision(query), "FlashAttention only support fp16 and bf16 data type");
+    TORCH_CHECK(query.dim() == 3 && query.stride(-1) == 1 && query.size(-1) % 8 == 0 && query.size(-1) <= 256);
+    TORCH_CHECK(bounds.scalar_type() == at::kInt && bounds.is_cuda() && bounds.is_contiguous());
+    drain_current_stream(query.device());
+    Tensor places = on_host(bounds), of_keys = on_host(tensor("cum_seq_k"));
+    TORCH_CHECK(at::equal(places, of_keys), "queries and keys of different documents are not emulated");
+    const int32_t* place = places.const_data_ptr<int32_t>();
+    bounds_.assign(place, place + places.numel());
+    TORCH_CHECK(bounds_.front() == 0 && bounds_.back() == query.size(0));
+    for (size_t d = 0; d + 1 < bounds_.size(); d++)
+      TORCH_CHECK(bounds_[d] <= bounds_[d + 1] && bounds_[d + 1] - bounds_[d] <= (*this)["max_q"].toInt());
+  }
+  const c10::IValue& operator[](const char* name) const { return given_.at(*schema_.argumentIndexWithName(name)); }
+  Tensor tensor(const char* name) const { return (*this)[name].toTensor(); }
+
+  // Document d's part, as a batch of one.
+  Options options(size_t d, uint64_t seed) const {
+    auto scale = (*this)["scale"].toOptional<double>();
+    auto window = [&](const char* name) { return (*this)[name].isNone() ? -1 : (*this)[name].toInt(); };
+    return {std::nullopt, (*this)["dropout_p"].toDouble(), (*this)["is_causal"].toBool(), scale_of(scale, query),
+            seed + d, window("window_size_left"), window("window_size_right")};
+  }
+  Tensor part(const Tensor& all, size_t d) const {
+    return all.slice(0, bounds_[d], bounds_[d + 1]).transpose(0, 1).unsqueeze(0);
+  }
+  Inputs inputs(size_t d) const { return inputs_of(part(query, d), part(key, d), part(value, d)); }
+  // Writes document d's result, (1, heads, length, head_dim), to `all`.
+  void put(const Tensor& all, size_t d, const Tensor& result) const {
+    on_host(all).slice(0, bounds_[d], bounds_[d + 1]).copy_(result.squeeze(0).transpose(0, 1));
+  }
+  size_t count() const { return bounds_.size() - 1; }
+
+  Tensor query, key, value;
+
+ private:
+  const c10::FunctionSchema& schema_;
+  std::vector<c10::IValue> given_;
+  std::vector<int64_t> bounds_;
+};
+
+void flash_by_documents(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const char* name = "aten::_flash_attention_forward";
+  Recorded recorded(name);
+  ByDocuments given(op, stack);
+  auto device = given.query.device();
+  Kernel kernel(name, device, Kernel::PRODUCT);
+  uint64_t seed = given["dropout_p"].toDouble() > 0 ? draw_seed(std::nullopt, device) : 0;
+  Tensor out = at::empty(given.query.sizes(), given.query.options());
+  Tensor sums = at::zeros({given.query.size(1), given.query.size(0)}, at::kFloat);
+  for (size_t d = 0, at = 0; d < given.count(); d++) {
+    Inputs in = given.inputs(d);
+    Weights weights = weights_of(in, given.options(d, seed));
+    given.put(out, d, at::matmul(weights.dropped, in.value));
+    int64_t length = in.query.size(2);
+    sums.slice(1, at, at + length).copy_(weights.log_sum_exp.squeeze(0));
+    at += length;
+  }
+  torch::jit::push(*stack, out, to_device(sums, device), seed_tensor(seed, {2}, at::kUInt64, device),
+                   seed_tensor(0, {}, at::kUInt64, device), at::empty({0}, given.query.options()));
+}
+
+void flash_by_documents_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const char* name = "aten::_flash_attention_backward";
+  Recorded recorded(name);
+  ByDocuments given(op, stack);
+  Kernel kernel(name, given.query.device(), Kernel::PRODUCT);
+  Tensor grad = given.tensor("grad_out");
+  uint64_t seed = seed_in(on_host(given.tensor("rng_state")));
+  Tensor grads[] = {at::empty(given.query.sizes(), given.query.options()),
+                    at::empty(given.key.sizes(), given.key.options()),
+                    at::empty(given.value.sizes(), given.value.options())};
+  for (size_t d = 0; d < given.count(); d++) {
+    Backward found = gradients_of(given.inputs(d), float_on_host(given.part(grad, d)), given.options(d, seed));
+    given.put(grads[0], d, found.query);
+    given.put(grads[1], d, summed_to_heads(found.key, given.key.size(1)));
+    given.put(grads[2], d, summed_to_heads(found.value, given.value.size(1)));
+  }
+  torch::jit::push(*stack, grads[0], grads[1], grads[2]);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -198,4 +300,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(efficient_backward));
   library.impl("_scaled_dot_product_cudnn_attention", TORCH_FN(cudnn));
   library.impl("_scaled_dot_product_cudnn_attention_backward", TORCH_FN(cudnn_backward));
+  library.impl("_flash_attention_forward", torch::CppFunction::makeFromBoxedFunction<&flash_by_documents>());
+  library.impl("_flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&flash_by_documents_backward>());
 }

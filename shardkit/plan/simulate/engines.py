@@ -1,30 +1,89 @@
-"""DistributedDataParallel without its C++ reducer, which reads real data: same buckets, reduced at the same moments."""
+"""Engines as a trace needs them: DDP without its C++ reducer, and all of them as other tools' loops set them up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ...strategies.ddp import own_or_models
+from ...strategies.fsdp import FSDP
 
 _FIRST_BUCKET_MB = 1.0
-_views = True
+_own_root = FSDP.shard_rest
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop whose memory is planned; the defaults are shardkit's own.
+
+    Attributes:
+        bucket_views: ddp's gradients are views of its buckets (`gradient_as_bucket_view`); other loops keep both.
+        tail_unit: FSDP2 has units of its own for the embedding, and for the last norm with the head.
+        frozen: the type of a model's frozen weights beside adapters, whatever `precision.mode` is.
+        embeddings_decay: embeddings are in the optimizer's group with weight decay, which decides how ZeRO cuts it up.
+    """
+
+    bucket_views: bool = True
+    tail_unit: bool = False
+    frozen: str | None = None
+    embeddings_decay: bool = False
+
+
+_loop = Loop()
 
 
 @contextmanager
-def bucket_views(on: bool) -> Iterator[None]:
-    """Whether gradients become views of their buckets (`gradient_as_bucket_view`); other tools' loops keep both."""
-    global _views
-    before, _views = _views, on
+def following(loop: Loop) -> Iterator[None]:
+    """Plan this loop."""
+    global _loop
+    before, _loop = _loop, loop
     try:
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.shard_rest", _shard_rest))
+            if loop.frozen is not None:
+                frozen = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), getattr(torch, loop.frozen))
+                stack.enter_context(patch.dict("shardkit.models.adapter.FROZEN", frozen))
+            if loop.embeddings_decay:
+                stack.enter_context(patch("shardkit.parallel.optim.SPARED", ()))
+            yield
     finally:
-        _views = before
+        _loop = before
+
+
+def _shard_rest(strategy: FSDP, model: nn.Module, options: dict[str, Any]) -> None:
+    """Shard what is outside of blocks as Accelerate 1.15 does it (`fsdp2_prepare_model`).
+
+    The embedding is a unit that is resharded as blocks are; the last norm and the head are one that is not. Tied
+    weights belong to the second.
+    """
+    embedding, head = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    if not _loop.tail_unit or embedding is None:
+        _own_root(strategy, model, options)
+        return
+    tied = head is not None and head.weight is embedding.weight
+    if not tied and not isinstance(embedding, FSDPModule):
+        fully_shard(embedding, reshard_after_forward=strategy.reshards, **options)
+    tail = [_last_norm(model), *([embedding] if tied else []), head]
+    units = [module for module in tail if module is not None and not isinstance(module, FSDPModule)]
+    if units:
+        fully_shard(units, reshard_after_forward=False, **options)
+    _own_root(strategy, model, options)
+
+
+def _last_norm(model: nn.Module) -> nn.Module | None:
+    """The last norm among the base model's own children; a model with adapters hides them from Accelerate."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    adapted = any(".lora_" in name for name, _ in model.named_parameters())
+    norms = [] if base is None or adapted else [one for one in base.children() if "Norm" in type(one).__name__]
+    return norms[-1] if norms else None
 
 
 class StandInDDP(nn.Module):
@@ -81,7 +140,7 @@ class StandInDDP(nn.Module):
         assert param.grad is not None
         if param.grad.untyped_storage() is not view.untyped_storage():
             view.copy_(param.grad)
-            if _views:
+            if _loop.bucket_views:
                 param.grad = view
         bucket.missing -= 1
         if bucket.missing == 0:

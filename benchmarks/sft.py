@@ -1,0 +1,238 @@
+"""Fine-tuning with shardkit beside TRL's SFTTrainer and peft + Accelerate.
+
+`python -m benchmarks.sft` runs on 2 CPU ranks over gloo under DDP, in its own environment (sft.txt): the same small
+Llama, conversations, order and settings, targets in the assistant's turns alone. With padded rows, the losses of every
+step must agree before anything is timed. Packed rows hold other conversations in another order with each library, so
+the figure compared there is targets a second. Arms take turns, one
+step each. Peaks are those of torch's CPU allocator in a start of their own. Tokenisation compares `shardkit tokenize`
+with `datasets.map` on the same number of processes, in turns; `--settings` without a name measures that alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from . import peers_env, sft_arms, sft_data, turns
+from .common import RESULTS, environment, median_ci, write_result
+from .peers import DifferentLosses
+from .peers_ranks import peak_of
+from .sft_arms import PEERS, Setting, Taken
+from .turns import rotated
+
+NAME = "sft"
+OURS = "shardkit"
+ARMS = (*PEERS, OURS)
+IN_A_THREAD = ("TRL",)
+"""Arms whose loop runs in a thread, which the profiler does not follow: their peaks are not measured."""
+SETTINGS = (("full", "padded"), ("lora", "padded"), ("lora", "packed"))
+TOLERANCE = 2e-5  # largest difference of a loss from the peers'
+COMPARED, PEAK_STEPS, WARMUP = 4, 2, 2
+COPIES = 10  # of the conversations, to tokenise
+LENGTHS, CONTEXT = 1_000_000, 4096  # packed by best-fit decreasing
+
+
+class Ranks(turns.Ranks):
+    """Two ranks of an arm; `mode` is "turns", or "peak" for one such answer."""
+
+    def __init__(self, setting: Setting, arm: str, folder: Path, count: int, mode: str = "turns") -> None:
+        argv = ["benchmarks.sft", "--worker", mode, arm, str(count), json.dumps(asdict(setting))]
+        super().__init__(f"{arm}, {setting.tuned}, {setting.layout}", argv, folder)
+
+    def taken(self) -> tuple[float, float, float]:
+        """One step: (seconds on the slower rank, mean loss, targets of all ranks)."""
+        found = self.answers("step")
+        return max(a["seconds"] for a in found), turns.mean_loss(found), sum(a["tokens"] for a in found)
+
+
+def worker(mode: str, arm: str, count: str, setting: str, scratch: str) -> None:
+    """The process of a rank."""
+    steps = _steps(arm, Setting(**json.loads(setting)), int(count), scratch)
+
+    def timed(stream: TextIO) -> Iterator[dict[str, Any]]:
+        loss, tokens = next(steps)
+        yield {"loss": loss, "tokens": tokens, "at": time.time()}
+        while stream.readline():
+            began = time.perf_counter()
+            loss, tokens = next(steps)
+            yield {"loss": loss, "tokens": tokens, "seconds": time.perf_counter() - began}
+
+    def peak(_: TextIO) -> Iterator[dict[str, Any]]:
+        yield {"peak": peak_of(steps)}
+
+    def answers(stream: TextIO) -> Iterator[dict[str, Any]]:
+        yield from {"turns": timed, "peak": peak}[mode](stream)
+        for _ in steps:  # a library's loop ends after the last step that it was set up for
+            pass
+
+    turns.serve(scratch, answers)
+
+
+def _steps(arm: str, setting: Setting, count: int, scratch: str) -> Iterator[Taken]:
+    return sft_arms.ours(setting, count, scratch) if arm == OURS else PEERS[arm](setting, count)
+
+
+def agree(setting: Setting, folder: Path) -> dict[str, float]:
+    """Each arm's largest difference of a loss from the first arm's, over a few steps.
+
+    Raises:
+        DifferentLosses: more than `TOLERANCE`.
+    """
+    losses: dict[str, list[float]] = {}
+    for arm in ARMS:
+        with Ranks(setting, arm, folder, COMPARED) as ranks:
+            losses[arm] = [ranks.first_step()[1], *(ranks.taken()[1] for _ in range(COMPARED - 1))]
+    expected = losses[ARMS[0]]
+    found = {
+        arm: max(abs(a - b) for a, b in zip(values, expected, strict=True)) for arm, values in losses.items()
+    }  # fmt: skip
+    if not max(found.values()) <= TOLERANCE:  # NaN included
+        raise DifferentLosses(f"{setting.tuned}, {setting.layout}: losses differ, so times are not compared: {losses}")
+    return found
+
+
+def starts(setting: Setting, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Each arm's seconds from the command to the end of the first step, tokenisation included: caches are emptied."""
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for index in range(rounds):
+        for arm in rotated(ARMS, index):
+            shutil.rmtree(Path(setting.data).parent / "datasets", ignore_errors=True)  # there is none before the first
+            with Ranks(setting, arm, folder, 1) as ranks:
+                found[arm].append(ranks.first_step()[0])
+    return found
+
+
+def steps_in_turn(setting: Setting, folder: Path, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, targets) of each arm's steps."""
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    with ExitStack() as running:
+        count = 1 + WARMUP + steps
+        alive = {arm: running.enter_context(Ranks(setting, arm, folder, count)) for arm in ARMS}
+        for ranks in alive.values():
+            ranks.first_step()
+        for index in range(WARMUP + steps):
+            for arm in rotated(ARMS, index):
+                took, _, tokens = alive[arm].taken()
+                if index >= WARMUP:
+                    found[arm].append((took, tokens))
+    return found
+
+
+def peaks(setting: Setting, folder: Path) -> dict[str, int]:
+    """Peak bytes of tensors on the rank that took more."""
+    found = {}
+    for arm in (arm for arm in ARMS if arm not in IN_A_THREAD):
+        with Ranks(setting, arm, folder, PEAK_STEPS, "peak") as ranks:
+            found[arm] = max(int(answer["peak"]) for answer in ranks.answers())
+    return found
+
+
+def tokenisation(setting: Setting, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds to tokenise and mark the conversations, by command, with `TOKENISERS` processes each."""
+    many = folder / "many.jsonl"
+    many.write_text(Path(setting.data).read_text() * COPIES)
+    n = str(sft_arms.TOKENISERS)
+    commands: dict[str, Callable[[int], list[str]]] = {
+        "datasets.map": lambda i: ["-m", "benchmarks.sft_arms", str(many), setting.model, str(folder / f"map{i}")],
+        OURS: lambda i: [
+            "-m", "shardkit.cli", "tokenize", str(many), str(folder / f"ours{i}"), "--tokenizer", setting.model,
+            "data.loss_on=assistant", f"data.tokenize_workers={n}",
+        ],
+    }  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in commands}
+    for index in range(rounds):
+        for name in rotated(list(commands), index):
+            shutil.rmtree(folder / "datasets", ignore_errors=True)  # what `datasets` keeps of an earlier round
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *commands[name](index)], check=True, capture_output=True)
+            found[name].append(time.perf_counter() - began)
+    return found
+
+
+def packing() -> dict[str, float]:
+    """Seconds to pack a million lengths of a long-tailed mix, and the share of positions filled."""
+    import numpy as np
+
+    from shardkit.data.packing import best_fit_decreasing
+
+    drawn = np.random.default_rng(0).lognormal(5.5, 1.0, LENGTHS)
+    lengths = np.clip(drawn.astype(np.int64), 2, CONTEXT)
+    began = time.perf_counter()
+    _, bounds = best_fit_decreasing(lengths, CONTEXT)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "fill": float(lengths.sum() / ((len(bounds) - 1) * CONTEXT))}
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    return median_ci([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def beside(found: Mapping[str, Any]) -> dict[str, Any]:
+    """shardkit's ratios to each peer, with intervals: more tokens a second is better, less time to a first step."""
+    speed = {arm: [tokens / seconds for seconds, tokens in taken] for arm, taken in found["steps"].items()}
+    return {
+        arm: {
+            "tokens_per_s": ratios(speed[OURS], speed[arm]),
+            "first_step": ratios(found["first_step_s"][OURS], found["first_step_s"][arm]),
+            "peak": found["peak_bytes"][OURS] / found["peak_bytes"][arm] if arm in found["peak_bytes"] else None,
+        }
+        for arm in PEERS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6, help="starts of each arm (6 for an interval)")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps of each arm")
+    parser.add_argument("--settings", nargs="*", default=[" ".join(s) for s in SETTINGS], help="such as 'lora packed'")
+    parser.add_argument("--no-data", dest="data", action="store_false", help="leave out tokenisation and packing")
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(*args.worker)
+        return
+    peers_env.enter(NAME)
+    load = os.getloadavg()[0]
+    path = RESULTS / f"{NAME}.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"settings": {}}
+    result["packages"] = {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
+    with tempfile.TemporaryDirectory() as temp:
+        folder = Path(temp)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets")}
+        model, data = sft_data.write(folder)
+        sft_data.write_adapter(model, folder / sft_arms.ADAPTER, sft_arms.LORA)
+        for named in args.settings:
+            tuned, layout = named.split()
+            setting = Setting(tuned, layout, str(model), str(data))
+            found: dict[str, Any] = {"measured": {key: environment()[key] for key in ("commit", "date")}}
+            if layout == "padded":
+                found["loss_difference"] = agree(setting, folder)
+            found["peak_bytes"] = peaks(setting, folder)
+            found["steps"] = steps_in_turn(setting, folder, args.steps)
+            found["first_step_s"] = starts(setting, folder, args.rounds)
+            found["beside"] = beside(found)
+            result["settings"][named] = found
+            print(named, json.dumps(found["beside"], indent=1), write_result(NAME, result), flush=True)
+        if args.data:
+            setting = Setting("full", "padded", str(model), str(data))
+            result["data_measured"] = {key: environment()[key] for key in ("commit", "date")} | {"load": load}
+            result |= {"tokenise_s": tokenisation(setting, folder, args.rounds), "packing": packing()}
+            print({name: median(taken) for name, taken in result["tokenise_s"].items()}, result["packing"])
+            print("written:", write_result(NAME, result))
+
+
+if __name__ == "__main__":
+    main()

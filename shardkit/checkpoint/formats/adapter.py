@@ -1,0 +1,213 @@
+"""Adapters as others load them: a folder of peft, or the whole model with the adapter added to its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config.schema import AdapterConfig
+from ...errors import CheckpointError
+from ..base import digest_of_pieces
+from ..format.reader import TensorInfo
+from ..format.writer import byte_view
+from .hub_names import as_the_model_names
+from .safetensors import header_of
+from .source import Source, cast
+from .sources import open_source
+from .start import _moved, _shift
+
+_NAME = ".default.weight"
+_CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """The manifest's entry about an adapter.
+
+    Attributes:
+        transposed: the adapted layers store [in, out].
+        base: digest, dtype and source of the frozen model.
+    """
+
+    settings: AdapterConfig
+    transposed: bool
+    base: Mapping[str, Any]
+
+
+def saved_adapter(source: Source) -> SavedAdapter | None:
+    """The adapter that a checkpoint holds in place of a model; `None` if it holds a model.
+
+    Raises:
+        CheckpointError: its manifest says something else about it than this version writes.
+    """
+    found = source.run.extra.get("adapter") if source.run is not None else None
+    if found is None:
+        return None
+    try:
+        settings = {key: found[key] for key in ("type", "r", "alpha", "targets", "use_rslora")}
+        base = {key: found["base"][key] for key in ("digest", "dtype", "source")}
+        if base["dtype"] not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {base['dtype']}")
+        return SavedAdapter(AdapterConfig(**settings), bool(found["fan_in_fan_out"]), base)
+    except (LookupError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(f"{source.path} does not describe its adapter: {problem}", "restore it") from error
+
+
+def _layers(source: Source) -> list[str]:
+    """Names of the adapted layers."""
+    end = f".lora_A{_NAME}"
+    return [name.removeprefix("model.").removesuffix(end) for name in source.tensors if name.endswith(end)]
+
+
+def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch.dtype | None, model: Any) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
+
+    Args:
+        dtype: of the weights; None keeps theirs.
+        model: the transformers model with its adapter, on meta; `None` if it cannot be built.
+    """
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    for name, info in source.tensors.items():
+        kind, _, fqn = name.partition(".")
+        if kind == "model":
+            exported = f"base_model.model.{fqn.removesuffix(_NAME)}.weight"
+            tensors[exported] = name, TensorInfo(info.shape, dtype or info.dtype)
+    with (folder / _FILE).open("xb") as out:
+        out.write(header_of((name, info) for name, (_, info) in tensors.items()))
+        for name, info in tensors.values():
+            for piece in source.pieces(name, info.dtype):
+                out.write(byte_view(piece))
+    try:
+        import peft
+    except ImportError as error:
+        raise CheckpointError(
+            f"--to peft needs peft, which does not import: {error}", "pip install 'shardkit[finetune]'"
+        ) from error
+    settings = adapter.settings
+    peft.LoraConfig(
+        r=settings.r, lora_alpha=settings.alpha, use_rslora=settings.use_rslora, target_modules=_targets(source, model),
+        fan_in_fan_out=adapter.transposed, base_model_name_or_path=adapter.base["source"], inference_mode=True,
+        task_type="CAUSAL_LM" if "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__ else None,
+    ).save_pretrained(str(folder))  # fmt: skip
+
+
+def _targets(source: Source, model: Any) -> list[str]:
+    """The ends of the adapted layers' names, or whole names if the ends mean other layers too."""
+    layers = _layers(source)
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    if model is None:
+        return sorted(layers)
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if len(meant) == len(layers) else sorted(layers)
+
+
+def merged(
+    source: Source,
+    adapter: SavedAdapter,
+    base: Path | None,
+    reference: Any,
+    parameters: list[str],
+    dtype: torch.dtype | None,
+) -> Source:
+    """The whole model: the frozen weights, and in the adapted layers W + scaling · B·A, a piece of a tensor at a time.
+
+    Args:
+        base: the frozen model's weights; `None` = where the run read them.
+        reference: the model without its adapter, a transformers model on meta.
+        parameters: names of the frozen model's parameters.
+        dtype: of the merged weights; None keeps those of the base.
+
+    Raises:
+        CheckpointError: the base is not known, cannot be read, or is not the one the adapter was trained on.
+    """
+    where = base or adapter.base["source"]
+    if where is None:
+        raise CheckpointError(
+            f"{source.path} was trained on a model with drawn weights, which are in no file", "name them with --base"
+        )
+    below = open_source(Path(where), weights_only=True)
+    try:
+        below = as_the_model_names(below, reference)
+        return _merged(source, adapter, below, parameters, dtype)
+    except BaseException:
+        below.close()
+        raise
+
+
+def _merged(
+    source: Source, adapter: SavedAdapter, below: Source, parameters: list[str], dtype: torch.dtype | None
+) -> Source:
+    held = {name.partition(".")[2]: (name, info) for name, info in below.tensors.items()}
+    held |= {alias: held[name] for alias, name in below.ties.items() if name in held}
+    shift = _shift(parameters, held)
+    missing = [name for name in parameters if _moved(name, shift) not in held]
+    if missing:
+        raise CheckpointError(f"{below.path} has no {missing[0]}", "name the frozen model's weights with --base")
+    there = {name: held[_moved(name, shift)] for name in parameters}
+    as_trained = getattr(torch, adapter.base["dtype"])
+    digest = digest_of_pieces((name, below.pieces(in_file, as_trained)) for name, (in_file, _) in there.items())
+    if digest != adapter.base["digest"]:
+        raise CheckpointError(
+            f"{below.path} is not the model that the adapter of {source.path} was trained on: their weights differ",
+            f"name it with --base; the run read {adapter.base['source'] or 'no file'}",
+        )
+    scaling, products = adapter.settings.scaling, _Products(source, adapter.transposed)
+    layers = {f"{name}.weight" for name in _layers(source)}
+    tensors = {
+        f"model.{name}": TensorInfo(info.shape, dtype if dtype and info.dtype.is_floating_point else info.dtype)
+        for name, (_, info) in there.items()
+    }
+
+    def read_into(name: str, start: int, out: torch.Tensor) -> None:
+        if name not in tensors:  # a buffer
+            source.read_into(name, start, out)
+            return
+        fqn = name.removeprefix("model.")
+        in_file, info = there[fqn]
+        values = torch.empty(out.numel(), dtype=info.dtype)
+        below.read_into(in_file, start, values)
+        if fqn in layers:
+            values = values.float()
+            values += scaling * products.piece(fqn, tuple(info.shape), start, out.numel())
+        out.copy_(values if values.dtype == out.dtype else cast(values, out.dtype, name))
+
+    def close() -> None:
+        below.close()
+        source.close()
+
+    buffers = {name: info for name, info in source.tensors.items() if name.startswith("buffer.")}
+    return replace(
+        source, kind="shardkit adapter", tensors={**tensors, **buffers}, read_into=read_into, close=close, scalars={}
+    )
+
+
+class _Products:
+    """Ranges of flattened products B·A; the factors of one layer are kept, which take little memory."""
+
+    def __init__(self, source: Source, transposed: bool) -> None:
+        self._source, self._transposed = source, transposed
+        self._layer, self._factors = "", (torch.empty(0), torch.empty(0))
+
+    def _read(self, layer: str) -> Iterator[torch.Tensor]:
+        for part in ("B", "A"):
+            name = f"model.{layer}.lora_{part}{_NAME}"
+            info = self._source.tensors[name]
+            values = torch.empty(math.prod(info.shape), dtype=info.dtype)
+            self._source.read_into(name, 0, values)
+            yield values.view(info.shape).float()
+
+    def piece(self, weight: str, shape: tuple[int, ...], start: int, length: int) -> torch.Tensor:
+        layer = weight.removesuffix(".weight")
+        if layer != self._layer:
+            b, a = self._read(layer)
+            self._layer, self._factors = layer, (a.t(), b.t()) if self._transposed else (b, a)
+        left, right = self._factors
+        columns = shape[1]
+        first, last = start // columns, -(-(start + length) // columns)
+        return (left[first:last] @ right).view(-1)[start - first * columns :][:length]

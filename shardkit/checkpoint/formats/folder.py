@@ -1,0 +1,178 @@
+"""What a folder of Hugging Face holds beside the weights: configs, the tokenizer, and a card that says how it was made.
+
+A folder with these files needs nothing else to be served: `AutoModelForCausalLM` and `AutoTokenizer`, vLLM and
+llama.cpp's `convert_hf_to_gguf.py` read them (docs/checkpoint.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config.schema import RunConfig
+from ...errors import CheckpointError, ConfigError
+from ...files import parse_json, read_objects, read_regular
+from ...tasks.load import tokenizer_of
+from ..format.manifest import Manifest
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model",
+    "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files that tokenizers are made of; a folder has some of them."""
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Files that a derived model hands on."""
+GENERATION = "generation_config.json"
+CARD = "README.md"
+
+
+def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: torch.dtype) -> None:
+    """Write `config.json` and the generation settings, which `AutoModel*.from_pretrained(folder)` looks for.
+
+    The settings are those of the folder that the run began with, if it has any.
+
+    Args:
+        model: a transformers model, for its config.
+    """
+    kept = model.config
+    kept.architectures = [type(model).__name__]
+    kept.dtype = dtype
+    if hasattr(kept, "use_cache"):
+        kept.use_cache = True  # off while training
+    if hasattr(kept, "auto_map"):
+        del kept.auto_map  # names code that is neither run nor copied
+    kept.save_pretrained(folder)
+    described = config.model.described_by if config is not None else None
+    if described is not None and (described.parent / GENERATION).is_file():
+        _copy(described.parent / GENERATION, folder)
+    elif getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def copy_tokenizer(config: RunConfig, folder: Path) -> str:
+    """Copy the run's tokenizer, its chat template and the base model's licence; returns why it cannot, else nothing.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    try:
+        source = tokenizer_of(config)
+    except ConfigError as error:
+        return f"{error.cause}: no tokenizer is written"
+    if source is None:
+        return "the run has no tokenizer (data are bytes or token ids), so none is written"
+    if source.is_file():
+        _copy(source, folder, "tokenizer.json")
+        source = source.parent
+    for name in TOKENIZER:
+        if (source / name).is_file() and not (folder / name).exists():
+            _copy(source / name, folder)
+    for file in sorted(source.glob("additional_chat_templates/*.jinja")):
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        _copy(file, folder / "additional_chat_templates")
+    if config.data.chat_template is not None:
+        _copy(Path(config.data.chat_template).expanduser(), folder, "chat_template.jinja")
+        _forget_own_template(folder)
+    for file in sorted(path for pattern in LICENCES for path in source.glob(pattern) if path.is_file()):
+        _copy(file, folder)
+    return ""
+
+
+def _forget_own_template(folder: Path) -> None:
+    """Remove the tokenizer's own chat template from the copies: llama.cpp takes it before `chat_template.jinja`."""
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    keys = parse_json(read_regular(file)) if file.is_file() else {}
+    if isinstance(keys, dict) and "chat_template" in keys:
+        del keys["chat_template"]
+        file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
+
+
+def _copy(file: Path, folder: Path, name: str | None = None) -> None:
+    try:
+        (folder / (name or file.name)).write_bytes(read_regular(file))
+    except OSError as error:
+        if error.filename is not None and str(error.filename) != str(file):
+            raise  # the target: its disk is full
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
+
+
+def write_card(manifest: Manifest, config: RunConfig, run: Path, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model card: facts about the run alone, with the header that model hubs and llama.cpp read."""
+    base = _base(config)
+    header: dict[str, Any] = {"library_name": "transformers", "tags": ["shardkit"]}
+    if getattr(model, "can_generate", lambda: False)():
+        header["pipeline_tag"] = "text-generation"
+    if base:
+        header["base_model"] = base
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
+    lines += [f"# {run.name}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {_cell(value)} |" for name, value in facts(manifest, config, run, model, dtype)]
+    (folder / CARD).write_text("\n".join(lines) + "\n")
+
+
+def facts(
+    manifest: Manifest, config: RunConfig, run: Path, model: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, object]]:
+    """What was trained, on which data, for how long, and with which result."""
+    train, optim, state = config.train, config.optim, manifest.run
+    yield "base model", _base(config) or "none: trained from random weights"
+    if config.adapter.type != "none":
+        adapter = config.adapter
+        yield (
+            "trained",
+            f"{adapter.type} adapter, r={adapter.r}, alpha={adapter.alpha}, added to the base model's weights",
+        )
+    yield "architecture", type(model).__name__
+    yield "type of these weights", str(dtype).removeprefix("torch.")
+    yield "data", ", ".join(data_names(config)) or "the source of Python's standard library"
+    yield "optimizer steps", f"{state.step:,} of {train.max_steps:,}"
+    yield "target tokens seen", f"{state.tokens_total:,}"
+    for name, value in _losses(run, state.step, state.val_loss):
+        yield name, f"{value:.4f}"
+    yield "optimizer", f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} schedule"
+    yield "precision in training", config.precision.mode
+    yield "engine", f"{manifest.strategy} on {manifest.world_size} ranks"
+    yield "made with", ", ".join(f"{name} {value}" for name, value in sorted(manifest.versions.items()))
+
+
+def data_names(config: RunConfig) -> list[str]:
+    """Names of the training data, without the folders that hold them."""
+    named: list[str | None] = [source.name or source.path for source in config.data.sources]
+    return [Path(str(name)).name for name in (named or [config.data.path]) if name]
+
+
+def _base(config: RunConfig) -> str:
+    """The name of the folder that the weights came from; empty for random ones."""
+    return Path(config.model.init_from).expanduser().resolve().name if config.model.init_from else ""
+
+
+def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:
+    records = [r for r in read_objects(run / "metrics.jsonl") if r.get("step") == step]
+    last: Mapping[str, Any] = records[-1] if records else {}
+    if isinstance(loss := last.get("loss"), float):
+        yield f"training loss of step {step:,}", loss
+    if val_loss is not None:
+        yield "validation loss", val_loss
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def kept_dtype(config: RunConfig) -> str | None:
+    """The type in which the folder that describes the model says its weights are kept; None if it does not say."""
+    described = config.model.described_by
+    if described is None:
+        return None
+    try:
+        keys = parse_json(read_regular(described))
+    except (OSError, ValueError):
+        return None  # whoever builds the model has complained
+    said = keys.get("dtype", keys.get("torch_dtype")) if isinstance(keys, dict) else None
+    return said if isinstance(said, str) else None

@@ -1,0 +1,193 @@
+"""The tokenizer of a run: a fast one from local files, and whether it fits the model. No code in its folder ever runs.
+
+`tokenizers` and `transformers` are imported where they are used: a run on bytes needs neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import RunConfig
+from ..errors import ConfigError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FIX = "set data.tokenizer to a tokenizer.json, or to a folder that holds one"
+
+
+def tokenizer_path(config: RunConfig) -> Path | None:
+    """Where the run's tokenizer is: `data.tokenizer`, else the folder of `model.init_from` or `model.hf_config`.
+
+    Returns:
+        A folder or a tokenizer.json; None if the run has no tokenizer and text is read as bytes.
+
+    Raises:
+        ConfigError: `data.tokenizer` does not exist.
+    """
+    given = config.data.tokenizer
+    if given is not None:
+        path = Path(given).expanduser()
+        if path.exists():
+            return path
+        if _HUB_NAME.fullmatch(given):
+            return _from_hub(given)
+        raise ConfigError(f"data.tokenizer={given} does not exist", _FIX)
+    if config.task.factory is not None or config.task.name == "causal_lm":
+        return None  # the reference transformer has no folder
+    for beside in (config.model.init_from, config.model.hf_config):
+        folder = None if beside is None else Path(beside).expanduser()
+        if folder is not None and folder.is_file():
+            folder = folder.parent
+        if folder is not None and any((folder / name).is_file() for name in FILES):
+            return folder
+    return None
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The fast tokenizer of a folder or a tokenizer.json, as transformers makes it (`PreTrainedTokenizerFast`).
+
+    Nothing is downloaded, and code in the folder does not run.
+
+    Raises:
+        ConfigError: transformers is not installed; the folder names code of its own, holds no fast tokenizer, or its
+            files are damaged.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            f"the tokenizer in {path} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
+        ) from error
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"the tokenizer {path} does not exist", _FIX)
+    folder = path if path.is_dir() else path.parent
+    settings = _settings(folder / "tokenizer_config.json")
+    if "AutoTokenizer" in (settings.get("auto_map") or {}):
+        raise ConfigError(
+            f"the tokenizer in {folder} is code of its own (auto_map in tokenizer_config.json), which never runs here",
+            "save it as a tokenizer.json with the library it came from, and set data.tokenizer to that file",
+        )
+    alone = path.is_file() or not (settings or (folder / "config.json").is_file())
+    try:
+        if alone:
+            file = path if path.is_file() else folder / "tokenizer.json"
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **_special(settings))
+            tokenizer.chat_template = tokenizer.chat_template or _template_beside(folder, settings)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries raise anything
+        raise ConfigError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())}", _FIX) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"the tokenizer in {path} is a slow one ({type(tokenizer).__name__})", _FIX)
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A hash of everything that decides which ids a text gets: vocabulary, merges, rules, and the special tokens."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    for key in ("truncation", "padding"):  # settings of the last call
+        rules.pop(key, None)
+    text = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def n_ids(tokenizer: Any) -> int:
+    """The size of a vocabulary that holds every id: the largest id plus one."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def embedding_rows(config: RunConfig) -> int | None:
+    """The number of embedding rows that `model.resize_embeddings` asks for; None if it does not.
+
+    Raises:
+        ConfigError: the run has no tokenizer, or one that cannot be used.
+    """
+    if not config.model.resize_embeddings:
+        return None
+    where = tokenizer_path(config)
+    if where is None:
+        raise ConfigError(
+            "model.resize_embeddings=true, but the run has no tokenizer whose ids could be counted",
+            "set data.tokenizer, or remove model.resize_embeddings",
+        )
+    return n_ids(load_tokenizer(where))
+
+
+def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for; a padded, larger embedding is fine.
+
+    Args:
+        key: the setting that holds the model's vocabulary size.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    needed = n_ids(tokenizer)
+    if needed > vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {tokenizer_path(config)} has {needed} ids, but {key}={vocab_size}: "
+            "they do not belong together",
+            f"use the model's own tokenizer, or {more_rows(config, key, needed)}",
+        )
+
+
+def more_rows(config: RunConfig, key: str, needed: int) -> str:
+    """How to give the run's model rows for `needed` ids; `key` is the setting that holds its vocabulary size."""
+    if key != "model.hf.vocab_size":
+        return f"set {key}={needed}"
+    if config.adapter.type != "none":
+        return "train the model without an adapter and with model.resize_embeddings=true first"
+    beside = "" if config.data.tokenizer or tokenizer_path(config) else " and data.tokenizer"
+    return f"add the missing rows: model.resize_embeddings=true{beside}"
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """The keys of a tokenizer_config.json; empty without one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "copy the tokenizer's files again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a mapping of keys", "copy the tokenizer's files again")
+    return found
+
+
+def _special(settings: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens of a tokenizer_config.json, as arguments of `PreTrainedTokenizerFast`."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "sep_token", "cls_token")
+    found = {name: settings.get(name) for name in names}
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in found.items()
+        if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+    }
+
+
+def _template_beside(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _from_hub(name: str) -> Path:
+    """The tokenizer's files of a model on a hub, downloaded once; only where a hub can be reached."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = [*FILES, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # no network, no such name, no permission: each has an exception of its own
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"data.tokenizer={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", _FIX
+        ) from error

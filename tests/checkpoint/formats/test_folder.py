@@ -1,0 +1,183 @@
+"""A published folder is enough to train, under every engine; the exported folder is enough for every loader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from shardkit.checkpoint.formats import start
+from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.formats.folder import copy_tokenizer
+from shardkit.checkpoint.formats.sources import open_source
+from shardkit.config.load import load_config
+from shardkit.errors import CheckpointError
+from shardkit.strategies.base import Shard
+from tests.checkpoint.formats import hub, loaders
+from tests.ranks import run_ranks
+from tests.strategies.cases import PARTITION_ALL
+
+ZERO3 = {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"parallel.strategy": "fsdp"}),
+    ("mixtral", {"parallel.strategy": "ddp"}),
+    ("gpt2-base", ZERO3),
+    ("mixtral", {"parallel.strategy": "zero2"}),
+    ("llama", {"parallel.strategy": "hsdp", "parallel.dp_replicate": 2}),
+    ("qwen3", {"parallel.strategy": "ddp"}),
+]
+ADAPTED = ("qwen3", {"parallel.strategy": "ddp", "adapter.type": "lora"})
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    return found
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders, and a run of each of CASES and of ADAPTED that began with its folder and learnt nothing (lr 0)."""
+    root = tmp_path_factory.mktemp("folders")
+    hub.write_tokens(root)
+    for kind in ("llama", "mixtral", "gpt2-base", "qwen3"):
+        hub.make_folder(root / kind, kind)
+    cases = [(str(root / kind), extra) for kind, extra in [*CASES, ADAPTED]]
+    ranks = run_ranks(2, "tests.checkpoint.formats.hub:train_all", cases=cases, root=str(root))
+    (root / "read.json").write_text(json.dumps(ranks[0]))
+    return root
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{k}-{e['parallel.strategy']}" for k, e in CASES])
+def test_a_folder_goes_through_a_run_unchanged(index: int, begun: Path, tmp_path: Path) -> None:
+    """Config, names and values come from the folder alone; all ranks together request its bytes once."""
+    kind = CASES[index][0]
+    _, n_bytes = json.loads((begun / "read.json").read_text())[index]
+    held = tensors_of(begun / kind)
+    assert n_bytes <= 1.05 * sum(tensor.nbytes for tensor in held.values())
+    done = convert(begun / f"run-{index}", "safetensors", tmp_path / "out", max_shard_size="30KB")
+    written = tensors_of(tmp_path / "out")
+    prefix = "transformer." if kind == "gpt2-base" else ""
+    assert set(written) == {prefix + name for name in held}
+    for name, tensor in held.items():
+        assert torch.equal(written[prefix + name], tensor.float()), name
+    assert any("--dtype bf16" in note for note in done.notes) == (kind == "llama")
+
+
+def test_missing_names_are_all_counted(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "left": torch.ones(3)}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path, weights_only=True)
+
+    def engine(*names: str) -> Any:
+        return SimpleNamespace(load_targets=lambda: [Shard(f"model.{n}", (2,), 0, torch.zeros(2)) for n in names])
+
+    with pytest.raises(CheckpointError, match="has no b, c, d and 2 more"):
+        start._wanted(engine(*"abcdef"), source, str)
+    assert list(start._wanted(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
+    source.close()
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_the_exported_folder_is_all_that_loaders_ask_for(begun: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "out"
+    done = convert(begun / "run-0", "safetensors", out, max_shard_size="20KB", dtype="bf16")
+    assert done.notes == []
+    model, info = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info.values()) and model.dtype == torch.bfloat16
+    assert model.generation_config.temperature == 0.5, "the settings of the folder that the run began with"
+    base = AutoModelForCausalLM.from_pretrained(begun / "llama", dtype="auto")
+    tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, base(tokens).logits)
+    ours, theirs = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(begun / "llama")
+    turn = [{"role": "user", "content": "def main():"}]
+    assert ours.apply_chat_template(turn, tokenize=False) == theirs.apply_chat_template(turn, tokenize=False)
+    assert ours("import os").input_ids == theirs("import os").input_ids
+
+    names = {path.name for path in out.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"} <= names
+    assert "chat_template.jinja" in names and "LICENSE" in names
+    card = (out / "README.md").read_text()
+    header, body = card.removeprefix("---\n").split("---\n", 1)
+    assert dict(line.split(": ") for line in header.splitlines())["base_model"] == '"llama"'
+    for fact in ("tokens.bin", "1 of 1", "validation loss", "fsdp on 2 ranks", "shardkit"):
+        assert fact in body, fact
+    assert str(begun) not in card, "a card is published: no path of this machine"
+
+
+EXPORTS = {"llama": 0, "qwen3": len(CASES) - 1, "adapter": len(CASES)}
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("run", list(EXPORTS))
+def test_vllm_and_llama_cpp_find_what_they_open(run: str, size: str, begun: Path, tmp_path: Path) -> None:
+    out, kind = tmp_path / "out", "llama" if run == "llama" else "qwen3"
+    convert(begun / f"run-{EXPORTS[run]}", "safetensors", out, max_shard_size=size, merge=run == "adapter")
+    assert (out / loaders.INDEX).exists() == (size == "20KB")
+    for name, opened in loaders.LOADERS.items():
+        found = opened(out)
+        assert found["architecture"] == {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind], name
+        assert found["tensors"] == set(tensors_of(begun / kind)), name
+    assert found["template"] == hub.TEMPLATE and found["special"] == {"bos": 0, "eos": 1}
+
+
+def without_architectures(folder: Path) -> None:
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, "architectures": None}))
+
+
+def with_an_unknown_tensor(folder: Path) -> None:
+    index = json.loads((folder / loaders.INDEX).read_text())
+    index["weight_map"]["more"] = next(iter(index["weight_map"].values()))
+    (folder / loaders.INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("vllm", lambda folder: save_file({"w": torch.ones(1)}, folder / "consolidated.safetensors")),
+        ("vllm", without_architectures),
+        ("vllm", lambda folder: (folder / "config.json").unlink()),
+        ("llama.cpp", with_an_unknown_tensor),
+        ("llama.cpp", lambda folder: (folder / "tokenizer.json").unlink()),
+    ],
+)
+def test_a_folder_that_they_would_refuse_is_noticed(name: str, spoil: Any, tmp_path: Path) -> None:
+    hub.make_folder(tmp_path, "llama")
+    loaders.LOADERS[name](tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(AssertionError):
+        loaders.LOADERS[name](tmp_path)
+
+
+def test_the_runs_chat_template_replaces_the_tokenizers_own(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    hub.make_folder(tmp_path / "base", "llama")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    settings = tmp_path / "base" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": "{{ 'old' }}"}))
+    own = tmp_path / "own.jinja"
+    own.write_text(hub.TEMPLATE)
+    keys = {"task.name": "hf_causal_lm", "model.init_from": str(tmp_path / "base"), "data.chat_template": str(own)}
+    out = tmp_path / "out"
+    shutil.copytree(tmp_path / "base", out, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert copy_tokenizer(load_config(None, keys).config, out) == ""
+    assert AutoTokenizer.from_pretrained(out).chat_template == hub.TEMPLATE
+    assert loaders.for_llama_cpp(out)["template"] == hub.TEMPLATE

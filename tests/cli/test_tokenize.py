@@ -1,0 +1,43 @@
+"""`shardkit tokenize`: a corpus that runs map, or two lines and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardkit.config.schema import DataConfig
+from shardkit.data.documents import Documents
+from shardkit.data.text import open_source
+from shardkit.data.tokenizer import load_tokenizer
+from tests.commands import Done, python_m
+from tests.data.chats import conversation, write_lines, write_tokenizer
+
+pytest.importorskip("transformers")
+
+
+def tokenize(folder: Path, source: str, tokenizer: str, *more: str) -> Done:
+    return python_m("shardkit.cli", "tokenize", str(folder / source), str(folder / "out"), "--tokenizer",
+                    str(folder / tokenizer), *more)  # fmt: skip
+
+
+def test_a_corpus_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_lines(tmp_path / "bad.jsonl", [{"messages": conversation(0)}, '{"messages": ['])
+    done = tokenize(tmp_path, "bad.jsonl", "tok")
+    assert done.returncode == 2
+    assert "bad.jsonl:2: not JSON" in done.stderr and done.stderr.count("\n") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "tok"]
+
+    done = tokenize(tmp_path, "bad.jsonl", "tok", "data.max_bad_rows=0.5", "data.loss_on=all")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 rows left out" in done.stdout
+    store, manifest = open_source(DataConfig(max_bad_rows=0.5), load_tokenizer(tmp_path / "tok"), str(tmp_path / "out"))
+    assert len(Documents([store])) == manifest["n_documents"] == 1
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
+    done = tokenize(tmp_path, "a.jsonl", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")

@@ -1,0 +1,39 @@
+"""A plan and a traced step, held against CUDA's own code and torch's allocator on a card that computes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.child import emulated_card
+from shardkit.hardware.cards import GPUS
+from shardkit.memory import read_jsonl
+from shardkit.plan.search.trial import run_trial
+from tests.cuda.mixed import refused, refused_by_a_plan
+from tests.emulated_cuda import call, needs_emulation
+
+pytestmark = [pytest.mark.gpu, needs_emulation]
+
+
+def test_a_plan_refuses_mixed_dtypes_where_cuda_does() -> None:
+    by_cuda = call(refused, EMUCUDA_COMPUTE="0")
+    assert {"convolution", "linear", "layer norm", "attention"} <= set(by_cuda) and "one dtype" not in by_cuda
+    assert call(refused_by_a_plan, EMUCUDA="0") == by_cuda
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_traced_peak_is_the_allocators(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that a trace first sees as gradients are not counted twice; cuBLAS's workspaces have a category."""
+    for name, value in emulated_card(GPUS["h100"]).items():
+        monkeypatch.setenv(name, value)
+    settings = [f"parallel.strategy={strategy}", "model.preset=124m", "train.seq_len=128", "train.micro_batch_size=2"]
+    trial = run_trial(None, settings, 1, tmp_path / "run", steps=3)
+    assert trial.outcome == "ok", trial.message
+    peak = json.loads((tmp_path / "run" / "trace" / "rank0.json").read_text())["peak"]
+    rows = {step: row.device_mem for step, (row,) in read_jsonl(tmp_path / "run" / "memory.jsonl")}
+    allocated = rows[2]
+    assert allocated is not None and peak["bytes"] == pytest.approx(allocated.peak_allocated, rel=1e-3)
+    assert sum(peak["categories"].values()) == peak["bytes"]
+    assert peak["categories"].get("unattributed", 0) < 0.02 * peak["bytes"]

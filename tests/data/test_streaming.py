@@ -1,0 +1,254 @@
+"""Rows tokenised while they are read: each once an epoch, whatever the number of ranks and of interruptions."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit.data import records, samples
+from shardkit.data.loader import StepLoader
+from shardkit.data.sampler import BatchSchedule, State, WindowOrder
+from shardkit.data.samples import Streamed
+from shardkit.data.tokenizer import load_tokenizer
+from shardkit.data.windows import IGNORE_INDEX
+from shardkit.errors import ConfigError, DataError
+from tests.commands import python_m
+
+from .chats import conversation, write_lines, write_tokenizer
+from .test_text import config, everything, opened
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("sizes", [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5], list(range(1, 30))])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_has_each_row_once_window_by_window(sizes: list[int], shuffle: bool) -> None:
+    order = WindowOrder(np.array(sizes), seed=5, shuffle=shuffle)
+    epochs = [order.indices(epoch, 0, order.n) for epoch in range(3)]
+    piece_of = np.repeat(np.arange(len(sizes)), sizes)
+    for epoch, rows in enumerate(epochs):
+        assert sorted(rows.tolist()) == list(range(sum(sizes)))
+        again = WindowOrder(np.array(sizes), 5, shuffle)
+        assert rows.tolist() == [int(again.indices(epoch, i, i + 1)[0]) for i in range(order.n)]
+        held: list[int] = []
+        n_loads = 0
+        for piece in piece_of[rows].tolist():
+            n_loads += piece not in held
+            held = [*(p for p in held if p != piece), piece][-WindowOrder.WINDOW :]
+        assert n_loads == len(sizes), "a reader that holds a window's pieces reads each once"
+    assert (epochs[0].tolist() == epochs[1].tolist()) is (not shuffle)
+
+
+def stream_of(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Streamed:
+    monkeypatch.setattr(records, "PIECE_BYTES", 2000)
+    data = opened(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
+    found = data.dataset("train")
+    assert isinstance(found, Streamed)
+    return found
+
+
+def ids_of(tmp_path: Path, batch: Any) -> list[int]:
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    texts = [tokenizer.decode(sample["tokens"].tolist()) for sample in batch]
+    return [int(re.search(r"ask (\d+) ", text).group(1)) for text in texts]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_interruptions_and_other_world_sizes_repeat_and_skip_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 130
+    rows = [{"messages": conversation(i)} for i in range(n)]
+    path = tmp_path / "shards"
+    for shard in range(2):
+        part = rows[shard * 65 : shard * 65 + 65]
+        if kind == "jsonl":
+            write_lines(path / f"{shard}.jsonl", [*part[:9], "", *part[9:]])
+        else:
+            parquet = pytest.importorskip("pyarrow.parquet")
+            import pyarrow as pa
+
+            path.mkdir(exist_ok=True)
+            parquet.write_table(pa.Table.from_pylist(part), path / f"{shard}.parquet", row_group_size=8)
+    taken: list[int] = []
+    state, step = State(), 0
+    for world, steps in ((2, 4), (3, 3), (1, 5), (2, 10)):  # global batches of 12
+        after: list[State] = []
+        for rank in range(world):
+            data = stream_of(tmp_path, path, monkeypatch)
+            schedule = BatchSchedule(len(data), 12, 12 // world, 1, rank, world, 3, True, False, data.order(3, True))
+            loader = StepLoader(data, schedule, list, state=state, n_steps=steps)
+            for batch in loader:
+                for micro, is_filler in batch.micro_batches:
+                    taken += [] if is_filler else ids_of(tmp_path, micro)
+            after.append(batch.state_after)
+            loader.close()
+        assert len(set(after)) == 1
+        state, step = after[0], step + steps
+    assert step == 22 and (state.epoch, state.next_sample) == (2, 0)
+    assert sorted(taken) == sorted([*range(n), *range(n)])
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_real_jobs_of_other_sizes_count_each_row_once_over_three_interruptions(tmp_path: Path) -> None:
+    """torchrun with 2, 1, 3 and 2 ranks, ended by SIGTERM, SIGKILL and SIGTERM; then other data are refused."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    n, per_step = 150, 12
+
+    def write(word: str = "middle") -> None:
+        for shard in range(2):
+            rows = [{"messages": conversation(i)} for i in range(shard * 75, shard * 75 + 75)]
+            rows[5]["messages"][-1]["content"] = f"answer 80 {word}"  # no extreme, so not in the statistics
+            file = tmp_path / "shards" / f"{shard}.parquet"
+            parquet.write_table(
+                pa.Table.from_pylist(rows), file, row_group_size=8, compression="none", use_dictionary=False
+            )
+
+    (tmp_path / "shards").mkdir()
+    write()
+    write_tokenizer(tmp_path / "tok")
+    keys = {
+        "task.factory": "tests.data.counting:Counting", "model.vocab_size": 512, "model.d_model": 32,
+        "model.n_layers": 1, "model.n_heads": 2, "train.seq_len": 64, "train.micro_batch_size": 2,
+        "train.global_batch_size": per_step, "train.eval_batches": 0, "train.max_steps": 13, "data.streaming": "true",
+        "data.path": tmp_path / "shards", "data.tokenizer": tmp_path / "tok", "data.cache_dir": tmp_path / "cache",
+        "parallel.strategy": "fsdp", "run.dir": tmp_path / "run", "run.device": "cpu", "run.resume": "true",
+        "checkpoint.every_steps": 2, "logging.tensorboard": "false",
+    }  # fmt: skip
+    given = [f"{key}={value}" for key, value in keys.items()]
+    starts = [(2, 3 * 2 + 1, "TERM"), (1, 6 * 3 + 4, "KILL"), (3, 2 * 2 + 1, "TERM"), (2, 0, "TERM")]
+    began = []
+    for start, (world, ends_at, by) in enumerate(starts):
+        args = json.dumps({"root": str(tmp_path), "start": start, "ends_at": ends_at, "by": by})
+        done = python_m(
+            "torch.distributed.run", "--standalone", "--nproc-per-node", world, "-m", "shardkit.train", *given,
+            f"task.args={args}",
+        )  # fmt: skip
+        assert (done.returncode == 0) == (not ends_at), done.stderr
+        resumed = re.search(r"^resuming from .*, step (\d+)$", done.stderr, re.MULTILINE)
+        began.append(int(resumed.group(1)) if resumed else 0)
+    assert began == sorted(set(began)), "each start went on from a later step"
+    taken: list[int] = []
+    for start, (world, _, _) in enumerate(starts):
+        n_steps = (began[start + 1] if start + 1 < len(began) else 13) - began[start]
+        for rank in range(world):
+            batches = [json.loads(line) for line in (tmp_path / f"{start}-{rank}.jsonl").read_text().splitlines()]
+            taken += [i for batch in batches[: n_steps * per_step // (2 * world)] for i in batch]
+    assert sorted(taken) == list(range(n))
+
+    size = (tmp_path / "shards" / "1.parquet").stat().st_size
+    write("muddle")
+    assert (tmp_path / "shards" / "1.parquet").stat().st_size == size
+    args = json.dumps({"root": str(tmp_path), "start": 9})
+    done = python_m("shardkit.train", *given, f"task.args={args}", "train.max_steps=15", env={"RANK": "0"}, ranks=1)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "  fix: "))]
+    assert len(said) == 2 and "the data is not the one that the checkpoint was trained with" in said[0]
+
+
+def test_rows_are_those_of_the_tokenised_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i, turns=1 + i % 2)} for i in range(40)))
+    few = write_lines(tmp_path / "few.jsonl", ({"messages": conversation(i)} for i in range(4)))
+    streamed = stream_of(tmp_path, path, monkeypatch, seq_len=200, val_path=str(few))
+    entries = [entry for entry in (tmp_path / "cache").glob("documents-*") if entry.is_dir()]
+    assert len(entries) <= 1, "no more than the validation data is tokenised beforehand"
+    whole = everything(opened(tmp_path, path))
+    assert len(streamed.stream.pieces) > 3
+    for (tokens, mask), sample in zip(whole, map(streamed.__getitem__, range(40)), strict=True):
+        assert sample["tokens"].tolist() == tokens[:-1]
+        expected = [token if counts else IGNORE_INDEX for token, counts in zip(tokens[1:], mask[1:], strict=True)]
+        assert sample["targets"].tolist() == expected
+    middle = sorted(len(tokens) for tokens, _ in whole)[20]
+    short = stream_of(tmp_path, path, monkeypatch, seq_len=middle - 1, long_samples="drop")
+    kept = [bool((short[i]["targets"] != IGNORE_INDEX).any()) for i in range(40)]
+    assert kept == [len(tokens) <= middle for tokens, _ in whole] and 20 < sum(kept) < 40
+
+
+def test_bad_rows_of_a_stream_have_no_targets_up_to_a_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[Any] = [{"messages": conversation(i)} for i in range(20)]
+    path = write_lines(tmp_path / "chat.jsonl", [*rows[:7], "{", *rows[7:]])
+    val = write_lines(tmp_path / "val.jsonl", rows)
+    with pytest.raises(DataError, match=r"chat.jsonl, row 8 from byte 0 on: not JSON"):
+        stream_of(tmp_path, path, monkeypatch, val_path=str(val))[7]
+    data = stream_of(tmp_path, path, monkeypatch, val_path=str(val), max_bad_rows=0.01)
+    assert [bool((data[i]["targets"] != IGNORE_INDEX).any()) for i in range(21)] == [i != 7 for i in range(21)]
+    assert "row 8 from byte 0 on is left out: not JSON" in caplog.text
+
+
+def test_a_stream_of_rows_that_are_all_too_long_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "ask " * 99, "completion": "answer"} for _ in range(9)]
+    val = write_lines(tmp_path / "val.jsonl", [{"prompt": "ask", "completion": "answer"}] * 4)
+    data = stream_of(tmp_path, write_lines(tmp_path / "long.jsonl", rows), monkeypatch, val_path=str(val))
+    assert all((data[i]["targets"] == IGNORE_INDEX).all() for i in range(8))
+    assert caplog.text.count("row 1 from byte 0 on has nothing to predict within 64 tokens") == 1
+    with pytest.raises(DataError, match=r"none of the 9 rows .* train.seq_len=64"):
+        data[8]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_the_digest_sees_contents_of_the_same_size(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    def digests(word: str) -> dict[str, str]:
+        rows = [{"messages": conversation(i)} for i in range(50)]
+        rows[30]["messages"][-1]["content"] = word
+        path = tmp_path / f"chat.{kind}"
+        if kind == "jsonl":
+            write_lines(path, rows)
+        elif kind == "parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False)
+        else:
+            feather.write_feather(pa.Table.from_pylist(rows), path, compression="uncompressed")
+        sizes.append(path.stat().st_size)
+        return stream_of(tmp_path, path, monkeypatch, val_path=str(val)).stream.digests()
+
+    sizes: list[int] = []
+    val = write_lines(tmp_path / "val.jsonl", ({"messages": conversation(i)} for i in range(4)))
+    first, other, again = digests("there"), digests("where"), digests("there")
+    assert len(set(sizes)) == 1
+    assert first == again and first["tokenizer"] == other["tokenizer"] and first["data"] != other["data"]
+
+
+TOO_LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+FOLDED = "{{ 9 ** (9 ** 9) }}"
+"""Computed while the template is compiled, where jinja2 swallows exceptions."""
+
+
+@pytest.mark.parametrize("template", [TOO_LONG, FOLDED], ids=["loops", "constant"])
+def test_a_template_that_does_not_end_is_stopped_while_streaming(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "TEMPLATE_S", 0.2)
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
+    val = write_lines(tmp_path / "val.jsonl", ({"prompt": "ask", "completion": "answer"} for _ in range(9)))
+    write_tokenizer(tmp_path / "hostile", template)
+    data = stream_of(tmp_path, path, monkeypatch, val_path=str(val), tokenizer=str(tmp_path / "hostile"))
+    with pytest.raises(DataError, match=r"takes it more than 0\.2 s") as caught:
+        data[0]
+    assert "\n" not in caught.value.cause + caught.value.fix and caught.value.fix
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.parametrize("keys", [{"packing": "packed"}, {"long_samples": "split"}, {"val_path": None}])
+def test_settings_that_streaming_cannot_have_are_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    from shardkit.data.samples import TextData
+
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
+    settings = config(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
+    with pytest.raises(ConfigError, match=r"data.streaming=true with data\."):
+        TextData(settings, 512, "model.vocab_size").dataset("train")

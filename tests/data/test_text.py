@@ -1,0 +1,334 @@
+"""Text, conversations and prompts as a tokenizer's tokens, from every format."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardkit.config.schema import RunConfig
+from shardkit.data.sampler import MixOrder
+from shardkit.data.samples import TextData
+from shardkit.data.text import open_source
+from shardkit.data.tokenizer import load_tokenizer, tokenizer_path
+from shardkit.data.windows import IGNORE_INDEX
+from shardkit.errors import ConfigError, DataError
+
+from .chats import MARKED, PLAIN, conversation, write_lines, write_tokenizer
+
+pytest.importorskip("transformers")
+
+
+def config(tmp_path: Path, path: Path | None, *, seq_len: int = 64, vocab_size: int = 512, **data: Any) -> RunConfig:
+    if not (tmp_path / "tok").exists():
+        write_tokenizer(tmp_path / "tok")
+    keys = {
+        "tokenizer": str(tmp_path / "tok"),
+        "path": path and str(path),
+        "cache_dir": str(tmp_path / "cache"),
+        **data,
+    }
+    return RunConfig.model_validate(
+        {"model": {"vocab_size": vocab_size}, "train": {"seq_len": seq_len}, "data": {"tokenize_workers": 2, **keys}}
+    )
+
+
+def opened(tmp_path: Path, path: Path | None, **keys: Any) -> TextData:
+    data = TextData(config(tmp_path, path, **keys), 512, "model.vocab_size")
+    assert data.sources is not None and data.corpus is None
+    return data
+
+
+def everything(data: TextData) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and targets of all documents, in the order of the file."""
+    assert data.sources is not None
+    from shardkit.data.documents import Documents
+
+    whole = Documents(data.sources.train)
+    return [
+        (sample["tokens"].tolist(), sample["is_target"].tolist())
+        for sample in map(whole.__getitem__, range(len(whole)))
+    ]
+
+
+TRAILER = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+"""Some templates end a conversation, whoever speaks last, with a token."""
+
+
+@pytest.mark.parametrize("trailer", ["", TRAILER])
+def test_assistant_masks_are_those_of_transformers(trailer: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok", PLAIN + trailer)
+    rows = [conversation(i, turns=1 + i % 3) for i in range(40)]
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": row} for row in rows))
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "marked", MARKED + trailer))
+    expected = []
+    for row in rows:
+        found = tokenizer.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
+        expected.append((found["input_ids"], [bool(m) for m in found["assistant_masks"]]))
+    computed = everything(opened(tmp_path, path))
+    marked = everything(opened(tmp_path, path, tokenizer=str(tmp_path / "marked")))
+    assert computed == expected
+    assert marked == expected
+    last = everything(opened(tmp_path, path, loss_on="completion"))
+    for (tokens, mask), (_, every) in zip(last, expected, strict=True):
+        starts = [i for i in range(1, len(every)) if every[i] and not every[i - 1]]
+        assert mask == [one and i >= starts[-1] for i, one in enumerate(every)], tokens
+
+
+def test_every_format_and_convention_gives_the_same_documents(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    rows = [conversation(i) for i in range(30)]
+    roles = {"user": "human", "assistant": "gpt", "system": "system"}
+    theirs = [[{"from": roles[m["role"]], "value": m["content"]} for m in row] for row in rows]
+    write_lines(tmp_path / "a.jsonl", ({"messages": row} for row in rows))
+    write_lines(tmp_path / "b.jsonl", ({"id": i, "conversations": row} for i, row in enumerate(theirs)))
+    write_lines(tmp_path / "c.jsonl", ({"prompt": row[:-1], "completion": row[-1:]} for row in rows))
+    table = pa.table({"n": list(range(30)), "dialog": rows})
+    parquet.write_table(table, tmp_path / "d.parquet", row_group_size=7)
+    feather.write_feather(table, tmp_path / "e.arrow", chunksize=4)
+    saved = tmp_path / "saved" / "train"
+    saved.mkdir(parents=True)
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    (saved / "state.json").write_text("{}")
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table, max_chunksize=10)
+    reference = everything(opened(tmp_path, tmp_path / "a.jsonl"))
+    assert len(reference) == 30
+    named = {"columns": {"messages": "dialog"}}
+    for name, keys in [("b.jsonl", {}), ("c.jsonl", {}), ("d.parquet", named), ("e.arrow", named), ("saved", named)]:
+        assert everything(opened(tmp_path, tmp_path / name, **keys)) == reference, name
+
+
+def test_prompts_are_masked_and_completions_end(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} plus {i} is ", "completion": str(2 * i)} for i in range(20)]
+    path = write_lines(tmp_path / "sums.jsonl", rows)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tok"))
+    for row, (tokens, mask) in zip(rows, everything(opened(tmp_path, path)), strict=True):
+        prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
+        assert tokens == [*prompt, *tokenizer.encode(row["completion"]), tokenizer.eos_token_id]
+        assert mask == [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+    tokens, mask = everything(opened(tmp_path, path, loss_on="all", add_eos=False))[3]
+    assert all(mask[1:])
+    assert tokenizer.decode(tokens) == "3 plus 3 is 6"
+
+
+def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for module in ("decoder", "encoder", "scanner", "tool"):
+        (folder / f"{module}.py").write_bytes((Path(json.__file__).parent / f"{module}.py").read_bytes())
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    data = opened(tmp_path, folder)
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    documents = data.documents("train")
+    stream = [token for i in range(len(documents)) for token in documents[i]["tokens"].tolist()]
+    assert stream.count(tokenizer.eos_token_id) == len(documents) > 0
+    windows = pickle.loads(pickle.dumps(data.dataset("train")))
+    targets = np.concatenate([windows[i]["targets"].numpy() for i in range(len(windows))])
+    assert targets[targets != IGNORE_INDEX].tolist() == stream[1:]
+    assert [windows[i]["tokens"][0].item() for i in range(len(windows))] == stream[::64][: len(windows)]
+    assert "import re" in tokenizer.decode(stream)
+    assert 3 < data.describe()["unigram_cross_entropy"] < 6.3
+
+
+def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are cut into pieces, and a document that spans several, are the same whoever encodes them."""
+    from shardkit.data import encode, records
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for module in ("decoder", "encoder"):
+        (folder / f"{module}.py").write_bytes((Path(json.__file__).parent / f"{module}.py").read_bytes())
+    one = opened(tmp_path, folder)
+    monkeypatch.setattr(records, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(encode, "_SMALL", 0)
+    several = opened(tmp_path, folder, cache_dir=str(tmp_path / "other"))
+    lengths = [
+        data.documents("train").lengths.tolist() + data.documents("val").lengths.tolist() for data in (one, several)
+    ]
+    assert len(lengths[1]) == 2
+    tokenizer = load_tokenizer(tmp_path / "tok")
+    texts = [[tokenizer.decode(tokens) for tokens, _ in everything(data)] for data in (one, several)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("how", ["truncate", "split", "drop"])
+def test_long_conversations_are_counted(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i, turns=1 + i % 4)} for i in range(60)))
+    whole = everything(opened(tmp_path, path))
+    data = opened(tmp_path, path, seq_len=40, long_samples=how, val_path=str(path))
+    samples = data.dataset("train")
+    n_long = sum(len(tokens) > 41 for tokens, _ in whole)
+    assert f"{n_long} {dict(truncate='truncated', split='split', drop='dropped')[how]}" in caplog.text
+    targets = [sum(samples[i]["targets"] != IGNORE_INDEX).item() for i in range(len(samples))]
+    assert all(targets), "a sample without a target is left out"
+    assert max(len(samples[i]["tokens"]) for i in range(len(samples))) <= 40
+    everyone = sum(sum(mask) for _, mask in whole)
+    fitting = sum(sum(mask) for tokens, mask in whole if len(tokens) <= 41)
+    assert {
+        "truncate": fitting < sum(targets) < everyone,
+        "split": sum(targets) == everyone,
+        "drop": sum(targets) == fitting,
+    }[how]
+    batch = data.collate([samples[0], samples[1]])
+    assert batch["tokens"].shape == batch["targets"].shape == (2, 40)
+
+
+def test_a_mix_takes_each_source_as_often_as_its_weight_says(tmp_path: Path) -> None:
+    order = MixOrder([10, 40, 7], [1.0, 0.5, 2.0], seed=3, shuffle=True)
+    assert order.n == 10 + 20 + 14
+    taken = np.zeros(57, dtype=int)
+    for epoch in range(4):
+        found = order.indices(epoch, 0, order.n)
+        assert found.tolist() == [int(order.indices(epoch, i, i + 1)[0]) for i in range(order.n)]
+        counts = np.bincount(found, minlength=57)
+        assert (counts[:10] == 1).all() and counts[10:50].max() == 1 and (counts[50:] == 2).all()
+        taken += counts
+    assert (taken == [4] * 10 + [2] * 40 + [8] * 7).all(), "over the epochs, the samples of a source are equally often"
+    assert order.indices(0, 0, 44).tolist() != order.indices(1, 0, 44).tolist()
+    one = write_lines(tmp_path / "one.jsonl", ({"messages": conversation(i)} for i in range(50)))
+    two = write_lines(tmp_path / "two.jsonl", ({"text": f"a plain text {i}"} for i in range(30)))
+    sources = [{"path": str(one), "weight": 0.5}, {"path": str(two), "name": "plain"}]
+    data = opened(tmp_path, None, sources=sources, val_path=str(two))
+    mixed = data.dataset("train")
+    assert data.documents("train").sources == ("one.jsonl", "plain")
+    assert mixed.order(0, True).n == 25 + 30
+    assert len(mixed) == 80 and len(mixed[79]["tokens"]) > 1
+    assert len(data.dataset("val")) == 30
+
+
+def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
+    """A data set or a tokenizer that is refused, and the settings beside it."""
+    good = [{"messages": conversation(i)} for i in range(9)]
+    bad: dict[str, Any] = {
+        "json": '{"messages": [',
+        "number": '{"messages": [{"role": "user", "content": 1e999}]}',
+        "empty": {"messages": []},
+        "role": {"messages": [{"role": "tool", "content": "x"}, *conversation(1)]},
+        "reply": {"messages": conversation(3)[:-1]},
+        "object": "[1, 2]",
+        "half": '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "a"}]}',
+    }
+    if case in bad:
+        return write_lines(tmp_path / "bad.jsonl", [*good[:4], bad[case], *good[4:]]), {}
+    path = write_lines(tmp_path / "good.jsonl", good)
+    if case == "utf8":
+        path.write_bytes(path.read_bytes().replace(b"ask 6", b"ask \xff"))
+    if case == "array":
+        path = tmp_path / "all.json"
+        path.write_text(json.dumps(good))
+    if case == "columns":
+        path = write_lines(tmp_path / "x.jsonl", [{"body": "a text", "id": 1}])
+    if case == "parquet":
+        path = tmp_path / "cut.parquet"
+        path.write_bytes(b"PAR1" + b"\0" * 99)
+    if case == "arrow":
+        ipc = pytest.importorskip("pyarrow.ipc")
+        table = pytest.importorskip("pyarrow").Table.from_pylist(good * 9)
+        path = tmp_path / "cut.arrow"
+        with ipc.new_stream(str(path), table.schema) as out:
+            out.write_table(table, max_chunksize=9)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    templates = {
+        "no_template": None,
+        "syntax": "{% for %}",
+        "hostile": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "endless": "{% for a in range(10**9) %}x{% endfor %}",
+        "division": "{{ 1 / 0 }}",
+    }
+    if case in templates:
+        write_tokenizer(tmp_path / "tok", templates[case])
+    if case == "auto_map":
+        write_tokenizer(tmp_path / "tok", auto_map={"AutoTokenizer": ["code.Evil", None]})
+        (tmp_path / "tok" / "code.py").write_text("raise SystemExit('it ran')")
+    if case == "damaged":
+        write_tokenizer(tmp_path / "tok")
+        (tmp_path / "tok" / "tokenizer.json").write_text('{"model": ')
+    return path, {"columns": {"text": "boddy"}} if case == "columns" else {}
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "fix"),
+    [
+        ("json", r"bad.jsonl:5: not JSON", "max_bad_rows"),
+        ("number", r"bad.jsonl:5: message 1 has no text", "max_bad_rows"),
+        ("empty", r"bad.jsonl:5: column messages is an empty conversation", "max_bad_rows"),
+        ("role", r"bad.jsonl:5: the chat template rejects it: unknown role tool", "max_bad_rows"),
+        ("reply", r"bad.jsonl:5: no turn of the assistant", "max_bad_rows"),
+        ("object", r"bad.jsonl:5: not a JSON object but list", "max_bad_rows"),
+        ("half", r"bad.jsonl:5: half of a surrogate pair", "max_bad_rows"),
+        ("utf8", r"good.jsonl:7: invalid UTF-8", "max_bad_rows"),
+        ("array", r"one JSON array", "jq"),
+        ("columns", r"data.columns.text=boddy: .* no such column", "did you mean body"),
+        ("parquet", r"cut.parquet is damaged or cut short", "again"),
+        ("arrow", r"cut.arrow is damaged or cut short", "again"),
+        ("no_template", r"no chat template", "data.chat_template"),
+        ("syntax", r"chat template cannot be used: TemplateSyntaxError", "data.chat_template"),
+        ("hostile", r"chat template cannot be used: SecurityError", "data.chat_template"),
+        ("endless", r"chat template cannot be used: OverflowError", "data.chat_template"),
+        ("division", r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows", "max_bad_rows"),
+        ("auto_map", r"code of its own \(auto_map", "tokenizer.json"),
+        ("damaged", r"tokenizer in .* cannot be read", "data.tokenizer"),
+    ],
+)
+def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: str, fix: str, tmp_path: Path) -> None:
+    path, keys = write_case(tmp_path, case)
+    with pytest.raises((DataError, ConfigError), match=cause) as caught:
+        opened(tmp_path, path, **keys)
+    assert fix in caught.value.fix
+    assert "\n" not in caught.value.cause + caught.value.fix
+    cache = tmp_path / "cache"
+    assert [p for p in cache.glob("*") if p.is_dir() and not (p / "meta.json").is_file()] == []
+
+
+def test_bad_rows_are_left_out_up_to_a_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows: list[Any] = [{"messages": conversation(i)} for i in range(97)]
+    path = write_lines(tmp_path / "chat.jsonl", [*rows[:50], "{", "", {"messages": 3}, *rows[50:], {"messages": []}])
+    with pytest.raises(DataError, match=r"chat.jsonl:51: not JSON.*\(3 of 100 rows are bad\); .* allows 2"):
+        opened(tmp_path, path, max_bad_rows=0.02)
+    assert len(everything(opened(tmp_path, path, max_bad_rows=0.03))) == 97
+    assert "3 of 100 rows are left out, the first: " in caplog.text
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [{"text": "some text"}] * 9)
+    with pytest.raises(ConfigError, match=r"has 512 ids, but model.vocab_size=500") as caught:
+        TextData(config(tmp_path, path), 500, "model.vocab_size").dataset("train")
+    assert "model.vocab_size=512" in caught.value.fix
+    assert TextData(config(tmp_path, path, seq_len=2), 640, "model.vocab_size").n_ids == 512, "padded"
+
+
+def test_the_model_folders_tokenizer_is_used(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    keys: dict[str, Any] = {"task": {"name": "hf_causal_lm"}}
+    for model in ({"hf_config": str(folder)}, {"hf_config": str(folder / "config.json")}, {"init_from": str(folder)}):
+        assert tokenizer_path(RunConfig.model_validate({**keys, "model": model})) == folder
+    assert tokenizer_path(RunConfig.model_validate(keys)) is None
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        tokenizer_path(RunConfig.model_validate({"data": {"tokenizer": str(tmp_path / "nowhere")}}))
+
+
+def test_the_cache_knows_tokenizer_template_and_data(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tok"))
+
+    def entry(**keys: Any) -> str:
+        return open_source(config(tmp_path, path, **keys).data, tokenizer, str(path))[0].directory
+
+    first = entry()
+    assert entry(max_bad_rows=0.5, long_samples="drop") == first
+    (tmp_path / "other.jinja").write_text(PLAIN.replace("unknown role", "no such role"))
+    others = {entry(loss_on="all"), entry(chat_template=str(tmp_path / "other.jinja"), max_bad_rows=0.9)}
+    write_lines(path, ({"messages": conversation(i + 1)} for i in range(9)))
+    others.add(entry())
+    assert len(others | {first}) == 4

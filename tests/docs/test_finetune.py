@@ -1,0 +1,106 @@
+"""docs/finetune.md: its commands lead from a model folder and conversations to folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.data.chats import conversation, write_lines, write_tokenizer
+from tests.docs.test_integrations import REPO, environment
+from tests.docs.test_integrations import folder as folder  # a fixture
+
+PAGE = (REPO / "docs" / "finetune.md").read_text(encoding="utf-8")
+BASH = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SHORT = {
+    "max_steps": 3,
+    "seq_len": 64,
+    "global_batch_size": 2,
+    "eval_every": 2,
+    "sample_prompts": ["ask 1"],
+    "sample_tokens": 8,
+}
+
+
+def prepare(folder: Path) -> None:
+    """A model folder, conversations, and the recipes with a few small steps."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    base = write_tokenizer(folder / "models" / "base")
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=2, **sizes))
+    model.save_pretrained(base)
+    write_lines(folder / "data" / "conversations.jsonl", ({"messages": conversation(n)} for n in range(60)))
+    shutil.copytree(REPO / "configs", folder / "configs")
+    for name in ("sft_full", "sft_lora", "pretrain_packed"):
+        recipe = folder / "configs" / f"{name}.yaml"
+        config = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        config["train"] |= SHORT
+        config["optim"]["warmup_steps"] = 1
+        config["run"]["device"] = "cpu"
+        recipe.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def run(script: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}"
+    values = environment(folder)
+    values["PATH"] = values["PATH"].replace(str(folder / "bin"), f"{folder / 'bin'}{os.pathsep}{path}".rstrip(":"))
+    done = subprocess.run(
+        ["bash", "-eu", "-c", script], cwd=folder, env=values, timeout=400, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_ends_with_folders_that_transformers_loads(folder: Path) -> None:
+    pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prepare(folder)
+    plan, train, report, convert = BASH
+    assert "fits" in run(plan, folder)
+    run(train, folder)
+    run(train.replace("sft_lora", "sft_full"), folder)
+    run(report, folder)
+    run(convert, folder)
+    ran = folder / "runs" / "sft_lora"
+    written = [json.loads(line) for line in (ran / "samples.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["prompt"]) for one in written] == [(2, "ask 1"), (3, "ask 1")]
+    assert (ran / "report.html").stat().st_size > 0
+    tokenizer = AutoTokenizer.from_pretrained(folder / "served")
+    messages = [{"role": "user", "content": "ask 7"}]
+    tokens = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True, add_generation_prompt=True)
+    for name in ("served", "served-full"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        logits = model(**tokens).logits
+        assert logits.shape[-1] == 512 and torch.isfinite(logits).all()
+    assert (folder / "lora" / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_is_pretrained_on_a_tokenised_corpus(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "shardkit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shardkit.cli "$@"\n')
+    (tmp_path / "bin" / "shardkit").chmod(0o755)
+    prepare(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for module in ("decoder", "encoder", "scanner"):
+        shutil.copy(Path(json.__file__).with_name(f"{module}.py"), tmp_path / "texts" / f"{module}.txt")
+    run("shardkit tokenize texts corpus --tokenizer models/base", tmp_path)
+    given = "model.hf_config=models/base data.path=corpus data.tokenizer=models/base train.micro_batch_size=1"
+    said = run(f"python -m shardkit.train --config configs/pretrain_packed.yaml {given}", tmp_path)
+    assert "% full" in said and "step 3/3" in said

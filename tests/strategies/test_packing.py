@@ -1,0 +1,54 @@
+"""Packed documents train as documents one by one, whatever the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tasks.adapters import write_models
+
+EVERY = [(engine, packing) for engine in ("ddp", "fsdp", "zero2", "zero3") for packing in ("packed", "padding_free")]
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        ("mistral", [("fsdp", "packed"), ("zero3", "packed")]),
+        pytest.param("mistral", EVERY, marks=pytest.mark.slow),
+        pytest.param("reference", EVERY, marks=pytest.mark.slow),
+    ],
+)
+def test_engines_keep_documents_apart(model: str, kinds: list[tuple[str, str]]) -> None:
+    body = "tests.strategies.packed_cases:curves"
+    (want,) = run_ranks(1, body, cases=[(model, "single", "none")])[0]
+    assert want[0][0] - want[-1][0] > 0.01, "the loss must fall, or equal losses say nothing"
+    cases = [(model, engine, packing) for engine, packing in kinds]
+    for found in run_ranks(2, body, cases=cases):
+        for case, curve in zip(cases, found, strict=True):
+            for step, ((loss, norm), (want_loss, want_norm)) in enumerate(zip(curve, want, strict=True)):
+                assert loss == pytest.approx(want_loss, abs=1e-5), (case, step)
+                assert norm == pytest.approx(want_norm, rel=1e-4), (case, step)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("packing", ["packed", "padding_free"])
+def test_a_run_of_packed_data_an_adapter_and_a_models_folder(packing: str, tmp_path: Path) -> None:
+    write_models(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for i in range(60):
+        (tmp_path / "texts" / f"{i}.txt").write_text(" ".join(["alpha", "beta", "gamma"][i % 3 :]) * (1 + i % 4))
+    extra = {"data.path": str(tmp_path / "texts"), "data.packing": packing, "activation.policy": "full"}
+    body, models = "tests.tasks.adapters:curves", ("llama", "phi3")
+    run = {"root": str(tmp_path), **extra}
+    (want,) = run_ranks(1, body, cases=[(model, "single") for model in models], **run)
+    for found in run_ranks(2, body, cases=[(m, engine) for m in models for engine in ("fsdp", "zero3")], **run):
+        for (model, engine), curve in found.items():
+            for (loss, norm), (want_loss, want_norm) in zip(curve, want[model, "single"], strict=True):
+                assert loss == pytest.approx(want_loss, abs=1e-5), (model, engine)
+                assert norm == pytest.approx(want_norm, rel=1e-4), (model, engine)
