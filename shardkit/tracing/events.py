@@ -30,14 +30,17 @@ class Allocation:
         recorded: made while autograd was recording: in forward, or in a recomputation during backward.
         consumed: released while autograd was not recording, as backward releases saved tensors.
         label: a category given by the code that made it; overrides the derived category.
+        is_older: the operator that showed it did not make it: it returned a view, wrote to it, or used it.
     """
 
-    __slots__ = ("consumed", "device", "label", "module", "n_bytes", "op", "phase", "recorded", "shape", "stream")
+    __slots__ = (
+        "consumed", "device", "is_older", "label", "module", "n_bytes", "op", "phase", "recorded", "shape", "stream"
+    )  # fmt: skip
 
     def __init__(self, device: str, op: str, phase: str, module: str, recorded: bool, stream: int) -> None:
         self.device, self.op, self.phase, self.module = device, op, phase, module
         self.recorded, self.stream = recorded, stream
-        self.consumed = False
+        self.consumed = self.is_older = False
         self.label: str | None = None
         self.shape: tuple[int, ...] | None = None
         self.n_bytes = 0
@@ -132,7 +135,7 @@ class EventLog:
         if self.product_workspace and in_backward not in self._multiplied:
             self._multiplied.add(in_backward)
             index = self.made(device, op)
-            self.allocations[index].label = "workspace"
+            self.allocations[index].label, self.allocations[index].is_older = "workspace", True
             self.changed(index, self.product_workspace)
 
     def released(self) -> None:
@@ -174,6 +177,29 @@ class EventLog:
         self.events[:] = kept
         self.marks = [(positions[begin], phase, module) for begin, phase, module in self.marks]
         self.releases = [positions[at] for at in self.releases]
+
+    def older_first(self) -> None:
+        """Let gradients and workspaces that are older than the operator that showed them be there from the start.
+
+        In all steps but the first ones these are DDP's buckets, which live as long as the wrapper and take the
+        gradients in backward, and the workspaces of matrix products.
+        """
+        labels = ("grads", "workspace")
+        older = {index for index, made in enumerate(self.allocations) if made.is_older and made.label in labels}
+        first: list[tuple[int, int]] = []
+        rest: list[tuple[int, int]] = []
+        moved: list[int] = []  # of each event: how many before it moved
+        for index, n_bytes in self.events:
+            moved.append(len(first))
+            if index in older:
+                older.remove(index)
+                first.append((index, n_bytes))
+            else:
+                rest.append((index, n_bytes))
+        moved.append(len(first))
+        self.events[:] = first + rest
+        self.marks = [(at + len(first) - moved[at] if at else 0, phase, module) for at, phase, module in self.marks]
+        self.releases = [at + len(first) - moved[at] for at in self.releases]
 
     def mark(self, phase: str | None = None, module: str | None = None) -> None:
         """Mark the phase and module that run from the next event on."""

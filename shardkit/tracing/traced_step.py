@@ -126,6 +126,7 @@ def traced_step(
         both = _Both(ledger, tracing, device)
         yield both
         tracing.stepped(source)
+    log.older_first()
     save(summary(log, str(device), step, both.most))
 
 

@@ -137,7 +137,7 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if not Patches.in_propagation():
             name = "" if self.log is None else schema(func).name
-            self._see_result(reversed(out) if name in _LAST_FIRST else out, name)
+            self._see_result(reversed(out) if name in _LAST_FIRST else out, name, _returns_arguments(func))
             if self.log is not None:
                 self._note_scratch(name, scratch(func, args, out))
                 if name in PRODUCTS and self.log.product_workspace and isinstance(out, torch.Tensor):
@@ -147,24 +147,24 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
                 self._ran(func, args, kwargs or {}, out)
         return out
 
-    def _see_result(self, out: Any, op: str) -> None:
+    def _see_result(self, out: Any, op: str, is_older: bool) -> None:
         if isinstance(out, torch.Tensor):
-            self._see(out, None, op)
+            self._see(out, None, op, is_older)
         elif isinstance(out, (list, tuple, reversed)):
             for item in out:
-                self._see_result(item, op)
+                self._see_result(item, op, is_older)
 
     def _note_scratch(self, name: str, taken: tuple[torch.device, int] | None) -> None:
         if self.log is not None and taken is not None and taken[1]:
             with self._updating():
                 self.log.scratch(str(taken[0]), name, taken[1])
 
-    def _see(self, tensor: torch.Tensor, label: str | None, op: str = "") -> None:
+    def _see(self, tensor: torch.Tensor, label: str | None, op: str = "", is_older: bool = False) -> None:
         for local in local_tensors(tensor):
             if local.device.type != "meta" and local.layout == torch.strided:
-                self._count(local, label, op)
+                self._count(local, label, op, is_older)
 
-    def _count(self, local: torch.Tensor, label: str | None, op: str) -> None:
+    def _count(self, local: torch.Tensor, label: str | None, op: str, is_older: bool) -> None:
         storage, log = local.untyped_storage(), self.log
         key = id(storage)  # the object lives as long as the storage itself
         known = self._live.get(key)
@@ -177,7 +177,8 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
                 entry = self._live[key] = _Storage(device, label, -1 if log is None else log.made(device, op))
                 entry.ref = weakref.ref(storage, functools.partial(self._forget, key))
                 if log is not None:
-                    log.allocations[entry.index].shape = tuple(local.shape)
+                    allocation = log.allocations[entry.index]
+                    allocation.shape, allocation.is_older = tuple(local.shape), is_older
             elif label is not None:
                 entry.label = label
             if log is not None and label is not None:
@@ -236,6 +237,12 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
         if len(used) > 1:
             raise ValueError(f"{device} is ambiguous: tensors were seen on {', '.join(used)}")
         return used[0] if used else str(wanted)
+
+
+@functools.cache
+def _returns_arguments(func: Any) -> bool:
+    """Whether an operator's results lie in the memory of its arguments: views, and what it writes to."""
+    return any(result.alias_info is not None for result in schema(func).returns)
 
 
 @functools.cache

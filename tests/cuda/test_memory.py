@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu.child import emulated_card
 from shardkit.hardware.cards import GPUS
 from shardkit.memory import read_jsonl
-from shardkit.plan.search.trial import run_trial
+from shardkit.plan.search import trial
 from tests.cuda.mixed import refused, refused_by_a_plan
 from tests.emulated_cuda import call, needs_emulation
 
@@ -25,15 +25,20 @@ def test_a_plan_refuses_mixed_dtypes_where_cuda_does() -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_the_traced_peak_is_the_allocators(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets that a trace first sees as gradients are not counted twice; cuBLAS's workspaces have a category."""
+    """Buckets that a trace first sees as gradients are not counted twice; cuBLAS's workspaces have a category.
+
+    The third step is traced: in the second DDP makes its buckets anew, while NCCL's watchdog may hold the old ones for
+    another 0.1 s.
+    """
+    monkeypatch.setattr(trial, "TRACED", 3)
     for name, value in emulated_card(GPUS["h100"]).items():
         monkeypatch.setenv(name, value)
     settings = [f"parallel.strategy={strategy}", "model.preset=124m", "train.seq_len=128", "train.micro_batch_size=2"]
-    trial = run_trial(None, settings, 1, tmp_path / "run", steps=3)
-    assert trial.outcome == "ok", trial.message
+    ran = trial.run_trial(None, settings, 1, tmp_path / "run", steps=4)
+    assert ran.outcome == "ok", ran.message
     peak = json.loads((tmp_path / "run" / "trace" / "rank0.json").read_text())["peak"]
-    rows = {step: row.device_mem for step, (row,) in read_jsonl(tmp_path / "run" / "memory.jsonl")}
-    allocated = rows[2]
-    assert allocated is not None and peak["bytes"] == pytest.approx(allocated.peak_allocated, rel=1e-3)
+    rows = {step: row for step, (row,) in read_jsonl(tmp_path / "run" / "memory.jsonl")}
+    by_allocator = max(rows[3].phases[phase].peak_allocated or 0 for phase in ("forward", "backward", "step"))
+    assert peak["bytes"] == pytest.approx(by_allocator, rel=1e-3)
     assert sum(peak["categories"].values()) == peak["bytes"]
-    assert peak["categories"].get("unattributed", 0) < 0.02 * peak["bytes"]
+    assert peak["categories"].get("unattributed", 0) < 0.001 * peak["bytes"]

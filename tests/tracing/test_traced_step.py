@@ -59,6 +59,21 @@ def test_state_is_exact_and_categories_sum_to_the_peak(
         assert step["phases"]["forward"]["categories"]["activations"] > 0  # backward may peak when they are gone
 
 
+@pytest.mark.dist
+def test_a_later_step_has_the_same_memory(tmp_path: Path) -> None:
+    """DDP makes its buckets in the second step and keeps them: a trace of the third did not see them in forward."""
+    steps = {}
+    for step in (2, 3):
+        overrides = ["parallel.strategy=ddp", "parallel.bucket_mb=1", "train.max_steps=3", f"memory.trace_step={step}"]
+        folder = tmp_path / str(step)
+        run_ranks(2, "tests.tracing.test_traced_step:traced", folder=str(folder), overrides=overrides)
+        steps[step] = found(folder)
+    for phase in ("forward", "backward", "step"):
+        assert steps[3]["phases"][phase]["bytes"] == steps[2]["phases"][phase]["bytes"]
+        assert steps[3]["phases"][phase]["categories"]["grads"] == 4 * N
+    assert [one for one, _ in steps[3]["timeline"]] == sorted(one for one, _ in steps[3]["timeline"])
+
+
 def test_activations_are_those_that_autograd_saved(tmp_path: Path) -> None:
     saved: dict[int, int] = {}
 
