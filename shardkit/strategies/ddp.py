@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,6 +25,9 @@ from ..parallel.world import World
 from .base import OptimizerFactory
 from .states import TorchStates, even_range, flat
 from .step import clip_and_step
+
+_WATCHDOG_S = 0.2
+"""Twice the interval in which NCCL's watchdog lets go of collectives that have ended (kWatchdogThreadSleepMillis)."""
 
 
 def own_or_models(wrapper: nn.Module, name: str) -> Any:
@@ -70,6 +74,7 @@ class DDP(TorchStates):
         self.model, self._bare = self._wrapped, model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
+        self._keeps_buckets = False
 
     def _set_reduction(self) -> None:
         """Register a hook that averages a gradient bucket over ranks, if torch's own all-reduce will not do."""
@@ -97,7 +102,20 @@ class DDP(TorchStates):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+        norm = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+        if not self._keeps_buckets:
+            self._keeps_buckets = True
+            self._let_first_buckets_go()
+        return norm
+
+    def _let_first_buckets_go(self) -> None:
+        """Wait until nobody but DDP holds the buckets of the first step, once.
+
+        The second forward makes them anew, and the watchdog still held the old ones: both were in memory.
+        """
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+            time.sleep(_WATCHDOG_S)
 
     @torch.no_grad()
     def weights_changed(self) -> None:
