@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate
 
+OVERRIDES = ("train.eval_batches=0",)
+"""Their evaluation is not shardkit's."""
 _WIDTH = 46
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from ..config.foreign.translate import Job as TheirJob
     from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
     from ..launch.script import Script
@@ -89,7 +90,10 @@ def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **
     if config is not None:
         both = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
         raise LaunchError(both, "remove one of them; the script's own arguments follow its name")
-    _refuse_options(ctx, _FOR_CONFIGS, "applies to a config, and this is a script", "remove it")
+    _refuse_options(ctx, _FOR_CONFIGS[:1], "applies to a config, and this is a script", "remove it")
+    if not ctx.params.get("theirs"):
+        files = "add --from with the files of its trainer and --model, or remove it"
+        _refuse_options(ctx, _FOR_CONFIGS[1:], "plans a config, and this is a script", files)
     if options["heartbeat"] is None:
         said = "says how long --heartbeat may be silent, which is not given"
         _refuse_options(ctx, ("heartbeat_timeout",), said, "pass --heartbeat auto or FILE too")
@@ -240,6 +244,18 @@ def submit(
         typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …)."),
     ] = None,
     gpu_memory: Annotated[Optional[str], typer.Option(metavar="80GB", help="Or for cards of this size.")] = None,  # noqa: UP045
+    theirs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--from", metavar="FILE", help="Plan a script by another tool's file; may be repeated."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
+    ] = None,
+    peft: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
     to: Annotated[
@@ -262,7 +278,8 @@ def submit(
 ) -> None:
     """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
 
-    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued.
+    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued. So is a
+    script's with --from, by its files of Accelerate, DeepSpeed or transformers' Trainer.
     """
     from ..errors import LaunchError
     from ..launch.cluster import choose
@@ -272,6 +289,10 @@ def submit(
     from ..launch.spec import KubernetesOptions, SlurmOptions
 
     cluster = choose(to)
+    described = None
+    if theirs or model or peft:
+        described = _described(ctx, config, overrides or [], theirs or [], model, peft)
+        config, overrides = None, None
     script = _script(
         ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
         heartbeat_timeout=heartbeat_timeout, grace_s=grace_s, checkpoints=checkpoints,
@@ -293,7 +314,11 @@ def submit(
         job = launcher.prepare(str(config), overrides or [], **sizes)
     planned = None
     if (gpu or gpu_memory) and not force:
-        planned = _planned(str(config), overrides or [], job.spec, gpu, gpu_memory, mem)
+        if described is not None:
+            planned = _planned_by_files(described, job.spec, gpu, gpu_memory, mem)
+        else:
+            planned = _planned(str(config), overrides or [], job.spec, gpu, gpu_memory, mem)
+        typer.echo(_verdict(planned[0]), err=dry_run or to != "slurm")  # stdout is then a script or a manifest
     if to != "slurm":
         _refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {to}", "remove it")
         pods = KubernetesOptions(
@@ -341,21 +366,130 @@ def _planned(
     config: str, overrides: list[str], spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan the job, without overrides that hold an array's index; returns the estimate and the planned config."""
-    from ..errors import ConfigError, gib
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 
-    if not spec.gpus_per_node:
-        raise ConfigError("--gpu asks for a plan, but the job asks for no GPU", "pass --gpus-per-node N, or no --gpu")
+    _refuse_no_gpu(spec)
     fixed = [item for item in overrides if "%a" not in item]
     ranks = spec.nproc_per_node * spec.nodes[1]
     loaded = _load(config, fixed).config
-    # Slurm's sizes are binary: K, M, G, T; a plain number means MiB.
-    on_host = None if mem is None else f"{mem}M" if mem.isdigit() else mem
-    target = choose_target(loaded, ranks, spec.nproc_per_node, gpu, gpu_memory, on_host)
+    target = choose_target(loaded, ranks, spec.nproc_per_node, gpu, gpu_memory, _on_host(mem))
     estimate = refuse_misfit(lambda more: _load(config, [*fixed, *more]).config, target)
-    typer.echo(f"planned: {gib(estimate.needed)} of {gib(target.device_memory or 0)} on each GPU: {estimate.verdict}")
     return estimate, loaded
+
+
+def _verdict(estimate: MemoryEstimate) -> str:
+    from ..errors import gib
+
+    return f"planned: {gib(estimate.needed)} of {gib(estimate.device_memory or 0)} on each GPU: {estimate.verdict}"
+
+
+def _refuse_no_gpu(spec: JobSpec) -> None:
+    from ..errors import ConfigError
+
+    if not spec.gpus_per_node:
+        raise ConfigError("--gpu asks for a plan, but the job asks for no GPU", "pass --gpus-per-node N, or no --gpu")
+
+
+def _on_host(mem: str | None) -> str | None:
+    """Slurm's sizes are binary: K, M, G, T; a plain number means MiB."""
+    return None if mem is None else f"{mem}M" if mem.isdigit() else mem
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What --from says of a script: files, settings that no file has, model and adapter."""
+
+    files: list[str]
+    settings: list[str]
+    model: str | None
+    peft: str | None
+
+
+def _described(
+    ctx: typer.Context, config: str | None, overrides: list[str], theirs: list[str], model: str | None,
+    peft: str | None,
+) -> _Described:  # fmt: skip
+    """The files of a script's job and its settings, among the words before `--`.
+
+    Raises:
+        LaunchError: there is no script, no file, or no card to plan for.
+    """
+    from ..errors import LaunchError
+
+    if not theirs:
+        option = "--model" if model else "--peft"
+        raise LaunchError(f"{option} belongs to --from, which is missing", "add --from with the files of the trainer")
+    words = [*([] if config is None else [config]), *overrides]
+    program = _program_in(words)
+    if ctx.meta[_SCRIPT] is None:
+        if program is not None:
+            raise LaunchError(*_forgotten(ctx.info_name, ["[options]", *words[program:]], 1))
+        raise LaunchError(
+            "--from describes the job of a script, and none is given",
+            "name it behind `--`: shardkit submit --from FILE --model DIR --gpu h100 -- train.py arguments",
+        )
+    if config == "-":
+        raise LaunchError("both --from and a config (-) were given", "remove one of them")
+    if not (ctx.params["gpu"] or ctx.params["gpu_memory"]):
+        raise LaunchError(
+            "--from says what to plan, but nothing says for which cards",
+            "add --gpu NAME or --gpu-memory SIZE, or remove --from",
+        )
+    files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
+    return _Described([*theirs, *files], [word for word in words if "=" in word], model, peft)
+
+
+def _planned_by_files(
+    asked: _Described, spec: JobSpec, gpu: str | None, gpu_memory: str | None, mem: str | None
+) -> tuple[MemoryEstimate, RunConfig]:
+    """Plan a script's job by the files of its trainer: its steps, its loading and its saving.
+
+    Raises:
+        ConfigError: it does not fit, or the files leave something open.
+    """
+    from ..config.foreign.translate import read_job
+    from ..errors import ConfigError
+    from ..plan.submit_check import refuse_their_misfit
+    from ..plan.target import choose_target
+    from .foreign import OVERRIDES, left_out, misfits, moments
+
+    _refuse_no_gpu(spec)
+    job = read_job(asked.files, asked.model, spec.nproc_per_node * spec.nodes[1], asked.peft)
+    overrides = [*OVERRIDES, *(item for item in asked.settings if "%a" not in item)]
+    loaded = job.load(overrides).config
+    target = choose_target(
+        loaded, job.gpus, spec.nproc_per_node, gpu, gpu_memory, _on_host(mem), expandable=job.expandable
+    )
+    estimate = refuse_their_misfit(job, overrides, target)
+    beside = list(misfits(moments(job, loaded, estimate), estimate, target.ranks_per_node))
+    if beside:
+        cause, fix = beside[0], next((line.strip().removeprefix("fix: ") for line in beside[1:2]), "")
+        raise ConfigError(cause, f"{fix or 'use more or larger GPUs'}, or submit it anyway with --force")
+    doubts = [line for line in left_out(job, loaded, estimate) if line.startswith("the job may not fit")]
+    doubts += _only_for_accelerates_launcher(job)
+    for doubt in doubts:
+        typer.echo(f"warning: {doubt}", err=True)
+    return estimate, loaded
+
+
+def _only_for_accelerates_launcher(job: TheirJob) -> Iterator[str]:
+    """A warning that ranks of torchrun do not read Accelerate's file, if the plan rests on it."""
+    found = next((file for file in job.files if file.tool == "accelerate"), None)
+    if found is None:
+        return
+    kind = str(found.values.get("distributed_type")).upper()
+    flags = {"FSDP": "ACCELERATE_USE_FSDP=true", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED=true"}
+    half = found.values.get("mixed_precision")
+    needed = [flags[kind]] if kind in flags else []
+    if half in ("fp16", "bf16") and all(file.tool != "trainer" for file in job.files):
+        needed.append(f"ACCELERATE_MIXED_PRECISION={half}")
+    missing = [one for one in needed if os.environ.get(one.partition("=")[0]) != one.partition("=")[2]]
+    if missing:
+        yield (
+            f"{found.name} is read by `accelerate launch` alone: the plan holds if the script says the same to "
+            f"Accelerator(), or if the variables that `accelerate launch` sets are exported ({', '.join(missing)}, …)"
+        )
 
 
 def jobs() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..config.foreign.translate import Job
     from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
+    from ..plan.search.ladder import Step
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 Overrides = Annotated[
@@ -26,31 +27,36 @@ MemoryCap = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(metavar="24GiB", help="Emulate a smaller card, also on the CPU."),
 ]
+From = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated."),
+]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
+]
+Peft = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
+]
+ConfigOrFrom = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
+]
+TheirGpus = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
+]
 BUDGET_S = 120.0
 
 
 def plan(
-    config: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
-    ] = None,
+    config: ConfigOrFrom = None,
     overrides: Overrides = None,
-    theirs: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--from", metavar="FILE", help="Another tool's file in place of CONFIG; may be repeated."),
-    ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
-    ] = None,
-    peft: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
-    ] = None,
-    gpus: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
-    ] = None,
+    theirs: From = None,
+    model: Model = None,
+    peft: Peft = None,
+    gpus: TheirGpus = None,
     gpus_per_node: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]"),
@@ -96,17 +102,17 @@ def plan(
     from ..plan.client import Planner
     from ..plan.show import show, show_changes
     from ..plan.target import choose_target
+    from ..plan.their_keys import changes_in_their_keys
     from .auto import plan_automatically
-    from .foreign import as_json, left_out, mapping, misfits, moments, save, show_moments
+    from .foreign import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
-    job, path, given = _asked(config, list(overrides or []), theirs or [], model, gpus, peft)
+    job, path, given = asked(config, list(overrides or []), theirs or [], model, gpus, peft)
+    ours = [*OVERRIDES, *given]
 
     def load(more: Sequence[str] = ()) -> LoadedConfig:
-        if job:
-            return job.load(["train.eval_batches=0", *given, *more])  # their evaluation is not shardkit's
-        return load_config(path, [*given, *more])
+        return job.load([*ours, *more]) if job else load_config(path, [*given, *more])
 
     if job and not json_output:
         typer.echo("\n".join(mapping(job)) + "\n")
@@ -126,12 +132,17 @@ def plan(
         misfit = estimate.verdict == "does not fit"
         changes = []
         if misfit and advice:
-            changes = changes_that_fit(lambda more: load(more).config, estimate, planner)
+            changes = (
+                changes_in_their_keys(job, ours, estimate, planner)
+                if job
+                else changes_that_fit(loaded, estimate, target, lambda more: planner.predict(load(more).config))
+            )
     beside = moments(job, loaded, estimate) if job else []
     too_large = list(misfits(beside, estimate, target.ranks_per_node))
     if json_output:
         tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
-                  "verdict": c.estimate.verdict} for c in changes]  # fmt: skip
+                  "verdict": c.estimate.verdict, **({"in_the_files": c.said} if c.said else {})}
+                 for c in changes]  # fmt: skip
         found: dict[str, Any] = {**estimate.to_json(), "changes": tried}
         if job:
             found["from"] = {**as_json(job), "beside_the_steps": [asdict(one) for one in beside]}
@@ -148,7 +159,7 @@ def plan(
     raise typer.Exit(4 if misfit or too_large else 0)
 
 
-def _asked(
+def asked(
     config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None, peft: str | None
 ) -> tuple[Job | None, str | None, list[str]]:
     """The job of other tools' files or the path of a config (`None`: the defaults), and the overrides."""
@@ -176,9 +187,12 @@ def _asked(
 
 
 def ladder(
-    config: Config,
+    config: ConfigOrFrom = None,
     overrides: Overrides = None,
-    gpus: Gpus = 1,
+    theirs: From = None,
+    model: Model = None,
+    peft: Peft = None,
+    gpus: TheirGpus = None,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     memory_cap: MemoryCap = None,
@@ -193,14 +207,19 @@ def ladder(
     """Try one technique after another on CONFIG's model: the memory of each, predicted and measured, and its speed.
 
     Every rung runs in fresh processes; running out of memory is a result.
+
+    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer describe
+    together, each as a change of these files. Their loop is not run.
     """
     from ..config.load import load_config
-    from ..errors import ConfigError
     from ..plan.search import ladder as ladders
     from ..plan.target import cap_setting, choose_target, target_here
-    from ..report.plot import save_ladder
 
-    path, given = (None if config == "-" else config), list(overrides or [])
+    job, path, given = asked(config, list(overrides or []), theirs or [], model, gpus, peft)
+    if job:
+        _ladder_of_theirs(job, given, gpu, gpu_memory, memory_cap, rung or [], out)
+        return
+    gpus = 1 if gpus is None else gpus
 
     def load(more: Sequence[str]) -> RunConfig:
         return load_config(path, [*given, *more]).config
@@ -213,14 +232,43 @@ def ladder(
         _refuse_gpu_memory(gpu_memory)
         target = target_here(first, gpus, gpu, memory_cap)
         try_it = ladders.tried(path, given, gpus, out, steps, cap_setting(memory_cap))
-    found: list[ladders.Step] = []
-    for step in ladders.climb(load, rungs, target, try_it):
+    _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
+
+
+def _ladder_of_theirs(
+    job: Job, given: list[str], gpu: str | None, gpu_memory: str | None, memory_cap: str | None, rungs: list[str],
+    out: Path,
+) -> None:  # fmt: skip
+    """Predict the rungs of a job of other tools."""
+    from ..plan.search import ladder as ladders
+    from ..plan.target import choose_target
+    from ..plan.their_keys import climb
+    from .foreign import OVERRIDES
+
+    ours = [*OVERRIDES, *given]
+    loaded = job.load(ours).config
+    per_node = min(job.gpus, job.gpus_per_node or 8)
+    target = choose_target(
+        loaded, job.gpus, per_node, gpu, gpu_memory, memory_cap=memory_cap, expandable=job.expandable
+    )
+    chosen = [ladders.parse_rung(text) for text in rungs] or ladders.default_rungs(job.gpus, loaded)[1:]
+    typer.echo(f"{job.name} on {target.world_size} × {target.gpu.name if target.gpu else 'cpu'}\n", err=True)
+    _print_and_save(climb(job, ours, chosen, target), target.device_memory, out)
+
+
+def _print_and_save(steps: Iterator[Step], limit: int | None, out: Path) -> None:
+    from ..errors import ConfigError
+    from ..plan.search import ladder as ladders
+    from ..report.plot import save_ladder
+
+    found: list[Step] = []
+    for step in steps:
         found.append(step)
         rows = ladders.table([step]).splitlines()
         typer.echo("\n".join(rows[-1:] if len(found) > 1 else rows))
-    typer.echo(f"written: {ladders.save(found, out, target.device_memory)}", err=True)
+    typer.echo(f"written: {ladders.save(found, out, limit)}", err=True)
     try:
-        typer.echo(f"written: {save_ladder(found, target.device_memory, out)}", err=True)
+        typer.echo(f"written: {save_ladder(found, limit, out)}", err=True)
     except ConfigError as error:
         typer.echo(f"no plot: {error.cause}; {error.fix}", err=True)
 

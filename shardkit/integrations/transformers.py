@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,7 +78,7 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
             bars=bool(args.disable_tqdm),
             total=state.max_steps,
             known={} if half is None else {"precision.mode": half},
-            contents=lambda: {"training_args": _given(args)},
+            contents=lambda: [args],
         )
         self.watching = Watching(model, [kwargs["optimizer"]], settings)
         self.watching.open()
@@ -119,13 +118,3 @@ def watch(trainer: Any, run_dir: str | Path | None = None, **settings: Any) -> I
             yield callback
     finally:
         trainer.remove_callback(callback)
-
-
-def _given(args: Any) -> dict[str, Any]:
-    """The arguments that differ from their defaults, as they would stand in a file."""
-    values, found = args.to_dict(), {}
-    for one in fields(args):
-        default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if one.init and one.name in values and values[one.name] != default and values[one.name] is not None:
-            found[one.name] = values[one.name]
-    return found

@@ -9,12 +9,12 @@ from ..config.schema import RunConfig
 from ..errors import ShardkitError
 from ..memory.rows import KINDS, StateBytes
 from ..oom.advice import Used, advise
-from .client import Planner
 from .model.estimate import MemoryEstimate
+from .target import Target
 
 N_PLANNED = 6
-Changed = Callable[[Sequence[str]], RunConfig]
-"""Returns the config with more overrides."""
+Predict = Callable[[Sequence[str]], MemoryEstimate]
+"""Predicts the config with more overrides; raises a ShardkitError for those that it cannot have."""
 _ORDER = {"fits": 0, "tight": 1, "does not fit": 2, None: 0}
 
 
@@ -27,26 +27,36 @@ class Change:
         saving: bytes saved on the device, or on the host if host memory was short.
         cost: the price of the change, in words.
         estimate: the memory with the change.
+        said: the change in the keys of another tool's files; empty for a config.
     """
 
     settings: str
     saving: int
     cost: str
     estimate: MemoryEstimate
+    said: str = ""
+
+    @property
+    def text(self) -> str:
+        """The change as its reader writes it."""
+        return self.said or self.settings
 
 
-def changes_that_fit(changed: Changed, estimate: MemoryEstimate, planner: Planner) -> list[Change]:
-    """Changes that save memory, those that fit first; pairs of changes too if no single one fits."""
-    config, target = changed([]), planner.target
+def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, target: Target, predict: Predict) -> list[Change]:
+    """Changes that save memory, those that fit first; pairs of changes too if no single one fits.
+
+    Args:
+        config: without changes; `estimate` is its prediction.
+    """
     where = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
     candidates = [
         (advice.change, advice.cost)
         for advice in advise(config, target.world_size, target.ranks_per_node, _kind(estimate), _used(estimate, where))
         if "=" in advice.change
-    ][:N_PLANNED]
+    ]
     if config.activation.policy == "none" and where == "device":
         candidates.insert(0, ("activation.policy=selective", "attention runs twice: a few percent more compute"))
-    found = _planned(changed, estimate, planner, candidates, where)
+    found = _planned(predict, estimate, candidates, where)
     if found and not any(change.estimate.verdict in ("fits", "tight") for change in found):
         pairs = [
             (f"{one.settings} {other.settings}", f"{one.cost}; {other.cost}")
@@ -54,19 +64,23 @@ def changes_that_fit(changed: Changed, estimate: MemoryEstimate, planner: Planne
             for other in found[index + 1 : 4]
             if not _keys(one.settings) & _keys(other.settings)
         ]
-        found = _planned(changed, estimate, planner, pairs, where) + found
+        found = _planned(predict, estimate, pairs, where) + found
     return sorted(found, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving))
 
 
 def _planned(
-    changed: Changed, estimate: MemoryEstimate, planner: Planner, candidates: Sequence[tuple[str, str]], where: str
+    predict: Predict, estimate: MemoryEstimate, candidates: Sequence[tuple[str, str]], where: str
 ) -> list[Change]:
-    found = []
+    found: list[Change] = []
+    planned = 0
     for settings, cost in candidates:
+        if planned > N_PLANNED:
+            break
         try:
-            after = planner.predict(changed(settings.split(" ")))
+            after = predict(settings.split(" "))
         except ShardkitError:
             continue  # do not advise settings that conflict or cannot be traced
+        planned += 1
         saving = estimate.host_peak - after.host_peak if where == "host" else estimate.needed - after.needed
         if saving > 0:
             found.append(Change(settings, saving, cost, after))

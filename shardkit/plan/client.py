@@ -67,6 +67,7 @@ class Planner:
         whole: bool = False,
         timed: bool = False,
         rough: bool = False,
+        loop: Mapping[str, Any] | None = None,
     ) -> MemoryEstimate:
         """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits.
 
@@ -74,11 +75,16 @@ class Planner:
             whole: trace every layer of a deep model.
             timed: also predict how long a step takes.
             rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
+            loop: in place of the planner's.
         """
         if self._process is None:
             self._start()
         how = {"whole": whole, "timed": timed, "rough": rough}
-        asked = {"config": config.model_dump(mode="json"), "how": how, "loop": self._loop}
+        asked = {
+            "config": config.model_dump(mode="json"),
+            "how": how,
+            "loop": self._loop if loop is None else dict(loop),
+        }
         said = self._talk(json.dumps(asked))
         if "error" in said:
             name, cause, fix = said["error"]
@@ -90,7 +96,7 @@ class Planner:
         estimate = estimate.limited(self.target.device_memory, self.target.host_memory)
         if rough or said["alike"] or self.target.rank is not None:
             return estimate
-        last = self._of_last_rank().predict(config, whole=whole, timed=timed)
+        last = self._of_last_rank().predict(config, whole=whole, timed=timed, loop=loop)
         return max(estimate, last, key=lambda one: one.needed)
 
     def stop(self) -> None:

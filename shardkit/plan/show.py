@@ -76,7 +76,7 @@ def show_changes(changes: Sequence[Change]) -> str:
     rows = [("change", "needs", "saves", "", "cost")]
     for change in changes:
         needs = change.estimate.needed
-        rows.append((change.settings, gib(needs), gib(change.saving), change.estimate.verdict or "", change.cost))
+        rows.append((change.text, gib(needs), gib(change.saving), change.estimate.verdict or "", change.cost))
     return "\n".join(["changes, each planned:", *columns(rows, left=(0, 3, 4))])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -32,13 +31,13 @@ from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
+from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import Progress
 from . import directory
 from .observe import Loop, Observed
 from .owner import Owner
 from .planning import target_of
-from .their_keys import LIMIT_S, TheirKeys, Tool
 
 PLANNING = ".shardkit/planning"
 """The file of the rank that plans after an out-of-memory error."""
@@ -104,7 +103,7 @@ class Settings:
 
     Attributes:
         known: settings of shardkit that the tool says and the model does not show.
-        contents: the tool's settings by a name, as they would stand in its files; called if memory runs out.
+        contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
         is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
 
@@ -118,7 +117,7 @@ class Settings:
     files: tuple[str, ...] = ()
     model_config: str | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
-    contents: Callable[[], dict[str, dict[str, Any]]] | None = None
+    contents: Callable[[], Sequence[Any]] | None = None
     is_marked: bool = False
     bars: bool = True
     total: int | None = None
@@ -351,11 +350,9 @@ class Watching:
             return theirs.planned(advice, job, target, overrides)
 
     def _job(self, folder: Path) -> Job | None:
-        """The loop as files of its tool describe it, those that exist only in memory written into `folder`."""
-        names, contents = list(self._settings.files), self._settings.contents
-        for name, content in ({} if contents is None else contents()).items():
-            (folder / f"{name}.json").write_text(json.dumps(content, default=str), encoding="utf-8")
-            names.append(str(folder / f"{name}.json"))
+        """The loop as its tool's files and objects describe it; a model's config that has no file goes to `folder`."""
+        contents = self._settings.contents
+        names = [*self._settings.files, *(() if contents is None else contents())]
         described = self._settings.model_config
         own: Any = next((one.config for one in self._loop.model.modules() if hasattr(one, "config")), None)
         if described is None and hasattr(own, "to_json_file"):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from shardkit.cli.foreign import left_out, misfits, moments, save
+from shardkit.cli.jobs import _only_for_accelerates_launcher
 from shardkit.config import capability
 from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
@@ -230,7 +231,7 @@ def test_a_file_of_another_version_of_the_tool_is_named(
 def test_open_points_are_one_line_each(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert shardkit("plan", "--from", files[1]) == 2
     error = capsys.readouterr().err
-    assert '"auto", but no other file says what it becomes' in error
+    assert 'keys are "auto", but no other file says what they become' in error
     assert "pass --model" in error
 
 
@@ -262,3 +263,93 @@ def test_convert_config_writes_the_file_and_lists_the_rest(tmp_path: Path, capsy
     assert shardkit("convert-config", "configs/fsdp.yaml", "--to", "lightning") == 2
     assert shardkit("convert-config", "configs/fsdp.yaml", "--to", "trainer", "--out", tmp_path / "no" / "x.yaml") == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+GATE = ["submit", "--dry-run", "--gpus-per-node", 2]
+SCRIPT = ["--", "train.py", "--epochs", 3]
+WRONG: dict[str, tuple[list[Any], str, str]] = {
+    "no card": ([*GATE, "--from", "args.yaml", "--model", "model", *SCRIPT], "nothing says for which cards", "--gpu"),
+    "no model": ([*GATE, "--from", "args.yaml", "--gpu", "l4", "train.seq_len=64", *SCRIPT],
+                 "no file says which model it is", "--model"),
+    "no script": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4"], "none is given", "-- train.py"),
+    "no --": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4", "train.py"],
+              "a script stands behind `--`", "shardkit submit [options] -- train.py"),
+    "with a config": ([*GATE, "-", "--from", "args.yaml", "--model", "model", "--gpu", "l4", *SCRIPT],
+                      "both --from and a config", "remove one"),
+    "with a config of shardkit": (
+        [*GATE, "--from", "ours.yaml", "--model", "model", "--gpu", "l4", *SCRIPT], "is a config of shardkit", "pass"),
+    "no --from": ([*GATE, "--gpu", "l4", *SCRIPT], "--gpu plans a config, and this is a script", "add --from"),
+    "a model alone": ([*GATE, "--model", "model", *SCRIPT], "--model belongs to --from", "add --from"),
+    "an adapter alone": ([*GATE, "--peft", "lora.json", *SCRIPT], "--peft belongs to --from", "add --from"),
+    "no GPU": (["submit", "--dry-run", "--gpus-per-node", 0, "--from", "args.yaml", "--model", "model", "--gpu", "l4",
+                *SCRIPT], "asks for no GPU", "--gpus-per-node"),
+    "half-written": ([*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
+    "a ladder of a half-written file": (["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
+    "a ladder without a model": (["ladder", "--from", "args.yaml", "train.seq_len=64"], "which model it is", "--model"),
+    "a ladder of nothing": (["ladder"], "no config is named", "--from"),
+    "a ladder of a config with a model": (["ladder", "-", "--model", "model"], "belongs to --from", "hf_config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_combination_is_two_lines(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, cause, fix = WRONG[case]
+    laid_out(tmp_path, {"half.json": '{"zero_optimization": {', "ours.yaml": "train: {}\n", "train.py": "pass\n"})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit(*words) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert not out and len(lines) == 2, err
+    assert cause in lines[0] and lines[1].startswith("  fix: ") and fix in lines[1]
+
+
+@pytest.mark.slow
+def test_a_script_whose_files_do_not_fit_is_refused_in_their_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = TRAINER + "per_device_train_batch_size: 512\n"
+    laid_out(tmp_path, {"args.yaml": big, "train.py": "pass\n", "small.yaml": TRAINER, "accelerate.yaml": FSDP2})
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", "model", "train.seq_len=128", "--gpu-memory", "1200MiB", *SCRIPT]
+    assert shardkit(*GATE, "--from", "args.yaml", *given) == 2
+    out, err = capsys.readouterr()
+    assert "#SBATCH" not in out
+    *changes, cause, fix = err.splitlines()
+    assert "on each GPU of 1.17 GiB" in cause and "--force" in fix
+    assert fix.startswith("  fix: per_device_train_batch_size: 256, gradient_accumulation_steps: 2")
+    assert any(line.startswith("gradient_checkpointing: true ") for line in changes)
+    assert shardkit(*GATE, "--force", "--from", "args.yaml", *given) == 0
+    assert "#SBATCH" in capsys.readouterr().out
+
+    assert shardkit(*GATE, "--from", "small.yaml", "accelerate.yaml", *given) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash") and "planned: " in err, "stdout is the batch script"
+    assert "is read by `accelerate launch` alone" in err and "ACCELERATE_USE_FSDP=true" in err
+
+
+def test_ranks_of_torchrun_do_not_read_accelerates_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    ddp = "distributed_type: MULTI_GPU\nmixed_precision: bf16\n"
+    for text, missing in ((FSDP2, "ACCELERATE_USE_FSDP=true, ACCELERATE_MIXED_PRECISION=bf16"),
+                          (ddp, "(ACCELERATE_MIXED_PRECISION=bf16"), (ddp.replace("bf16", "no"), "")):  # fmt: skip
+        job = read_job(write(tmp_path, accelerate__yaml=text), str(tmp_path), 2)
+        said = " ".join(_only_for_accelerates_launcher(job))
+        assert (missing in said) if missing else not said
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    job = read_job(write(tmp_path, accelerate__yaml=ddp), str(tmp_path), 2)
+    assert not list(_only_for_accelerates_launcher(job))
+
+
+def test_every_auto_that_nothing_fills_in_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autos = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}
+    laid_out(tmp_path, {"ds.json": {**autos, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit("plan", "--from", "ds.json", "--model", "model", "train.seq_len=64") == 2
+    cause, fix = capsys.readouterr().err.splitlines()
+    keys = "gradient_clipping, gradient_accumulation_steps"
+    assert f'ds.json: 3 keys are "auto", but no other file says what they become (bf16.enabled, {keys})' in cause
+    assert "pass the Trainer's or Accelerate's file too" in fix

@@ -15,6 +15,8 @@ WHOLE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")
 ONE_LINE = re.compile(r"^## One line in your loop$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 PAGE = ONE_LINE.sub("", WHOLE)
 EXAMPLES = re.findall(r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+FILES = EXAMPLES[0][0].rpartition("shardkit plan")[0]
+"""What the first example writes."""
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,18 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(0, id="plan", marks=pytest.mark.slow), pytest.param(1, id="check"), pytest.param(2, id="convert")],
+    [
+        pytest.param(0, id="plan", marks=pytest.mark.slow),
+        pytest.param(1, id="gate", marks=pytest.mark.slow),
+        pytest.param(2, id="check"),
+        pytest.param(3, id="convert"),
+    ],
 )
 def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> None:
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     script, shown = EXAMPLES[number]
+    if number == 1:
+        script = FILES + script
     done = subprocess.run(
         ["bash", "-eu", "-c", script], cwd=folder, env=environment(folder), timeout=240,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -55,8 +64,7 @@ def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> Non
 @pytest.mark.slow
 def test_the_python_example_runs(folder: Path) -> None:
     (code,) = re.findall(r"^```python\n(from shardkit.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    files = EXAMPLES[0][0].rpartition("shardkit plan")[0]
-    subprocess.run(["bash", "-eu", "-c", files], cwd=folder, check=True)
+    subprocess.run(["bash", "-eu", "-c", FILES], cwd=folder, check=True)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment(folder), timeout=240, capture_output=True, text=True
     )

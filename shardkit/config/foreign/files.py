@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,51 @@ def read(name: str) -> File:
     tool = recognise(value, shown_name)
     flat = {} if tool == "model" else flatten(value)
     return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), path.parent)
+
+
+def read_object(value: Any) -> File:
+    """The content of a file as a program has it: a mapping, or an object with `to_dict()`.
+
+    Raises:
+        ConfigError: it is neither, or no tool has its keys.
+    """
+    if isinstance(value, Mapping):
+        content, name = dict(value), "dict"
+    elif hasattr(value, "to_dict") and not isinstance(value, type):
+        content, name = given(value), type(value).__name__
+    else:
+        raise ConfigError(
+            f"{one_line(repr(value))[:80]} is no config: a {type(value).__name__} has no keys",
+            "pass a file's name, its content as a dict, or an object with to_dict(), such as TrainingArguments",
+        )
+    tree = json.loads(json.dumps(content, default=_plain))
+    if not tree:
+        raise ConfigError(f"the {name} is empty", "pass a config of one of the tools")
+    tool = recognise(tree, f"the {name}")
+    flat = {} if tool == "model" else flatten(tree)
+    shown_name = f"dict of {family(tool)}" if name == "dict" else name
+    return File(shown_name, tool, tree if tool == "model" else flat, _text_numbers("{", flat))
+
+
+def given(value: Any) -> dict[str, Any]:
+    """What `to_dict()` says; of a dataclass only what differs from its defaults, as it would stand in a file."""
+    values: dict[str, Any] = value.to_dict()
+    if not is_dataclass(value):
+        return values
+    defaults = {
+        one.name: one.default_factory() if one.default_factory is not MISSING else one.default
+        for one in fields(value)
+        if one.init
+    }
+    return {
+        name: found
+        for name, found in values.items()
+        if found is not None and (name == "peft_type" or (name in defaults and found != defaults[name]))
+    }
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def parse(text: str, name: str) -> dict[str, Any]:

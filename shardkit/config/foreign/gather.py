@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..errors import one_line
-from .files import File, family, flatten, parse, read
+from .files import File, family, flatten, parse, read, read_object
 from .tables import DEEPSPEED, Problem
 
 _HEADER = 100_000_000
@@ -18,13 +18,16 @@ _HEADER = 100_000_000
 _TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def gather(names: Iterable[str]) -> tuple[list[File], list[Problem]]:
+def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
     """The files, those that they name, and configs inside them as files of their own.
+
+    Args:
+        names: of files, or their contents as `files.read_object` takes them.
 
     Raises:
         ConfigError: a file cannot be read, or there are two of one tool.
     """
-    given = [read(name) for name in names]
+    given = [read(str(name)) if isinstance(name, (str, Path)) else read_object(name) for name in names]
     found: list[File] = []
     problems: list[Problem] = []
     for file in given:
@@ -41,7 +44,7 @@ def gather(names: Iterable[str]) -> tuple[list[File], list[Problem]]:
                 _follow(file, key, str(values[key]), found, problems)
         if file.tool == "trainer" and isinstance(values.get("fsdp_config"), str):
             values |= _fsdp_file(file, values, problems)
-        found.insert(place, replace(file, values=_prefixed(file.tool, values)))
+        found.insert(place, replace(file, values=prefixed(file.tool, values)))
     for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
         same = [file.name for file in found if file.tool == tool]
         if len(same) > 1:
@@ -77,7 +80,7 @@ def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> d
     return {}
 
 
-def _prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
+def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
     """Every key as the tables spell it.
 
     Accelerate adds the prefixes `fsdp_` and `dynamo_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Job:
         gpus: ranks of the job.
         gpus_per_node: ranks on one machine; `None` if no file says it.
         loop: for the planner: how their loop differs where no key here says it.
+        reread: the job with other files in place of `files`.
     """
 
     files: tuple[File, ...]
@@ -81,6 +82,7 @@ class Job:
     gpus: int
     gpus_per_node: int | None
     loop: Settings = field(default_factory=dict)
+    reread: Callable[[Sequence[File]], Job] | None = field(default=None, repr=False, compare=False)
     expandable = False
     """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
@@ -97,7 +99,7 @@ class Job:
         keys = {str(split_override(item)[0]) for item in overrides}
         still = [problem for problem in self.problems if problem.ours not in keys]
         if still:
-            raise combined([ConfigError(problem.cause, problem.fix) for problem in still])
+            raise combined([ConfigError(cause, fix) for cause, fix in _in_few_lines(still)])
         layers = Layers()
         layers.add_file(self.name, Document(nested(self.settings)))
         for item in overrides:
@@ -106,11 +108,17 @@ class Job:
         return LoadedConfig(*layers.resolve())
 
 
-def read_job(names: Sequence[str], model: str | None = None, gpus: int | None = None, peft: str | None = None) -> Job:
+def read_job(
+    names: Sequence[str | Path | Mapping[str, Any] | Any],
+    model: str | Path | None = None,
+    gpus: int | None = None,
+    peft: str | Path | None = None,
+) -> Job:
     """Read files of Accelerate, DeepSpeed, transformers' Trainer and peft that are used together in one job.
 
     Args:
-        names: the files; one that another names is read too.
+        names: the files; one that another names is read too. In place of a file also its content as a mapping, or
+            an object that gives one by `to_dict()`, such as TrainingArguments or LoraConfig.
         model: a transformers `config.json`, or a folder that holds one.
         gpus: ranks of the job; default: what the files say, else 1.
         peft: peft's `adapter_config.json`, or the folder that holds one.
@@ -118,11 +126,17 @@ def read_job(names: Sequence[str], model: str | None = None, gpus: int | None = 
     Raises:
         ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
     """
-    files, problems = gather([*names, *([] if peft is None else [adapter_file(peft)])])
+    given, problems = gather([*names, *([] if peft is None else [adapter_file(str(peft))])])
     if model is None:
-        model = next((file.name for file in files if file.tool == "model"), None)
-    config = {} if model is None else read_model(model)
-    return translate(combine(files, config, problems), model, gpus)
+        model = next((file.name for file in given if file.tool == "model"), None)
+    path = None if model is None else str(model)
+    config = {} if path is None else read_model(path)
+
+    def made(files: Sequence[File]) -> Job:
+        job = translate(combine(list(files), config, list(problems)), path, gpus)
+        return replace(job, reread=made)
+
+    return made(given)
 
 
 def nested(settings: Settings) -> dict[str, Any]:
@@ -350,6 +364,23 @@ class _Translation:
             if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
                 del settings[key]
         self.added = [one for one in self.added if one[0] in settings]
+
+
+def _in_few_lines(problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
+    """Causes and fixes; every `auto` with the same fix is one of them."""
+    autos: dict[str, list[Problem]] = {}
+    for problem in problems:
+        if problem.kind == "auto":
+            autos.setdefault(problem.fix, []).append(problem)
+        else:
+            yield problem.cause, problem.fix
+    for fix, same in autos.items():
+        if len(same) == 1:
+            yield same[0].cause, fix
+        else:
+            keys = ", ".join(key for problem in same for key in problem.keys)
+            name = same[0].cause.partition(": ")[0]
+            yield f'{name}: {len(same)} keys are "auto", but no other file says what they become ({keys})', fix
 
 
 def _cpu(job: Together) -> bool:

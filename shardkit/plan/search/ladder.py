@@ -39,6 +39,7 @@ class Step:
         predicted: bytes on the device; `None` if the rung cannot be planned, with the reason in `refused`.
         trial: `None` if it was not tried.
         same_loss: whether its losses agree with those of the first rung that ran, within 2 %.
+        said: the rung in the keys of another tool's files; `None` for a config.
     """
 
     rung: Rung
@@ -48,6 +49,7 @@ class Step:
     refused: str = ""
     trial: Trial | None = None
     same_loss: bool | None = None
+    said: str | None = None
 
 
 def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung]:
@@ -165,6 +167,7 @@ def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path
 
 
 HEAD = ("rung", "predicted", "measured", "reserved", "tokens/s", "loss", "")
+_THEIR_HEAD = ("rung", "predicted", "", "in the files")
 
 
 def cells(step: Step) -> list[str]:
@@ -185,8 +188,12 @@ def cells(step: Step) -> list[str]:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """The ladder as a Markdown table."""
-    rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
+    """The ladder as a Markdown table; of other tools' files with their keys, and without what only a run shows."""
+    if any(step.said is not None for step in steps):
+        own = [[row[0], row[1], row[-1], step.said or "–"] for step in steps for row in [cells(step)]]
+        rows: list[Sequence[str]] = [_THEIR_HEAD, ["---"] * len(_THEIR_HEAD), *own]
+    else:
+        rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 

@@ -172,7 +172,7 @@ def test_a_contradiction_names_both_values_and_the_command_line_settles_it(tmp_p
 @pytest.mark.parametrize(
     ("files", "cause", "fix"),
     [
-        ({"ds__json": ZERO3}, '="auto", but no other file', "pass the Trainer's"),
+        ({"ds__json": ZERO3}, 'keys are "auto", but no other file', "pass the Trainer's"),
         ({"args__yaml": TRAINER + "optim: lion_32bit\n"}, "optim='lion_32bit' has no counterpart", "optim.name"),
         ({"args__yaml": TRAINER}, "how many tokens", "train.seq_len=2048"),
         ({"accelerate__yaml": DDP}, "how many samples", "train.micro_batch_size=4"),
@@ -401,3 +401,29 @@ def test_the_optimizers_groups_are_those_of_who_makes_it(tmp_path: Path) -> None
         other = job(tmp_path, 8, **files)
         assert "embeddings_decay" not in other.loop
         assert other.load(OPEN).config.optim.decay_norm_bias_embed, "one group of model.parameters()"
+
+
+def test_contents_and_objects_are_read_as_files_are(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    arguments = transformers.TrainingArguments(
+        "out", per_device_train_batch_size=3, bf16=True, max_grad_norm=0.5, gradient_checkpointing=True, use_cpu=True
+    )
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    deepspeed = {**ZERO3, "zero_optimization": {"stage": 2}}
+    found = read_job([arguments, deepspeed, adapter], tmp_path, 2)
+    texts = {"output_dir": "out", "per_device_train_batch_size": 3, "bf16": True, "max_grad_norm": 0.5,
+             "gradient_checkpointing": True, "use_cpu": True}  # fmt: skip
+    lora = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+    files = write(tmp_path, args__json=texts, ds__json=deepspeed, lora__json=lora)
+    assert found.settings == read_job(files[:2], str(tmp_path), 2, files[2]).settings
+    assert found.name == "TrainingArguments + dict of DeepSpeed + LoraConfig"
+    assert {said.fate for said in found.said} == {"mapped", "default", "auto", "absent"}
+    assert read_job([texts, files[1]], tmp_path, 2).settings["train.micro_batch_size"] == 3
+
+
+@pytest.mark.parametrize("wrong", [3, {}, {"nonsense": 1}, None, ["a"]])
+def test_an_object_that_is_no_config_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError):
+        read_job([wrong])
