@@ -7,7 +7,9 @@ found by rendering the conversation up to each of its turns. No torch, no tokeni
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,13 @@ LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
 TEMPLATE_S = 20
 """Longest time that a template may take for one conversation."""
+TEMPLATE_BYTES = 1 << 30
+"""Most memory that a template may take for one conversation, beside what the process has."""
 _LONGEST = 1 << 26
+_ADDED, _GROWTH = 1 << 14, 64
+"""Characters that a template may add to its own and the conversation's, and its characters for one of these."""
+_REASON = 300
+"""Most characters of a template's own message."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
@@ -97,6 +105,13 @@ def choose_columns(present: Sequence[str], given: Mapping[Any, str], where: str)
     )
 
 
+def renderer() -> Any:
+    """transformers' function that renders templates. The first call imports it, so it must not be under `limits`."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
 @dataclass(frozen=True)
 class Template:
     """A chat template and the special tokens that it may use by name."""
@@ -117,13 +132,13 @@ class Template:
         Raises:
             RowError: the template rejects these messages.
             DataError: the template cannot be used at all: bad syntax, forbidden by the sandbox, too much text.
+            MemoryError: it takes more memory than it may, see `limits`.
         """
         import jinja2
         from jinja2.exceptions import SecurityError
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, marked = render_jinja_template(
+            texts, marked = renderer()(
                 conversations=[messages],
                 tools=tools,
                 chat_template=self.source,
@@ -131,22 +146,25 @@ class Template:
                 add_generation_prompt=prompt,
                 **self.special,
             )
-        except DataError:  # of `time_limit`
+        except (DataError, MemoryError):  # of `limits`
             raise
-        except (
-            jinja2.TemplateSyntaxError,
-            SecurityError,
-            OverflowError,
-            MemoryError,
-            ImportError,
-        ) as error:
-            reason = " ".join(str(error).split()) or "out of memory"
-            raise _unusable(f"{type(error).__name__}: {reason}") from error
+        except (jinja2.TemplateSyntaxError, SecurityError, OverflowError, ImportError) as error:
+            raise _unusable(f"{type(error).__name__}: {_reason(error)}") from error
         except Exception as error:  # a template can make Python raise anything: {{ 1 / 0 }}
-            raise RowError(f"the chat template rejects it: {' '.join(str(error).split())}") from error
-        if len(texts[0]) > _LONGEST:
-            raise _unusable(f"it makes {len(texts[0]):,} characters of one conversation")
-        return texts[0], list(marked[0]) if marked else []
+            raise RowError(f"the chat template rejects it: {_reason(error)}") from error
+        text, spans = texts[0], [(start, end) for start, end in (marked[0] if marked else []) if start < end]
+        if len(text) > self._most(len(text), messages, tools):
+            raise _unusable(f"it makes {len(text):,} characters of one conversation")
+        if len(spans) > len(text):
+            raise _unusable(f"it marks {len(spans):,} parts of {len(text):,} characters")
+        return text, spans
+
+    def _most(self, found: int, messages: list[dict[str, Any]], tools: Any) -> int:
+        """The most characters that a template may make of a conversation; exact only where `found` may be more."""
+        own = _ADDED + len(self.source) * (len(messages) + 1)
+        if found <= own:
+            return min(own, _LONGEST)
+        return min(own + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
 
 
 def _unusable(reason: str) -> DataError:
@@ -156,17 +174,32 @@ def _unusable(reason: str) -> DataError:
     )
 
 
+def _reason(error: Exception) -> str:
+    return " ".join(str(error)[:_REASON].split())
+
+
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt a template that does not end. Other threads than the main one get no signals, and no limit.
+def limits(seconds: float, n_bytes: int = TEMPLATE_BYTES) -> Iterator[None]:
+    """Interrupt a template that does not end, and refuse it memory beyond `n_bytes` more than the process has.
+
+    Other threads than the main one get no signals, and no limits. Memory is limited on Linux alone.
 
     Raises:
-        DataError: the time is over.
+        DataError: the time is over, or memory has run out.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    try:
+        if threading.current_thread() is threading.main_thread():
+            with _time_limit(seconds), _memory_limit(n_bytes):
+                yield
+        else:
+            yield
+    except MemoryError as error:
+        most = f"{n_bytes / 2**30:.3g} GiB"
+        raise _unusable(f"one conversation takes it more memory than it may have, {most} at most") from error
 
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise _unusable(f"one conversation takes it more than {seconds:g} s")
 
@@ -178,6 +211,33 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _memory_limit(n_bytes: int) -> Iterator[None]:
+    """A limit of the whole process, so nothing but the template should need much meanwhile."""
+    used = _data_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if used is None or (soft != resource.RLIM_INFINITY and soft <= used + n_bytes):
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (used + n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int | None:
+    """The bytes of this process that RLIMIT_DATA counts, or a little more; None where the system does not tell."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # not `open`: it would take as long as a short template
+    except FileNotFoundError:
+        return None
+    try:
+        return int(os.read(file, 256).split()[5]) * resource.getpagesize()
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,14 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError, ShardkitError, printable
-from .chat import TEMPLATE_S, Columns, LossOn, RowError, RowReader, Template, Text, time_limit
+from .chat import TEMPLATE_S, Columns, LossOn, RowError, RowReader, Template, Text, limits, renderer
 from .documents import Writer
 from .records import BadRow, Piece, rows
 
 _LOG = logging.getLogger(__name__)
 SHOWN = 20
 """Bad rows of a piece, and of a manifest, that are named."""
-_BATCH = 512
+_BATCH, _BATCH_CHARACTERS = 512, 1 << 22
+"""Most texts that are encoded together, and most characters before the last of them."""
 _SMALL = 1 << 20
 """At most this many bytes are encoded in this process: starting others would take longer."""
 
@@ -93,6 +94,8 @@ class Encoder:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.reader = RowReader(recipe.columns, recipe.loss_on, recipe.template, recipe.ends)
+        if recipe.template is not None:
+            renderer()
         self.prefix, self.suffix = self._around()
         if recipe.eos is not None and (not self.suffix or self.suffix[-1] != recipe.eos):
             self.suffix = [*self.suffix, recipe.eos]
@@ -105,6 +108,10 @@ class Encoder:
             return [], []
         start = next((i for i in range(len(whole)) if whole[i : i + len(alone)] == alone), 0)
         return whole[:start], whole[start + len(alone) :]
+
+    def limits(self, seconds: float) -> AbstractContextManager[None]:
+        """Bounds for `text`, see `chat.limits`; none without a template."""
+        return nullcontext() if self.recipe.template is None else limits(seconds)
 
     def text(self, row: Any) -> Text:
         """The row's text.
@@ -185,7 +192,7 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
     """The documents of a piece, and what to say of it: rows, bad rows, the digest of its documents."""
     parts: list[Encoded] = []
     bad: list[tuple[int, str]] = []
-    n_rows = n_bad = n_seen = 0
+    n_rows = n_bad = n_seen = characters = 0
     goes_on = piece.kind == "text"
     waiting: list[Text] = []
     numbers: list[int] = []
@@ -203,17 +210,20 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
         problem = row.reason if isinstance(row, BadRow) else ""
         if not problem:
             try:
-                with nullcontext() if goes_on else time_limit(TEMPLATE_S):
-                    waiting.append(encoder.text(row))
-                    numbers.append(number)
+                with encoder.limits(TEMPLATE_S):
+                    text = encoder.text(row)
+                waiting.append(text)
+                numbers.append(number)
+                characters += len(text.text)
             except RowError as error:
                 problem = str(error)
         if problem:
             n_bad += 1
             if len(bad) < SHOWN:
                 bad.append((number, printable(problem)))
-        if len(waiting) >= _BATCH:
+        if len(waiting) >= _BATCH or characters >= _BATCH_CHARACTERS:
             flush()
+            characters = 0
     if goes_on and not waiting and not (piece.start == 0 and piece.ends):
         waiting.append(Text(""))  # the document's other pieces still need its start or its end
     if waiting:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from ..config.schema import DataConfig, RunConfig
 from ..errors import ConfigError, DataError
-from .chat import TEMPLATE_S, RowError, time_limit
+from .chat import TEMPLATE_S, RowError
 from .corpus import Corpus, unigram_cross_entropy
 from .documents import Documents, Split
 from .encode import Encoder
@@ -96,7 +95,7 @@ class Streamed:
         tokens, targets = np.zeros(1, np.int64), np.zeros(0, np.bool_)
         if not problem:
             try:
-                with time_limit(TEMPLATE_S) if self.stream.recipe.template else nullcontext():
+                with self._encoder.limits(TEMPLATE_S):
                     text = self._encoder.text(row)
                 found = self._encoder.encode([text])
                 tokens = found.tokens[: self.max_tokens].astype(np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -350,7 +351,9 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         if n_bad > data.max_bad_rows * n_rows and not manifest["skips"]:
             raise DataError(
                 f"{first}{more}; data.max_bad_rows={data.max_bad_rows:g} allows {int(data.max_bad_rows * n_rows):,}",
-                f"correct the rows, or leave them out: data.max_bad_rows={n_bad / n_rows:.2g} or more",
+                "correct the rows" + (", or the chat template" if manifest["template"] else "")
+                if n_bad == n_rows
+                else f"correct the rows, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more",
             )
         if is_first_rank():
             unit = "files" if manifest["skips"] else "rows"
@@ -359,6 +362,12 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
             )
     if not manifest["n_documents"]:
         raise DataError(f"{called} has no document", "give data that are not empty")
+
+
+def _at_least(share: float) -> str:
+    """A share in two digits, rounded up."""
+    unit = 10.0 ** (math.floor(math.log10(share)) - 1)
+    return f"{math.ceil(share / unit) * unit:.2g}"
 
 
 def _is_corpus(path: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,7 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         ("syntax", r"chat template cannot be used: TemplateSyntaxError", "data.chat_template"),
         ("hostile", r"chat template cannot be used: SecurityError", "data.chat_template"),
         ("endless", r"chat template cannot be used: OverflowError", "data.chat_template"),
-        ("division", r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows", "max_bad_rows"),
+        ("division", r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows", "or the chat template"),
         ("auto_map", r"code of its own \(auto_map", "tokenizer.json"),
         ("damaged", r"tokenizer in .* cannot be read", "data.tokenizer"),
     ],
@@ -296,6 +297,11 @@ def test_bad_rows_are_left_out_up_to_a_share(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(DataError, match=r"chat.jsonl:51: not JSON.*\(3 of 100 rows are bad\); .* allows 2"):
         opened(tmp_path, path, max_bad_rows=0.02)
     assert len(everything(opened(tmp_path, path, max_bad_rows=0.03))) == 97
+    odd = write_lines(tmp_path / "odd.jsonl", [*rows[:40], "{"])
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, odd)
+    (share,) = re.findall(r"max_bad_rows=([\d.]+) or more", caught.value.fix)
+    assert share == "0.025" and len(everything(opened(tmp_path, odd, max_bad_rows=float(share)))) == 40
     assert "3 of 100 rows are left out, the first: " in caplog.text
 
 
