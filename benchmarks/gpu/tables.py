@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -344,6 +345,12 @@ def _emulated_largest(known: Known, arm: str) -> str:
     return f"{plan['n_params'] / 1e6:.0f} → {size('ok', max) or '–'}" + (f" ({too_large})" if too_large else "")
 
 
+def _shortage(message: str) -> str:
+    """Where a run was out of memory, and of what size: from the run's error, empty if it says something else."""
+    said = re.search(r"ran out of memory in (.+?): it asked for (.+?) of .+?, (.+?) were free", message)
+    return f": {said[1]}, {said[2]} with {said[3]} free" if said else ""
+
+
 def _errors(known: Known, part: str = "accuracy") -> list[str]:
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     outcomes: dict[str, list[str]] = {limit: [] for limit in TIGHT}
@@ -353,7 +360,9 @@ def _errors(known: Known, part: str = "accuracy") -> list[str]:
         if found is None:
             return MISSING
         outcomes[limit].append(found["outcome"])
-        return {"ok": "yes", "out of memory": "no"}.get(found["outcome"], str(found["outcome"]))
+        if found["outcome"] == "out of memory":
+            return f"no{_shortage(found.get('message', ''))}"
+        return "yes" if found["outcome"] == "ok" else str(found["outcome"])
 
     def row(name: str) -> list[str]:
         plan, found = _predicted(known, name), _measured(known, name)

@@ -300,6 +300,19 @@ def test_an_emulated_card_has_no_speed(asked: Asked) -> None:
         tables.section(results)
 
 
+def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
+    said = (
+        "error: rank 1 ran out of memory in backward of step 2 (blocks.3): it asked for 64.0 MiB of "
+        "memory.cap=6521651KiB, 43.9 MiB were free and 5.0 MiB held in pieces"
+    )
+    store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
+    for name, message in (("355m, single, fp32, none", said), ("355m, single, bf16, full", "Killed")):
+        store.put(f"{name}: too little", "measured", {"outcome": "out of memory", "message": message}, complete=True)
+    page = tables.section(tmp_path)
+    assert "no: backward of step 2 (blocks.3), 64.0 MiB with 43.9 MiB free |" in page
+    assert "| no |" in page
+
+
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "environment", lambda: {"gpus": []})
     with pytest.raises(SystemExit):

@@ -45,3 +45,24 @@ def test_the_traced_peak_is_the_allocators(strategy: str, tmp_path: Path, monkey
     assert peak["bytes"] == pytest.approx(by_allocator, rel=1e-3)
     assert sum(peak["categories"].values()) == peak["bytes"]
     assert peak["categories"].get("unattributed", 0) < 0.001 * peak["bytes"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("settings", [
+    ("parallel.strategy=zero2", "parallel.offload_optimizer=cpu"),
+    ("parallel.strategy=zero3", "activation.policy=full"),
+], ids=["zero2 + offload", "zero3"])  # fmt: skip
+def test_buffers_that_deepspeed_keeps_are_traced(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are there before the traced step begins, and may peak before it uses them."""
+    for name, value in emulated_card(GPUS["h100"]).items():
+        monkeypatch.setenv(name, value)
+    size = ["model.preset=124m", "model.n_layers=1", "train.seq_len=128", "train.micro_batch_size=1"]
+    ran = trial.run_trial(None, [*settings, *size], 1, tmp_path / "run", steps=3)
+    assert ran.outcome == "ok", ran.message
+    trace = json.loads((tmp_path / "run" / "trace" / "rank0.json").read_text())
+    for phase in (trace["peak"], trace["phases"]["forward"]):
+        buffers, n_embedding = phase["categories"]["communication"], 50257 * 768
+        assert buffers >= 2 * n_embedding
+    assert trace["peak"]["categories"].get("unattributed", 0) < 0.02 * trace["peak"]["bytes"]

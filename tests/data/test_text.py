@@ -276,7 +276,11 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
         ("syntax", r"chat template cannot be used: TemplateSyntaxError", "data.chat_template"),
         ("hostile", r"chat template cannot be used: SecurityError", "data.chat_template"),
         ("endless", r"chat template cannot be used: OverflowError", "data.chat_template"),
-        ("division", r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows", "or the chat template"),
+        (
+            "division",
+            r"good.jsonl:1: the chat template rejects it: division by zero \(9 of 9 rows",
+            "or the chat template",
+        ),
         ("auto_map", r"code of its own \(auto_map", "tokenizer.json"),
         ("damaged", r"tokenizer in .* cannot be read", "data.tokenizer"),
     ],

@@ -32,6 +32,7 @@ from .state import (
     GroupNorms,
     create_zero_states,
     frozen_shards,
+    kept_buffers,
     partition_model,
     refresh_compute_weights,
     set_zero_scalars,
@@ -165,6 +166,10 @@ class ZeRO:
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         return state_of(self._zero, self._engine.module)
+
+    def communication_tensors(self) -> Iterator[torch.Tensor]:
+        """The buffers that gradients pass through in every step."""
+        return kept_buffers(self._zero)
 
     def shards(self) -> Iterator[Shard]:
         return with_scalars(self._shards(self._world.rank, self._world.size), self._scalars)

@@ -150,6 +150,19 @@ def reduce_buffer(zero: Any) -> tuple[int, int]:
     return int(zero.reduce_bucket_size), int(zero.reduce_bucket_size) * n_bytes * copies
 
 
+def kept_buffers(zero: Any) -> Iterator[torch.Tensor]:
+    """The buffers for gradients that DeepSpeed makes with its optimizer and keeps on the device.
+
+    Stage 3: the reduce bucket; stages 1 and 2 with offload: a copy of the largest parameter's gradient.
+    """
+    for bucket in getattr(zero, "ipg_buckets", {}).values() if stage_of(zero) == 3 else ():
+        if bucket.buffer is not None:
+            yield bucket.buffer
+    copy = getattr(zero, "temp_grad_buffer_for_gpu_offload", None)
+    if copy is not None:
+        yield copy
+
+
 def offloaded(zero: Any) -> list[str]:
     """The settings of `parallel` by which state lives on the host: `offload_optimizer`, `offload_param`."""
     stage = stage_of(zero)
