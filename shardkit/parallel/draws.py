@@ -220,7 +220,7 @@ class Recorder(DispatchMode):
 
     def refuse(self, func: Any, touched: list[Deferred]) -> None:
         """Called before an operator that is not recorded works on deferred tensors."""
-        self.problem = f"calls {getattr(func, 'overloadpacket', func)}, which needs the whole tensor"
+        self.problem = _needs_whole(func)
         raise Uncut(self.problem)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -302,10 +302,14 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         super().__init__()
         self._seed_of = seed_of
         self._strict = strict
+        self._reasons: dict[int, str] = {}
         self.values_drawn = 0
+        self.made_whole: dict[str, str] = {}
+        """Name of a large parameter that `replay` finds initialised, or has to initialise → the reason."""
 
     def refuse(self, func: Any, touched: list[Deferred]) -> None:
         for deferred in touched:
+            self._reasons[deferred.base.untyped_storage().data_ptr()] = _needs_whole(func)
             self._write(deferred)
 
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -316,6 +320,7 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         if not (out.is_floating_point() and out.is_contiguous()):
             return func(*args, **kwargs)
         self.defer(out)
+        self._reasons.pop(out.untyped_storage().data_ptr(), None)  # of memory that was freed since
         if _FACTORIES[func]:
             write, *values = _FACTORIES[func]
             self._recorded(write, (out, *values), {})
@@ -336,7 +341,10 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
                 whole = deferred.recipe.complete and param.shape == deferred.base.shape and param.is_contiguous()
                 if id(deferred) in owners or not whole:
                     aliased.add(id(deferred))
+                    self.made_whole[fqn] = "shares its memory" if whole else "does not write the whole tensor at once"
                 owners[id(deferred)] = fqn
+            elif self._reasons and (why := self._reasons.get(_address(param))):
+                self.made_whole[fqn] = why
         others: list[torch.Tensor] = list(model.buffers())
         for module in model.modules():
             plain = [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers")]
@@ -346,8 +354,11 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         for deferred in list(self.deferred.values()):
             fqn = owners.get(id(deferred), "")
             if id(deferred) in aliased or not fqn:
+                if fqn:
+                    self.made_whole.setdefault(fqn, "is for a tensor that the model holds elsewhere too")
                 self._write(deferred)
             elif keep_off:
+                self._check_untouched(deferred)
                 left[fqn] = deferred.recipe
             else:
                 self._write(deferred, fqn)
@@ -361,15 +372,28 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         """
         if self._strict:
             raise Uncut(f"reads {deferred.base.numel():,} values while the model is built")
+        self._check_untouched(deferred)
         with self._at_work(), torch.no_grad():
             del self.deferred[deferred.base.untyped_storage().data_ptr()]
             values = deferred.base.view(-1)
-            if values[0].item() != _MARK:
+            self.values_drawn += deferred.recipe.fill(self._seed_of(fqn or f"#{deferred.order}"), values)
+
+    def _check_untouched(self, deferred: Deferred) -> None:
+        with self._at_work(), torch.no_grad():
+            if deferred.base.view(-1)[0].item() != _MARK:
                 raise ConfigError(
-                    f"another thread writes to a tensor of {values.numel():,} values while the model is built",
+                    f"another thread writes to a tensor of {deferred.base.numel():,} values while the model is built",
                     "build the model first, and give job.wrap the module",
                 )
-            self.values_drawn += deferred.recipe.fill(self._seed_of(fqn or f"#{deferred.order}"), values)
+
+
+def _needs_whole(func: Any) -> str:
+    return f"calls {getattr(func, 'overloadpacket', func)}, which needs the whole tensor"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() >= CHUNK
+    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 def _has_no_memory(kwargs: dict[str, Any]) -> bool:

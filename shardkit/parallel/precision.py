@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,13 +57,20 @@ def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
     )
 
 
-def cast_parameters(model: nn.Module, config: PrecisionConfig) -> None:
-    """pure_bf16: cast floating parameters to bf16, in place (buffers keep their dtype, tied parameters stay tied)."""
+def cast_parameters(
+    model: nn.Module, config: PrecisionConfig, unwritten: Callable[[str], bool] = lambda fqn: False
+) -> None:
+    """pure_bf16: cast floating parameters to bf16, in place (buffers keep their dtype, tied parameters stay tied).
+
+    Args:
+        unwritten: whether a parameter, by its name, has no values yet; its memory stays untouched.
+    """
     if config.mode != "pure_bf16":
         return
-    for param in model.parameters():
+    for fqn, param in model.named_parameters():
         if param.is_floating_point() and not hasattr(param, "ds_tensor"):
-            param.data = param.data.to(torch.bfloat16)
+            cast = torch.empty_like if unwritten(fqn) else torch.Tensor.to
+            param.data = cast(param.data, dtype=torch.bfloat16)
 
 
 def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:

@@ -1,13 +1,14 @@
-"""Initial weights: the same values whatever the strategy and the world size."""
+"""Initial weights: the same values whatever the strategy and the world size; and the exchange of written ranges."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from .world import World
 
 _LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
+Later = Literal["on meta", "unwritten"]
+
+BUCKET_BYTES = 2 * 2**20
+"""Bytes of one message of `exchange` on the CPU, all ranks' parts together; gloo keeps as much beside it."""
 
 
 @contextmanager
@@ -120,6 +125,8 @@ class Weights:
         self._recipes: dict[str, Recipe] = {}
         self._made: dict[str, torch.Tensor] = {}
         """Parameters that have values although the model's are on meta."""
+        self._made_whole: dict[str, str] = {}
+        """Name of a large parameter that the constructor had to draw → the reason."""
         self._said_whole = False
 
     def build(
@@ -127,20 +134,22 @@ class Weights:
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
-        on_meta: bool = False,
+        later: Later | None = None,
     ) -> nn.Module:
         """Build the model, with its parameters on meta if they can be drawn later.
 
         Args:
             construction: the engine's own context for building a model.
             cut_up: the engine shards parameters along a dimension; none may be 0-d.
-            on_meta: the engine takes parameters on meta from a constructor too, and fills its shards.
+            later: what becomes of parameters that a constructor makes and that can be drawn later. None: they are drawn
+                at once. "on meta": the engine takes the whole model on meta, and fills its shards. "unwritten": they
+                stay where they are until `materialise`, their memory untouched.
 
         Raises:
             ConfigError: the task put buffers on meta, which loses their values.
         """
         if self.init_parameter is None:
-            model = self._constructed(make_model, on_meta)
+            model = self._constructed(make_model, later)
         else:
             # Under zero.Init a parameter is sharded as soon as its module's constructor ends.
             with scalars_as_vectors() if cut_up else nullcontext(), construction or parameters_on_meta():
@@ -157,17 +166,18 @@ class Weights:
                 )
         return model
 
-    def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
-        """The model as its constructor makes it; its parameters on meta if a large one can be drawn in parts."""
+    def _constructed(self, make_model: Callable[[], nn.Module], later: Later | None) -> nn.Module:
+        """The model as its constructor makes it, but for the large parameters that can be drawn in parts."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             recorder = Construction(self._seed_of, self._strict)
             with recorder:
                 model = make_model()
-            on_meta = on_meta and all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
-            self._recipes = recorder.replay(model, on_meta)
+            plain = all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+            self._recipes = recorder.replay(model, later is not None and plain)
             self.values_drawn += recorder.values_drawn
-        if self._recipes:
+            self._made_whole = recorder.made_whole
+        if self._recipes and later == "on meta":
             named = dict(model.named_parameters())
             self._made = {fqn: param.detach() for fqn, param in named.items() if fqn not in self._recipes}
             metas = {id(param): _on_meta(param) for param in named.values()}
@@ -197,7 +207,9 @@ class Weights:
         if not self._drawn:
             out.zero_()
         elif fqn in self._made:
-            out.copy_(self._made.pop(fqn).view(-1)[start : start + out.numel()])
+            if fqn in self._made_whole and out.numel() < shape.numel():
+                self._say_whole(fqn, self._made_whole[fqn])
+            out.copy_(self._made.pop(fqn).reshape(-1)[start : start + out.numel()])
         elif isinstance(recipe := self.recipe(fqn, shape), Recipe):
             self.values_drawn += recipe.fill(self._seed_of(fqn), out, start)
         else:
@@ -208,6 +220,11 @@ class Weights:
     def recipe(self, fqn: str, shape: torch.Size) -> Recipe | str:
         """How to draw a part of a parameter, or the reason to draw it whole; empty if it is small."""
         if self.init_parameter is None:
+            if fqn not in self._recipes:
+                raise ConfigError(
+                    f"nothing initialises {fqn}, which the model's constructor left on the meta device",
+                    "build the model without torch.device('meta'), or give init_parameter",
+                )
             return self._recipes[fqn]
         if shape.numel() <= CHUNK:
             return ""
@@ -237,35 +254,50 @@ class Weights:
             )
         return full
 
-    @torch.no_grad()
-    def fill_together(self, fqn: str, shape: torch.Size, out: torch.Tensor, world: World) -> None:
-        """Write a whole parameter on every rank, of which each rank draws a part; collective for a large one."""
-        piece = out.numel() // world.size
-        if world.size == 1 or not self._drawn or not isinstance(self.recipe(fqn, shape), Recipe):
-            self.fill(fqn, shape, out)
-            return
-        mine = torch.empty(piece, dtype=out.dtype, device=out.device)
-        self.fill(fqn, shape, mine, world.rank * piece)
-        dist.all_gather_into_tensor(out[: world.size * piece].view(torch.uint8), mine.view(torch.uint8))
-        self.fill(fqn, shape, out[world.size * piece :], world.size * piece)
+    def unwritten(self, fqn: str) -> bool:
+        """Whether a parameter of a constructed model has no values before `materialise`."""
+        return self.init_parameter is None and fqn in self._recipes
 
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
-        """Put a whole, unsharded model on `device`; draw meta parameters and keep tied ones tied.
+        """Put a whole, unsharded model on `device`; draw what has no values yet, and keep tied parameters tied.
 
         Args:
-            world: the ranks that call this together and share the drawing.
+            world: the ranks that call this together. Each draws an even range of a large parameter, and they exchange
+                the ranges.
         """
         real: dict[int, nn.Parameter] = {}
+        shared: list[torch.Tensor] = []
         for fqn, param in model.named_parameters():
-            if param.is_meta:
+            if not param.is_meta and not self.unwritten(fqn):
+                continue
+            value = param.detach()
+            if value.device != device:
                 value = torch.empty(param.shape, dtype=param.dtype, device=device)
-                if world is None:
-                    self.fill(fqn, param.shape, value.view(-1))
-                else:
-                    self.fill_together(fqn, param.shape, value.view(-1), world)
+            if self._fill_part(fqn, param.shape, value.view(-1), world):
+                shared.append(value.view(-1))
+            if param.is_meta:
                 real[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+            else:
+                param.data = value
+        if world is not None:
+            exchange(shared)
+            for fqn, why in list(self._made_whole.items())[: int(world.size > 1)]:
+                self._say_whole(fqn, why)
         replace_parameters(model, lambda param: real.get(id(param), param))
         model.to(device)
+
+    def _fill_part(self, fqn: str, shape: torch.Size, out: torch.Tensor, world: World | None) -> bool:
+        """Write a parameter, or this rank's range of a large one; returns whether the other ranks have the rest."""
+        alone = world is None or world.size == 1 or not self._drawn
+        recipe = "" if alone else self.recipe(fqn, shape)
+        if isinstance(recipe, str) or world is None:
+            if recipe:
+                self._say_whole(fqn, str(recipe))
+            self.fill(fqn, shape, out)
+            return False
+        start, end = even_range(out.numel(), world.rank, world.size)
+        self.fill(fqn, shape, out[start:end], start)
+        return True
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
@@ -281,3 +313,68 @@ def replace_parameters(model: nn.Module, by: Callable[[nn.Parameter], nn.Paramet
         for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if (other := by(held)) is not held:
                 setattr(module, name, other)
+
+
+def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
+    """Start and end of one of `parts` nearly equal ranges of `numel` elements."""
+    return numel * part // parts, numel * (part + 1) // parts
+
+
+@torch.no_grad()
+def exchange(wholes: Sequence[torch.Tensor]) -> None:
+    """Give every rank the ranges that the other ranks have written, bit for bit; collective on the default group.
+
+    On CPUs the number of messages depends on the bytes alone, not on the number of tensors or ranks.
+
+    Args:
+        wholes: flat tensors on one device, the same on every rank, of which this rank has written its `even_range`.
+    """
+    if not wholes:
+        return
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if wholes[0].device.type != "cpu":
+        for whole in wholes:
+            start, end = even_range(whole.numel(), rank, size)
+            whole[:start].zero_()
+            whole[end:].zero_()
+            dist.all_reduce(whole.view(torch.uint8))  # in place; all other bytes are zero in the sum
+        return
+    length = max(sum(_even_bytes(whole, part, size).numel() for whole in wholes) for part in range(size))
+    length = min(length, max(1, BUCKET_BYTES // size))
+    mine, received = torch.empty(length, dtype=torch.uint8), torch.empty(size, length, dtype=torch.uint8)
+    for groups in zip_longest(*(_in_pieces(wholes, part, size, length) for part in range(size)), fillvalue=[]):
+        for piece, place in _placed(groups[rank], mine):
+            place.copy_(piece)
+        dist.all_gather(list(received), mine)
+        for part, group in enumerate(groups):
+            for piece, place in _placed(group, received[part]) if part != rank else ():
+                piece.copy_(place)
+
+
+def _even_bytes(whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    start, end = even_range(whole.numel(), part, parts)
+    return whole[start:end].view(torch.uint8)
+
+
+def _in_pieces(wholes: Sequence[torch.Tensor], part: int, parts: int, length: int) -> Iterator[list[torch.Tensor]]:
+    """The bytes of one part's range of each tensor, in groups of `length` bytes."""
+    group, room = list[torch.Tensor](), length
+    for whole in wholes:
+        left = _even_bytes(whole, part, parts)
+        while left.numel():
+            piece, left = left[:room], left[room:]
+            group.append(piece)
+            room -= piece.numel()
+            if not room:
+                yield group
+                group, room = [], length
+    if group:
+        yield group
+
+
+def _placed(pieces: Sequence[torch.Tensor], message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece, and its place in the message."""
+    at = 0
+    for piece in pieces:
+        yield piece, message[at : at + piece.numel()]
+        at += piece.numel()

@@ -32,11 +32,11 @@ def parallelize(
         make_model,
         strategy.construction(),
         cut_up=strategy.name not in ("single", "ddp"),
-        on_meta=strategy.name in ("fsdp", "hsdp", "zero3"),
+        later="on meta" if strategy.name in ("fsdp", "hsdp", "zero3") else "unwritten",
     )
     model.train()
     prepare_batchnorm(model, config, device)
-    cast_parameters(model, config.precision)
+    cast_parameters(model, config.precision, weights.unwritten)
     convert_to_fp8(model, config.precision)
     blocks = find_blocks(model, block_classes)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.schema import RunConfig
 from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
-from ..parallel.weights import Weights
+from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
 from .base import OptimizerFactory
-from .states import TorchStates, even_range, flat
+from .states import TorchStates, flat
 from .step import clip_and_step
 
 _WATCHDOG_S = 0.2
@@ -117,21 +117,9 @@ class DDP(TorchStates):
             torch.cuda.synchronize(self._world.device)
             time.sleep(_WATCHDOG_S)
 
-    @torch.no_grad()
     def weights_changed(self) -> None:
         """Exchange the ranges that each rank has written, bit for bit."""
-        for fqn, param in self._bare.named_parameters():
-            whole = flat(fqn, param)
-            ranges = [even_range(whole.numel(), rank, self._world.size) for rank in range(self._world.size)]
-            if whole.device.type == "cpu":  # gloo sends in place, and for an all-reduce keeps memory of its own
-                for rank, (start, end) in enumerate(ranges):
-                    if start < end:
-                        dist.broadcast(whole[start:end].view(torch.uint8), src=rank)
-                continue
-            start, end = ranges[self._world.rank]
-            whole[:start].zero_()
-            whole[end:].zero_()
-            dist.all_reduce(whole.view(torch.uint8))  # one call for many ranks; all other bytes are zero in the sum
+        exchange([flat(fqn, param) for fqn, param in self._bare.named_parameters()])
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

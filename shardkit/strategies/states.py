@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..memory.rows import StateKind
 from ..memory.state import module_state
 from ..parallel.compat import is_persistent
+from ..parallel.weights import even_range
 from ..parallel.world import World
 from .base import Shard
 
@@ -93,11 +94,6 @@ class TorchStates:
 
     def teardown(self) -> None:
         vars(self).clear()  # a wrapped model that outlives its process group can abort the process at exit
-
-
-def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
-    """Start and end of one of `parts` nearly equal ranges of `numel` elements."""
-    return numel * part // parts, numel * (part + 1) // parts
 
 
 def with_scalars(shards: Iterator[Shard], scalars: Collection[str]) -> Iterator[Shard]:

@@ -13,9 +13,9 @@ from shardkit.checkpoint.format.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.config.schema import CheckpointConfig
 from shardkit.launch.ranks.env import RankEnv
+from shardkit.parallel.weights import even_range
 from shardkit.parallel.world import World
 from shardkit.strategies.base import Shard
-from shardkit.strategies.states import even_range
 
 
 class Plain:

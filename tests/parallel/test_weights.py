@@ -156,7 +156,7 @@ def test_a_constructor_that_uses_its_values_gets_them() -> None:
 
 def test_on_meta_are_the_large_parameters_that_nothing_else_holds() -> None:
     whole, weights = Weights(1).build(Odd, None), Weights(1)
-    model = weights.build(Odd, None, on_meta=True)
+    model = weights.build(Odd, None, later="on meta")
     assert all(param.is_meta for param in model.parameters())
     assert weights.values_drawn == 6 * 600 * 600, "all but the fifth's and the zeros"
     for fqn, param in model.named_parameters():
@@ -171,7 +171,7 @@ def test_a_module_that_is_built_already_is_left_alone() -> None:
     built = Layers()
     before = {name: value.clone() for name, value in built.state_dict().items()}
     weights = Weights(1)
-    assert weights.build(lambda: built, None, on_meta=True) is built
+    assert weights.build(lambda: built, None, later="on meta") is built
     assert all(torch.equal(value, before[name]) for name, value in built.state_dict().items())
     assert weights.values_drawn == 0
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
 from ...parallel.draws import CHUNK, Recipe
-from ...parallel.weights import Weights, parameters_on_meta
+from ...parallel.weights import Later, Weights, parameters_on_meta
 from ...parallel.world import World
 from ...tracing.compat import DEVICE
 from .compat import (
@@ -414,24 +414,24 @@ class FakeWeights(Weights):
         make_model: Callable[[], nn.Module],
         construction: AbstractContextManager[object] | None,
         cut_up: bool = False,
-        on_meta: bool = False,
+        later: Later | None = None,
     ) -> nn.Module:
-        if self.init_parameter is None and on_meta:
+        if self.init_parameter is None and later is not None:
             with suppress(Exception), no_modes():  # the trace names an error of the model's own
                 probe = _Probe(self.seed)
-                probe.build(make_model, None, on_meta=True)
+                probe.build(make_model, None, later="on meta")
                 self._recipes = probe.recipes
         if self._recipes or (self.init_parameter is not None and construction is None):
             make_model = partial(_made_untouched, make_model)
         try:
             with _ReadValues(_refused), _read_whole():
-                return super().build(make_model, construction, cut_up, on_meta)
+                return super().build(make_model, construction, cut_up, later)
         except Exception:  # the exception of a fake read depends on how the value is read
             values = self._really_read(make_model)
             if not values:
                 raise
         with _ReadValues(lambda read: values.pop(0) if values else _refused(read)), _read_whole():
-            return super().build(make_model, construction, cut_up, on_meta)
+            return super().build(make_model, construction, cut_up, later)
 
     def _really_read(self, make_model: Callable[[], nn.Module]) -> list[Any]:
         """The values that the constructor reads; empty if it fails on real tensors too, or reads nothing."""
@@ -448,11 +448,11 @@ class FakeWeights(Weights):
             values.clear()
             with suppress(Exception):  # that of the fake one is told: it may name an operator, and this is of no run
                 with no_modes(), _ReadValues(kept):
-                    Weights(self.seed, init).build(make_model, None, on_meta=True)
+                    Weights(self.seed, init).build(make_model, None, later="on meta")
                 return values
         return []
 
-    def _constructed(self, make_model: Callable[[], nn.Module], on_meta: bool) -> nn.Module:
+    def _constructed(self, make_model: Callable[[], nn.Module], later: Later | None) -> nn.Module:
         with torch.random.fork_rng(devices=[]), parameters_on_meta() if self._recipes else nullcontext():
             torch.manual_seed(self.seed)
             model = make_model()
@@ -463,8 +463,10 @@ class FakeWeights(Weights):
 
     def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
         """Make the host memory that drawing takes, and draw nothing."""
-        if not out.numel() or self._made.pop(fqn, None) is not None:
-            return
+        if out.numel() and self._made.pop(fqn, None) is None:
+            self._draw(fqn, shape)
+
+    def _draw(self, fqn: str, shape: torch.Size) -> None:
         with no_modes():
             recipe = self.recipe(fqn, shape)
         torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
@@ -472,6 +474,13 @@ class FakeWeights(Weights):
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
         made: dict[int, Any] = {}
+        for fqn, param in model.named_parameters():
+            if (value := self._made.pop(fqn, None)) is not None:  # made by the constructor: on meta in this trace only
+                real = nn.Parameter(value.to(param.dtype), requires_grad=param.requires_grad)
+                made[id(param)] = param, _moved(real, device, True)
+            elif param.is_meta:
+                made[id(param)] = param, _moved(param, device, True)
+                self._draw(fqn, param.shape)
         for module in model.modules():
             held = (module.named_parameters(recurse=False, remove_duplicate=False), True), (
                 module.named_buffers(recurse=False, remove_duplicate=False), False,

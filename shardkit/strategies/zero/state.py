@@ -14,9 +14,9 @@ from torch import nn
 from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
-from ...parallel.weights import parameters_on_meta, replace_parameters
+from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
 from ..base import Shard
-from ..states import create_states, even_range, flat, scalars_of, set_scalars
+from ..states import create_states, flat, scalars_of, set_scalars
 
 ACCOUNT = Feature("ZeRO's state in memory's categories, and its checkpoints")
 ENGINE = Feature("training under ZeRO")
@@ -388,7 +388,8 @@ def refresh_compute_weights(zero: Any, stage: int) -> None:
     """Copy the masters into the weights that forward reads and gather these, like the engine's own step."""
     if stage < 3 and all(buffer.device.type == "cpu" for buffer in zero.bit16_groups_flat):
         for buffer, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-            _gather_in_place(buffer, master)
+            buffer.view(-1, master.numel())[dist.get_rank()].copy_(master)
+        exchange(zero.bit16_groups_flat)  # gloo's own all-gather would copy the whole
         return
     if stage < 3:
         zero.update_lp_params()
@@ -397,14 +398,6 @@ def refresh_compute_weights(zero: Any, stage: int) -> None:
     for index in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
     zero.checkpoint_event_epilogue()
-
-
-def _gather_in_place(buffer: torch.Tensor, master: torch.Tensor) -> None:
-    """Each rank's master into its partition of the buffer, on every rank; gloo's all-gather would copy the whole."""
-    parts = buffer.view(-1, master.numel())
-    parts[dist.get_rank()].copy_(master)
-    for owner, part in enumerate(parts):
-        dist.broadcast(part.view(torch.uint8), src=owner)
 
 
 def frozen_shards(module: nn.Module, stage: int, rank: int, part: int, parts: int) -> Iterator[Shard]:
