@@ -283,8 +283,10 @@ WRONG: dict[str, tuple[list[Any], str, str]] = {
     "an adapter alone": ([*GATE, "--peft", "lora.json", *SCRIPT], "--peft belongs to --from", "add --from"),
     "no GPU": (["submit", "--dry-run", "--gpus-per-node", 0, "--from", "args.yaml", "--model", "model", "--gpu", "l4",
                 *SCRIPT], "asks for no GPU", "--gpus-per-node"),
-    "half-written": ([*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
-    "a ladder of a half-written file": (["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
+    "half-written": (
+        [*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
+    "a ladder of a half-written file": (
+        ["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
     "a ladder without a model": (["ladder", "--from", "args.yaml", "train.seq_len=64"], "which model it is", "--model"),
     "a ladder of nothing": (["ladder"], "no config is named", "--from"),
     "a ladder of a config with a model": (["ladder", "-", "--model", "model"], "belongs to --from", "hf_config"),
