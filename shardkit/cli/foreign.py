@@ -121,6 +121,8 @@ def _misfit(one: Moment, amount: str) -> Iterator[str]:
 
 
 def _line(job: Job, said: Said) -> str:
+    if any(problem.kind == "contradiction" and said.key in problem.keys for problem in job.problems):
+        return _row(f"{said.key}: {_value(said.value)}", "→ contradicted")
     ours = [_shown(job, key, value) for key, value in said.ours.items()]
     text = ", ".join(dict.fromkeys(one for one in ours if one)) or ("nothing to set" if not said.note else "")
     return _row(f"{said.key}: {_value(said.value)}", "→ " + "; ".join(filter(None, (text, said.note))))
@@ -133,7 +135,8 @@ def _shown(job: Job, ours: str, value: Any) -> str:
     if ours == "engine":
         return f"parallel.strategy={job.settings['parallel.strategy']}"
     if ours in ("gpus", "machines"):
-        return f"{value} {'rank' if ours == 'gpus' else 'machine'}{'' if value == 1 else 's'}"
+        other = f" (the plan: {job.gpus})" if ours == "gpus" and job.gpus != value else ""
+        return f"{value} {'rank' if ours == 'gpus' else 'machine'}{'' if value == 1 else 's'}{other}"
     if ours.startswith("optim.betas."):
         return f"optim.betas={_value(job.settings['optim.betas'])}" if "optim.betas" in job.settings else ""
     if ours.startswith("parallel.ds_config.") and ours in job.settings:

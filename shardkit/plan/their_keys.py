@@ -193,7 +193,7 @@ def tell(job: Job, overrides: Sequence[str], settings: Sequence[str], has_checkp
     before = job.load(overrides).config.parallel.strategy
     engine, given = asked.get("parallel.strategy", before), {split_override(one)[0] for one in overrides}
     files, more, script = list(job.files), list(overrides), list[str]()
-    for key, value in asked.items():
+    for key, value in sorted(asked.items(), key=lambda one: one[0] != "parallel.strategy"):
         if key == "parallel.strategy" and _kind(engine) != _kind(before) and key not in given:
             files = _without_engine(job, engine)
             if _kind(engine) == "":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.cli.foreign import left_out, misfits, moments, save
+from shardkit.cli.foreign import left_out, mapping, misfits, moments, save
 from shardkit.cli.jobs import _only_for_accelerates_launcher
 from shardkit.config import capability
 from shardkit.config.foreign.translate import read_job
@@ -283,8 +283,10 @@ WRONG: dict[str, tuple[list[Any], str, str]] = {
     "an adapter alone": ([*GATE, "--peft", "lora.json", *SCRIPT], "--peft belongs to --from", "add --from"),
     "no GPU": (["submit", "--dry-run", "--gpus-per-node", 0, "--from", "args.yaml", "--model", "model", "--gpu", "l4",
                 *SCRIPT], "asks for no GPU", "--gpus-per-node"),
-    "half-written": ([*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
-    "a ladder of a half-written file": (["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
+    "half-written": (
+        [*GATE, "--from", "half.json", "--model", "model", "--gpu", "l4", *SCRIPT], "not JSON", "ends early"),
+    "a ladder of a half-written file": (
+        ["ladder", "--from", "half.json", "--model", "model"], "not JSON", "ends early"),
     "a ladder without a model": (["ladder", "--from", "args.yaml", "train.seq_len=64"], "which model it is", "--model"),
     "a ladder of nothing": (["ladder"], "no config is named", "--from"),
     "a ladder of a config with a model": (["ladder", "-", "--model", "model"], "belongs to --from", "hf_config"),
@@ -340,6 +342,16 @@ def test_ranks_of_torchrun_do_not_read_accelerates_file(tmp_path: Path, monkeypa
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     job = read_job(write(tmp_path, accelerate__yaml=ddp), str(tmp_path), 2)
     assert not list(_only_for_accelerates_launcher(job))
+
+
+def test_the_mapping_shows_what_a_contradiction_leaves_open_and_other_ranks(tmp_path: Path) -> None:
+    deepspeed = {**ZERO3, "gradient_accumulation_steps": 1}
+    text = TRAINER + "gradient_accumulation_steps: 2\n"
+    files = write(tmp_path, args__yaml=text, ds__json=deepspeed, accelerate__yaml="num_processes: 16\n")
+    lines = [" ".join(line.split()) for line in mapping(read_job(files, gpus=4))]
+    assert "gradient_accumulation_steps: 2 → contradicted" in lines
+    assert "gradient_accumulation_steps: 1 → contradicted" in lines
+    assert "num_processes: 16 → 16 ranks (the plan: 4)" in lines
 
 
 def test_every_auto_that_nothing_fills_in_is_named_in_one_line(

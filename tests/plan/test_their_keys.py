@@ -145,6 +145,8 @@ def described(folder: Path, **files: Any) -> Job:
         ({"args__yaml": {**ARGS, "fsdp": True}}, "parallel.strategy=zero2",
          "no fsdp, deepspeed: {train_micro_batch_size_per_gpu: auto, gradient_accumulation_steps: auto, "
          "gradient_clipping: auto, zero_optimization: {stage: 2}}"),
+        ({"args__yaml": ARGS}, "activation.policy=full parallel.strategy=fsdp",
+         "fsdp: true, fsdp_config: {version: 2}, gradient_checkpointing: true"),
         ({"args__yaml": {**ARGS, "deepspeed": STAGE2}}, "parallel.strategy=zero3",
          "deepspeed: {zero_optimization: {stage: 3}}"),
         ({"args__yaml": ARGS, "ds__json": FIXED}, "train.micro_batch_size=4",
