@@ -120,7 +120,9 @@ def embedding_rows(config: RunConfig) -> int | None:
 
 
 def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for; a padded, larger embedding is fine.
+    """Refuse a tokenizer with ids that the model has no embedding for, or whose texts start or end with another id.
+
+    A padded, larger embedding is fine, and so are several end tokens of which the tokenizer has one.
 
     Args:
         key: the setting that holds the model's vocabulary size.
@@ -135,6 +137,27 @@ def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: st
             "they do not belong together",
             f"use the model's own tokenizer, or {more_rows(config, key, needed)}",
         )
+    for name in ("eos_token_id", "bos_token_id"):
+        own, stated = getattr(tokenizer, name), _stated_ids(config, name)
+        if own is not None and stated and own not in stated:
+            raise ConfigError(
+                f"{name} of the tokenizer in {tokenizer_path(config)} is {own}, but the model's is "
+                f"{' or '.join(map(str, stated))}: they do not belong together",
+                f"use the model's own tokenizer, or change the model's config: model.hf.{name}={own}",
+            )
+
+
+def _stated_ids(config: RunConfig, name: str) -> list[int]:
+    """The ids of a special token in `model.hf`, else in the files that describe the model; none if neither has any."""
+    file = config.model.described_by
+    if name in config.model.hf:
+        found = [config.model.hf[name]]
+    elif file is not None:
+        found = [_settings(one).get(name) for one in (file, file.with_name("generation_config.json"))]
+    else:
+        found = []
+    flat = [one for ids in found for one in (ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(one for one in flat if isinstance(one, int)))
 
 
 def more_rows(config: RunConfig, key: str, needed: int) -> str:
