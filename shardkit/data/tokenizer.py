@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,15 +203,38 @@ def _template_beside(folder: Path, settings: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _from_hub(name: str) -> Path:
-    """The tokenizer's files of a model on a hub, downloaded once; only where a hub can be reached."""
+def with_local_folders(config: RunConfig) -> RunConfig:
+    """The config with a folder on this machine in place of a hub's name in `model.init_from` or `model.hf_config`.
+
+    The folder has the model's files as the hub's library keeps them: downloaded once a node, never code.
+
+    Raises:
+        ConfigError: no folder here has that name, and no hub that can be reached.
+    """
+    found = {}
+    for key in ("init_from", "hf_config"):
+        name = getattr(config.model, key)
+        local = name is None or Path(name).expanduser().exists() or not _HUB_NAME.fullmatch(name)
+        if not local and config.task.factory is None and config.task.name.startswith("hf_"):
+            weights = ["*.safetensors"] if key == "init_from" else []
+            found[key] = str(_from_hub(name, f"model.{key}", [*_TEXTS, *weights]))
+    if not found:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+
+
+_TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS) -> Path:
+    """A model's files on a hub, downloaded once; only where a hub can be reached."""
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = [*FILES, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = " ".join(str(error).split())
+        fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
         raise ConfigError(
-            f"data.tokenizer={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", _FIX
+            f"{key}={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", fix
         ) from error

@@ -158,7 +158,12 @@ def data_names(config: RunConfig) -> list[str]:
 
 def _base(config: RunConfig) -> str:
     """The name of the folder that the weights came from; empty for random ones."""
-    return Path(config.model.init_from).expanduser().resolve().name if config.model.init_from else ""
+    if not config.model.init_from:
+        return ""
+    folder = Path(config.model.init_from).expanduser().resolve()
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):  # a hub's, once downloaded
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:
