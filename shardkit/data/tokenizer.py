@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,9 @@ def embedding_rows(config: RunConfig) -> int | None:
 
 
 def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for; a padded, larger embedding is fine.
+    """Refuse a tokenizer with ids that the model has no embedding for, or whose texts start or end with another id.
+
+    A padded, larger embedding is fine, and so are several end tokens of which the tokenizer has one.
 
     Args:
         key: the setting that holds the model's vocabulary size.
@@ -135,6 +138,27 @@ def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: st
             "they do not belong together",
             f"use the model's own tokenizer, or {more_rows(config, key, needed)}",
         )
+    for name in ("eos_token_id", "bos_token_id"):
+        own, stated = getattr(tokenizer, name), _stated_ids(config, name)
+        if own is not None and stated and own not in stated:
+            raise ConfigError(
+                f"{name} of the tokenizer in {tokenizer_path(config)} is {own}, but the model's is "
+                f"{' or '.join(map(str, stated))}: they do not belong together",
+                f"use the model's own tokenizer, or change the model's config: model.hf.{name}={own}",
+            )
+
+
+def _stated_ids(config: RunConfig, name: str) -> list[int]:
+    """The ids of a special token in `model.hf`, else in the files that describe the model; none if neither has any."""
+    file = config.model.described_by
+    if name in config.model.hf:
+        found = [config.model.hf[name]]
+    elif file is not None:
+        found = [_settings(one).get(name) for one in (file, file.with_name("generation_config.json"))]
+    else:
+        found = []
+    flat = [one for ids in found for one in (ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(one for one in flat if isinstance(one, int)))
 
 
 def more_rows(config: RunConfig, key: str, needed: int) -> str:
@@ -179,15 +203,38 @@ def _template_beside(folder: Path, settings: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _from_hub(name: str) -> Path:
-    """The tokenizer's files of a model on a hub, downloaded once; only where a hub can be reached."""
+def with_local_folders(config: RunConfig) -> RunConfig:
+    """The config with a folder on this machine in place of a hub's name in `model.init_from` or `model.hf_config`.
+
+    The folder has the model's files as the hub's library keeps them: downloaded once a node, never code.
+
+    Raises:
+        ConfigError: no folder here has that name, and no hub that can be reached.
+    """
+    found = {}
+    for key in ("init_from", "hf_config"):
+        name = getattr(config.model, key)
+        local = name is None or Path(name).expanduser().exists() or not _HUB_NAME.fullmatch(name)
+        if not local and config.task.factory is None and config.task.name.startswith("hf_"):
+            weights = ["*.safetensors"] if key == "init_from" else []
+            found[key] = str(_from_hub(name, f"model.{key}", [*_TEXTS, *weights]))
+    if not found:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+
+
+_TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS) -> Path:
+    """A model's files on a hub, downloaded once; only where a hub can be reached."""
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = [*FILES, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "merges.txt"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = " ".join(str(error).split())
+        fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
         raise ConfigError(
-            f"data.tokenizer={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", _FIX
+            f"{key}={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", fix
         ) from error

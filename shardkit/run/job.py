@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
+from ..data.tokenizer import with_local_folders
 from ..errors import ConfigError, TrainingError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
@@ -249,6 +250,7 @@ def start(
         OutOfMemoryError: memory ran out inside and the caller did not handle it; `RUN_DIR/oom` has details.
     """
     loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
+    loaded = replace(loaded, config=with_local_folders(loaded.config))
     env = rank_env()
     device = choose_device(loaded.config, env)
     capability.check(

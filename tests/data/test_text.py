@@ -317,6 +317,34 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> 
     assert TextData(config(tmp_path, path, seq_len=2), 640, "model.vocab_size").n_ids == 512, "padded"
 
 
+def test_a_tokenizer_with_other_special_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    """The file's ids count, as do the generation settings beside it and `model.hf`."""
+    path = write_lines(tmp_path / "t.jsonl", [{"text": "some text"}] * 99)
+    folder = write_tokenizer(tmp_path / "model")
+
+    def opening(config_keys: dict[str, Any], generation: dict[str, Any] | None = None, **hf: Any) -> None:
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config_keys}))
+        (folder / "generation_config.json").write_text(json.dumps(generation or {}))
+        keys = config(tmp_path, path, tokenizer=str(folder)).model_dump()
+        keys |= {"task": {"name": "hf_causal_lm"}, "model": {"init_from": str(folder), "hf": hf}}
+        TextData(RunConfig.model_validate(keys), 512, "model.hf.vocab_size").dataset("train")
+
+    with pytest.raises(ConfigError, match=r"eos_token_id of the tok.* is 0, but the model.s is 2 or 5") as caught:
+        opening({"eos_token_id": [2, 5], "bos_token_id": 1})
+    assert "model.hf.eos_token_id=0" in caught.value.fix and "\n" not in caught.value.cause
+    opening({"eos_token_id": [2, 0], "bos_token_id": 1})
+    opening({"eos_token_id": 2}, {"eos_token_id": [2, 0]})
+    opening({"eos_token_id": 2}, eos_token_id=0)
+    opening({"eos_token_id": None})
+    opening({})
+    with pytest.raises(ConfigError, match=r"is 0, but the model's is 3"):
+        opening({"eos_token_id": 0}, eos_token_id=3)
+    write_tokenizer(folder, bos_token="<|im_start|>")
+    with pytest.raises(ConfigError, match=r"bos_token_id of the tokenizer in .* is 1, but the model's is 0"):
+        opening({"bos_token_id": 0, "eos_token_id": 0})
+    opening({"bos_token_id": 1, "eos_token_id": 0})
+
+
 def test_the_model_folders_tokenizer_is_used(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model")
     (folder / "config.json").write_text('{"model_type": "llama"}')

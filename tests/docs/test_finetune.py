@@ -37,7 +37,7 @@ def prepare(folder: Path) -> None:
 
     base = write_tokenizer(folder / "models" / "base")
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=2, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_attention_heads=2, eos_token_id=0, **sizes))
     model.save_pretrained(base)
     write_lines(folder / "data" / "conversations.jsonl", ({"messages": conversation(n)} for n in range(60)))
     shutil.copytree(REPO / "configs", folder / "configs")

@@ -271,7 +271,7 @@ def write_chat(folder: Path) -> None:
     from tests.data import chats
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(**MODELS["llama"], vocab_size=512, tie_word_embeddings=False)
+    config = AutoConfig.for_model(**MODELS["llama"], vocab_size=512, tie_word_embeddings=False, eos_token_id=[0, 2])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "chat")
     chats.write_tokenizer(folder / "chat")
     rows = ({"messages": chats.conversation(number)} for number in range(200))

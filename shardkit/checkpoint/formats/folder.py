@@ -28,6 +28,8 @@ TOKENIZER = (
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 """Files that a derived model hands on."""
 GENERATION = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of the generation settings that a run may have changed with `model.hf`."""
 CARD = "README.md"
 
 
@@ -48,8 +50,9 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
         del kept.auto_map  # names code that is neither run nor copied
     kept.save_pretrained(folder)
     described = config.model.described_by if config is not None else None
-    if described is not None and (described.parent / GENERATION).is_file():
+    if config is not None and described is not None and (described.parent / GENERATION).is_file():
         _copy(described.parent / GENERATION, folder)
+        _replace_keys(folder / GENERATION, {key: value for key, value in config.model.hf.items() if key in _IDS})
     elif getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
@@ -81,6 +84,12 @@ def copy_tokenizer(config: RunConfig, folder: Path) -> str:
     for file in sorted(path for pattern in LICENCES for path in source.glob(pattern) if path.is_file()):
         _copy(file, folder)
     return ""
+
+
+def _replace_keys(file: Path, changed: Mapping[str, Any]) -> None:
+    keys = parse_json(read_regular(file)) if changed else None
+    if isinstance(keys, dict):
+        file.write_text(json.dumps({**keys, **changed}, indent=2, ensure_ascii=False) + "\n")
 
 
 def _forget_own_template(folder: Path) -> None:
@@ -149,7 +158,12 @@ def data_names(config: RunConfig) -> list[str]:
 
 def _base(config: RunConfig) -> str:
     """The name of the folder that the weights came from; empty for random ones."""
-    return Path(config.model.init_from).expanduser().resolve().name if config.model.init_from else ""
+    if not config.model.init_from:
+        return ""
+    folder = Path(config.model.init_from).expanduser().resolve()
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):  # a hub's, once downloaded
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:

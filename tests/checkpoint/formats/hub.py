@@ -52,7 +52,7 @@ def make_folder(folder: Path, kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "gpt2-base":
         config = transformers.GPT2Config(
-            vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+            vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
         )
         model = transformers.GPT2LMHeadModel(config)
         model.transformer.save_pretrained(folder)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint.formats import start
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.formats.folder import copy_tokenizer
+from shardkit.checkpoint.formats.folder import copy_tokenizer, write_configs
 from shardkit.checkpoint.formats.sources import open_source
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
@@ -181,3 +181,18 @@ def test_the_runs_chat_template_replaces_the_tokenizers_own(tmp_path: Path) -> N
     assert copy_tokenizer(load_config(None, keys).config, out) == ""
     assert AutoTokenizer.from_pretrained(out).chat_template == hub.TEMPLATE
     assert loaders.for_llama_cpp(out)["template"] == hub.TEMPLATE
+
+
+def test_special_tokens_that_the_run_changed_are_exported(tmp_path: Path) -> None:
+    """In the config and in the generation settings, which say where a text ends; those keep their other keys."""
+    from transformers import AutoConfig, GenerationConfig
+
+    model = hub.make_folder(tmp_path / "base", "llama")
+    keys = {"task.name": "hf_causal_lm", "model.init_from": str(tmp_path / "base"), "model.hf": {"eos_token_id": 7}}
+    model.config.eos_token_id = 7
+    out = tmp_path / "out"
+    out.mkdir()
+    write_configs(model, load_config(None, keys).config, out, torch.float32)
+    settings = GenerationConfig.from_pretrained(out)
+    assert settings.eos_token_id == 7 and settings.bos_token_id == 0 and settings.temperature == 0.5
+    assert AutoConfig.from_pretrained(out).eos_token_id == 7
