@@ -371,8 +371,9 @@ def _errors(known: Known, part: str = "accuracy") -> list[str]:
         def cells(found: Found) -> list[str]:
             shown = []
             for key, measured in (("allocated", found["peak"]), ("reserved", found["reserved"])):
-                errors[key].append(plan[key] / measured - 1)
-                shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %"]
+                if key in plan:
+                    errors[key].append(plan[key] / measured - 1)
+                shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %" if key in plan else "–"]
             return shown
 
         planned = [_gib(plan.get(key)) for key in ("allocated", "reserved", "required")]
