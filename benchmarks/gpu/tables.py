@@ -228,9 +228,9 @@ def _emulated(results: Path) -> list[str]:
     several = paragraph(
         "Several ranks on the cards of one machine, the largest rank's figures. *Fixed segments*: without expandable "
         "segments; *whole loss*: `model.loss_chunk_size=0`. Plans are of the rank that takes the most: with 1.3b "
-        "under zero2 on 4 ranks it is rank 3, with 0.48 GiB more than rank 0. When ZeRO-3's cases of 8 ranks were "
-        "tried, it still made modules whole in host memory on every rank, more than this machine has; they were not "
-        "run again."
+        "under zero2 on 4 ranks it is rank 3, with 0.48 GiB more than rank 0; older ones under zero1 and zero2, of "
+        "two ranks, are of rank 0. When ZeRO-3's cases of 8 ranks were tried, it still made modules whole in host "
+        "memory on every rank, more than this machine has; they were not run again."
     )
     learnt = table(("the plan now", "found by", "error before"), TAUGHT)
     return [
