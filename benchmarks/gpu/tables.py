@@ -227,10 +227,10 @@ def _emulated(results: Path) -> list[str]:
     )
     several = paragraph(
         "Several ranks on the cards of one machine, the largest rank's figures. *Fixed segments*: without expandable "
-        "segments; *whole loss*: `model.loss_chunk_size=0`. These plans are of rank 0: with 1.3b under zero2 on 4 "
-        "ranks rank 3 takes 0.48 GiB more. Plans are now of the rank that takes the most: here rank 3's is right to "
-        "the byte. When ZeRO-3's cases of 8 ranks were tried, it still made modules whole in host memory on every "
-        "rank, more than this machine has; they were not run again."
+        "segments; *whole loss*: `model.loss_chunk_size=0`. Plans are of the rank that takes the most: with 1.3b "
+        "under zero2 on 4 ranks it is rank 3, with 0.48 GiB more than rank 0; older ones under zero1 and zero2, of "
+        "two ranks, are of rank 0. When ZeRO-3's cases of 8 ranks were tried, it still made modules whole in host "
+        "memory on every rank, more than this machine has; they were not run again."
     )
     learnt = table(("the plan now", "found by", "error before"), TAUGHT)
     return [
@@ -285,8 +285,9 @@ def _attributed(known: dict[str, Known]) -> list[str]:
     about = paragraph(
         "The traced step's categories at its peak, GiB, and the allocator's bytes beyond them (goal ≤ 2 %): "
         f"{sum(share <= 0.02 for share in shares)} of {len(shares)} settings reach it. "
-        "Found by it: cuBLAS's workspaces (64 MiB) had no category, and ddp's buckets were counted twice; vit-l, ddp "
-        "then had 9.77 %. Rows with 64 MiB or more unattributed are from before both were mended."
+        "Found by it: cuBLAS's workspaces (64 MiB) had no category, ddp's buckets were counted twice (vit-l, ddp then "
+        "had 9.77 %), and the buffers that DeepSpeed keeps had none until a step used them. Rows above the goal are "
+        "from before these were mended."
     )
     head = ("setting", "allocator's peak", "traced peak", "categories", "unattributed")
     return ["### Categories beside the emulated card's allocator", about, table(head, rows)]
@@ -370,8 +371,9 @@ def _errors(known: Known, part: str = "accuracy") -> list[str]:
         def cells(found: Found) -> list[str]:
             shown = []
             for key, measured in (("allocated", found["peak"]), ("reserved", found["reserved"])):
-                errors[key].append(plan[key] / measured - 1)
-                shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %"]
+                if key in plan:
+                    errors[key].append(plan[key] / measured - 1)
+                shown += [_gib(measured), f"{100 * errors[key][-1]:+.2f} %" if key in plan else "–"]
             return shown
 
         planned = [_gib(plan.get(key)) for key in ("allocated", "reserved", "required")]

@@ -313,6 +313,13 @@ def test_a_case_in_too_little_memory_says_what_ended_it(tmp_path: Path) -> None:
     assert "| no |" in page
 
 
+def test_a_measurement_without_its_plan_has_no_error(tmp_path: Path) -> None:
+    store = Part("accuracy", Asked(False, False, "h200", 1 << 34, tmp_path, 100.0)).store
+    found = {"outcome": "ok", "peak": 2 << 30, "reserved": 3 << 30}
+    store.put("355m, single, fp32, none", "measured", found, complete=True)
+    assert "| 355m, single, fp32, none | – / – / – | 2.00 | – | 3.00 | – |" in tables.section(tmp_path)
+
+
 def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "environment", lambda: {"gpus": []})
     with pytest.raises(SystemExit):
