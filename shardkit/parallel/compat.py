@@ -100,6 +100,8 @@ _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
 META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
 _truncated = META.use("torch.nn.init._no_grad_trunc_normal_")
+_storage_uses = META.use("torch._C._storage_Use_Count")
+META.take("torch.UntypedStorage._cdata")
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 parameters are empty when transformers would draw weights into them.
@@ -340,6 +342,16 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = whole
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether something besides this tensor keeps its memory; True where torch no longer tells."""
+    try:
+        uses = _storage_uses.find()
+    except NameGone:
+        META.lost(_storage_uses, "leaving out what a constructor made and dropped", "each rank draws it")
+        return True
+    return bool(uses(tensor.untyped_storage()._cdata) > 2)  # the tensor, and the object made here
 
 
 def storage_types() -> dict[torch.dtype, str]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
-from .compat import DispatchMode, replaced_truncated_normal, tree_leaves
+from .compat import DispatchMode, is_held_elsewhere, replaced_truncated_normal, tree_leaves
 
 CHUNK = 2**18
 """Values of a chunk: 1 MiB of fp32. Smaller tensors are drawn whole."""
@@ -66,9 +66,14 @@ class Step:
 
 
 class Recipe:
-    """The calls that initialise one tensor."""
+    """The calls that initialise one tensor.
+
+    Attributes:
+        key: the name to seed it by; empty for a parameter's own.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.key = ""
         self.numel = numel
         self.dtype = dtype
         self._steps: list[Step] = []
@@ -195,9 +200,9 @@ class Recorder(DispatchMode):
 
     def defer(self, base: torch.Tensor) -> Deferred:
         """Record what is called on this tensor, which must be contiguous and have its storage for itself."""
-        made = Deferred(base, self._count, Recipe(base.numel(), base.dtype))
-        self._count += 1
         with self._at_work():
+            made = Deferred(base.detach(), self._count, Recipe(base.numel(), base.dtype))
+            self._count += 1
             base.view(-1)[0] = _MARK
             self.deferred[base.untyped_storage().data_ptr()] = made
         return made
@@ -228,7 +233,7 @@ class Recorder(DispatchMode):
         if self.busy:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        touched = [deferred for tensor in tensors if (deferred := self.found(tensor))]
+        touched = list({id(deferred): deferred for tensor in tensors if (deferred := self.found(tensor))}.values())
         if not touched:
             return self._other(func, args, kwargs)
         if func.is_view or func in _SIZES_ONLY:
@@ -326,11 +331,13 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
             self._recorded(write, (out, *values), {})
         return out
 
-    def replay(self, model: nn.Module, keep_off: bool) -> dict[str, Recipe]:
+    def replay(self, model: nn.Module, keep_off: bool, in_place: bool = False) -> dict[str, Recipe]:
         """Initialise what is still deferred: each parameter by its name, everything else by its order.
 
         Args:
             keep_off: leave the parameters' memory untouched.
+            in_place: the caller keeps the model's own parameters, so that what else holds one of them (the lists of an
+                LSTM) stays right.
 
         Returns:
             Name → recipe of the parameters that `keep_off` left.
@@ -349,16 +356,22 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         for module in model.modules():
             plain = [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers")]
             others += [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
-        aliased |= {id(deferred) for tensor in others if (deferred := self.found(tensor))}
+        kept = {id(param) for param in model.parameters()} if in_place else set[int]()
+        listed = {id(found) for tensor in others if id(tensor) in kept and (found := self.found(tensor))}
+        aliased |= {id(found) for tensor in others if id(tensor) not in kept and (found := self.found(tensor))}
         left: dict[str, Recipe] = {}
         for deferred in list(self.deferred.values()):
             fqn = owners.get(id(deferred), "")
+            if not fqn and not is_held_elsewhere(deferred.base):
+                continue  # the constructor has dropped it, as when it ties a head to an embedding
             if id(deferred) in aliased or not fqn:
                 if fqn:
                     self.made_whole.setdefault(fqn, "is for a tensor that the model holds elsewhere too")
                 self._write(deferred)
             elif keep_off:
                 self._check_untouched(deferred)
+                if id(deferred) in listed:
+                    deferred.recipe.key = _numbered(deferred)  # as where the lists do not stay right
                 left[fqn] = deferred.recipe
             else:
                 self._write(deferred, fqn)
@@ -376,7 +389,7 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         with self._at_work(), torch.no_grad():
             del self.deferred[deferred.base.untyped_storage().data_ptr()]
             values = deferred.base.view(-1)
-            self.values_drawn += deferred.recipe.fill(self._seed_of(fqn or f"#{deferred.order}"), values)
+            self.values_drawn += deferred.recipe.fill(self._seed_of(fqn or _numbered(deferred)), values)
 
     def _check_untouched(self, deferred: Deferred) -> None:
         with self._at_work(), torch.no_grad():
@@ -385,6 +398,10 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
                     f"another thread writes to a tensor of {deferred.base.numel():,} values while the model is built",
                     "build the model first, and give job.wrap the module",
                 )
+
+
+def _numbered(deferred: Deferred) -> str:
+    return f"#{deferred.order}"
 
 
 def _needs_whole(func: Any) -> str:

@@ -174,7 +174,7 @@ class Weights:
             with recorder:
                 model = make_model()
             plain = all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
-            self._recipes = recorder.replay(model, later is not None and plain)
+            self._recipes = recorder.replay(model, later is not None and plain, in_place=later == "unwritten")
             self.values_drawn += recorder.values_drawn
             self._made_whole = recorder.made_whole
         if self._recipes and later == "on meta":
@@ -211,7 +211,7 @@ class Weights:
                 self._say_whole(fqn, self._made_whole[fqn])
             out.copy_(self._made.pop(fqn).reshape(-1)[start : start + out.numel()])
         elif isinstance(recipe := self.recipe(fqn, shape), Recipe):
-            self.values_drawn += recipe.fill(self._seed_of(fqn), out, start)
+            self.values_drawn += recipe.fill(self._seed_of(recipe.key or fqn), out, start)
         else:
             if recipe and out.numel() < shape.numel():
                 self._say_whole(fqn, recipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch import nn
 
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
+from shardkit.strategies.ddp import Wrapped
 from tests.strategies.cases import PARTITION_ALL
 
 
@@ -109,7 +111,8 @@ def _normal(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
 def wide(strategy: str) -> dict[str, dict[str, float]]:
     """Case → MiB by which the wrap of `Wide` raised this rank's memory at its peak, and million values drawn.
 
-    Under ZeRO the peak ends where DeepSpeed's engine begins: its gradients, masters and moments are on the CPU here.
+    The peak ends where DeepSpeed's engine or torch's wrapper begins: gradients, masters and moments are on the CPU
+    here.
     """
     import deepspeed
 
@@ -122,11 +125,12 @@ def wide(strategy: str) -> dict[str, dict[str, float]]:
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
                 before, peaks = _status("VmRSS"), []
 
-                def noted(peaks: list[float] = peaks, make: Any = deepspeed.initialize, **asked: Any) -> Any:
+                def noted(*given: Any, peaks: Any = peaks, make: Any = deepspeed.initialize, **asked: Any) -> Any:
                     peaks.append(_status("VmHWM"))
-                    return make(**asked)
+                    return make(*given, **asked)
 
-                with patch("deepspeed.initialize", noted):
+                wrapper = partial(noted, make=Wrapped)
+                with patch("deepspeed.initialize", noted), patch("shardkit.strategies.ddp.Wrapped", wrapper):
                     job.wrap(model, init_parameter=init)
                 peaks.append(_status("VmHWM"))
                 out[case] = {"peak": peaks[0] - before, "drawn": made[0].values_drawn / 1e6}
