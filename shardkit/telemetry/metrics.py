@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..memory.rows import RankRow
 from ..memory.spread import WHOLE, pressure, summary
 
 _LOG = logging.getLogger(__name__)
+BOARD_S = 1.0
+"""Seconds of steps that go to TensorBoard together: one by one, each would wake its writer's thread."""
 
 
 class MetricsWriter:
@@ -46,6 +49,9 @@ class MetricsWriter:
         self._path = run_dir / "metrics.jsonl"
         self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
         self._board: Any = None
+        self._events: list[tuple[float, int, Mapping[str, float], Mapping[str, str]]] = []
+        """For TensorBoard: the time in seconds since 1970, the step, its numbers and texts."""
+        self._shown = 0.0
 
     def write(self, record: dict[str, float]) -> None:
         clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
@@ -69,13 +75,21 @@ class MetricsWriter:
         extend_last_line(self._path, more)
 
     def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
+        self._events.append((time.time(), step, scalars, texts or {}))
+        if time.perf_counter() - self._shown >= BOARD_S:
+            self._show()
+
+    def _show(self) -> None:
+        """Hand the events to TensorBoard."""
+        events, self._events, self._shown = self._events, [], time.perf_counter()
         try:
-            self._show(scalars, step, texts or {})
+            for event in events:
+                self._add(*event)
         except OSError as error:  # a full disk ends the plots, not the run
-            _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
+            _LOG.warning("no more TensorBoard events from step %d on: %s", events[0][1], error)
             self._tensorboard_dir = self._board = None
 
-    def _show(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str]) -> None:
+    def _add(self, moment: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
         if self._board is None:  # the import takes most of a second: wait until the first step is done
             from torch.utils.tensorboard import SummaryWriter
 
@@ -84,9 +98,9 @@ class MetricsWriter:
 
         # One event for all: `add_scalar` makes one of each, which takes the step's thread and the writer's longer.
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
-        self._board.file_writer.add_summary(Summary(value=values), step)
+        self._board.file_writer.add_summary(Summary(value=values), step, moment)
         for name, text in texts.items():
-            self._board.add_text(name, text, step)
+            self._board.add_text(name, text, step, moment)
 
     def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
         """Write each gather's spread to TensorBoard, and each rank's peak unless the world is large."""
@@ -105,6 +119,8 @@ class MetricsWriter:
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+        if self._events:
+            self._show()
         if self._board is not None:
             try:
                 self._board.close()

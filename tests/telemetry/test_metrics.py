@@ -11,6 +11,7 @@ import pytest
 from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError
+from shardkit.telemetry import metrics
 from shardkit.telemetry.metrics import MetricsWriter
 from tests.memory.samples import gpu_row
 
@@ -52,6 +53,31 @@ def test_tensorboard_gets_every_gathers_memory(tmp_path: Path) -> None:
     assert series["memory/peak_allocated/skew"] == [(1, 1.5), (5, pytest.approx(5 / 3))]
     assert series["memory_of_rank/peak_allocated/1"] == [(1, 3 * 2**30), (5, 5 * 2**30)]
     assert series["train/loss"] == [(1, 2.0)]
+
+
+def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    handed: list[int] = []
+    writer.write({"step": 1, "loss": 1.0})
+    add = writer._board.file_writer.add_summary
+    writer._board.file_writer.add_summary = lambda *event: (handed.append(event[1]), add(*event))
+    began = time.time()
+    for step in range(2, 12):
+        writer.write({"step": step, "loss": 1.0 / step})
+        time.sleep(0.01)
+    assert handed == []
+    time.sleep(metrics.BOARD_S)
+    writer.write({"step": 12, "loss": 0.0})
+    assert handed == list(range(2, 13))
+    writer.write({"step": 13, "loss": 0.0})
+    writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = board.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(1, 14))
+    times = [event.wall_time - began for event in losses[1:]]
+    assert times == sorted(times) and times[9] < metrics.BOARD_S / 2 and times[10] >= metrics.BOARD_S
 
 
 def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:

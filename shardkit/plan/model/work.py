@@ -39,6 +39,8 @@ _WATCHING = 1.1e-5
 core of a shared x86-64 machine: 400 small operators with and without it)."""
 _LARGE = 2**24
 """New CPU tensors of at least this many bytes get new pages: the C library returns such blocks to the system."""
+_LAUNCHES = {"aten::_foreach_norm": 3}
+"""Kernels of operators that launch several on a GPU whatever their sizes: zeros, partial sums, and their sums."""
 _LOOKUPS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
 
 
@@ -97,7 +99,8 @@ class WorkCounter:
         else:
             segment.compute += busy
         segment.flops += flops
-        segment.dispatch += self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
+        launches = _LAUNCHES.get(operator.name, 1) if self._device.type == "cuda" else 1
+        segment.dispatch += launches * self._speeds.operator + (self._watching if torch.is_grad_enabled() else 0.0)
 
     def _flop_speed(self, name: str, operands: list[torch.Tensor]) -> float:
         share = self._speeds.attention if "attention" in name else 1.0
