@@ -41,6 +41,7 @@ IN_A_THREAD = ("TRL",)
 SETTINGS = (("full", "padded"), ("lora", "padded"), ("lora", "packed"))
 TOLERANCE = 2e-5  # largest difference of a loss from the peers'
 COMPARED, PEAK_STEPS, WARMUP = 4, 2, 2
+INTERVAL = 6  # fewest samples with a 95 % interval of their median
 COPIES = 10  # of the conversations, to tokenise
 LENGTHS, CONTEXT = 1_000_000, 4096  # packed by best-fit decreasing
 
@@ -204,6 +205,8 @@ def main() -> None:
     if args.worker:
         worker(*args.worker)
         return
+    if args.settings and min(args.rounds, args.steps) < INTERVAL:
+        parser.error(f"--rounds and --steps must be {INTERVAL} or more, for an interval of the median")
     peers_env.enter(NAME)
     load = os.getloadavg()[0]
     path = RESULTS / f"{NAME}.json"

@@ -49,6 +49,8 @@ def chunked_cross_entropy(
     Returns:
         0-d fp32 tensor (fp64 for fp64 input), differentiable once with respect to `hidden`, `weight` and `bias`.
 
+    On the CPU, logits are computed for the positions that count alone; finding them would make a GPU's host wait.
+
     Memory beyond inputs: one fp32 [chunk_size, vocab], its copy in the compute type if that is narrower, and, if
     gradients are wanted, those of hidden and of weight (in fp32, so that chunks add up without rounding).
     """
@@ -99,11 +101,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             flat_targets = targets.reshape(-1)
             matrix = weight.to(compute)
             loss = flat.new_zeros((), dtype=wide)
-            grad_hidden = torch.empty_like(flat, dtype=compute) if want_hidden else None
+            counted = _counted_rows(flat_targets, ignore_index)
+            make = torch.empty_like if counted is None else torch.zeros_like
+            grad_hidden = make(flat, dtype=compute) if want_hidden else None
             grad_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
             grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-            for start in range(0, flat.shape[0], chunk_size):
-                rows = slice(start, start + chunk_size)
+            for start in range(0, flat.shape[0] if counted is None else len(counted), chunk_size):
+                chunk = slice(start, start + chunk_size)
+                rows = chunk if counted is None else counted[chunk]
                 inputs = flat[rows].to(compute)
                 logits = (inputs @ matrix.t()).to(wide)
                 if bias is not None:
@@ -113,8 +118,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     grad_bias += logits.sum(0)
                 grad_logits = logits.to(compute)
                 del logits
-                if grad_hidden is not None:
-                    torch.mm(grad_logits, matrix, out=grad_hidden[rows])
+                if grad_hidden is not None and counted is None:
+                    torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
+                elif grad_hidden is not None:
+                    grad_hidden[rows] = grad_logits @ matrix
                 if grad_weight is not None:
                     _add_product_(grad_weight, grad_logits.t(), inputs)
                 del grad_logits  # else it would live on while the next chunk's logits are made
@@ -139,6 +146,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.mul_(grad_loss).to(bias_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, grad_bias
+
+
+def _counted_rows(targets: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
+    """Indices of the rows that count; `None` if all do, or if their number is not at hand: on a GPU, in a plan."""
+    if targets.device.type != "cpu" or type(targets) is not torch.Tensor:
+        return None
+    counted = (targets != ignore_index).nonzero().squeeze(1)
+    return counted if len(counted) < len(targets) else None
 
 
 def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

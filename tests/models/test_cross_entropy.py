@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.models.cross_entropy import chunked_cross_entropy
 
@@ -106,6 +107,15 @@ def test_all_targets_ignored_gives_zero_and_zero_gradients() -> None:
     assert loss == 0
     assert not grad_hidden.any()
     assert not grad_weight.any()
+
+
+def test_logits_are_computed_for_the_positions_that_count_alone() -> None:
+    hidden, weight, targets = make()
+    targets[10:30] = -100
+    n_counted = int((targets != -100).sum())
+    with FlopCounterMode(display=False) as counter:
+        chunked_cross_entropy(hidden, weight.detach(), targets, 8).backward()
+    assert counter.get_total_flops() == 2 * (2 * n_counted * weight.numel())  # of the logits and hidden's gradient
 
 
 def test_large_logits_stay_finite() -> None:
