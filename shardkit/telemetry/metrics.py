@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..memory.rows import RankRow
 from ..memory.spread import WHOLE, pressure, summary
 
 _LOG = logging.getLogger(__name__)
+_TOGETHER_S, _TOGETHER = 1.0, 100
+"""TensorBoard's writer is a thread: waking it for each step takes a short step's thread longer than all else here."""
 
 
 class MetricsWriter:
@@ -46,6 +49,8 @@ class MetricsWriter:
         self._path = run_dir / "metrics.jsonl"
         self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
         self._board: Any = None
+        self._waiting: list[tuple[Mapping[str, float], int, float]] = []
+        self._handed = 0.0
 
     def write(self, record: dict[str, float]) -> None:
         clean = {k: v if math.isfinite(v) else None for k, v in record.items()}
@@ -62,31 +67,42 @@ class MetricsWriter:
         append_jsonl(self._path.with_name("samples.jsonl"), *texts)
         if self._tensorboard_dir is not None:
             shown = {f"samples/{i}": f"{text['prompt']} **→** {text['text']}" for i, text in enumerate(texts)}
-            self._picture({}, int(texts[0]["step"]), shown)
+            self._hand_over(shown, int(texts[0]["step"]))
 
     def ended(self, more: Mapping[str, float]) -> None:
         """Add to the last step's object what is known only at the run's end."""
         extend_last_line(self._path, more)
 
-    def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
+    def _picture(self, scalars: Mapping[str, float], step: int) -> None:
+        """Keep the numbers until enough of them wait; TensorBoard itself writes to the disk every two minutes."""
+        self._waiting.append((scalars, step, time.time()))
+        if len(self._waiting) >= _TOGETHER or time.monotonic() >= self._handed + _TOGETHER_S:
+            self._hand_over()
+
+    def _hand_over(self, texts: Mapping[str, str] | None = None, step: int = 0) -> None:
+        waiting, self._waiting, self._handed = self._waiting, [], time.monotonic()
+        if self._tensorboard_dir is None or not (waiting or texts):
+            return
         try:
-            self._show(scalars, step, texts or {})
+            self._show(waiting)
+            for name, text in (texts or {}).items():
+                self._board.add_text(name, text, step)
         except OSError as error:  # a full disk ends the plots, not the run
-            _LOG.warning("no more TensorBoard events from step %d on: %s", step, error)
+            first = waiting[0][1] if waiting else step
+            _LOG.warning("no more TensorBoard events from step %d on: %s", first, error)
             self._tensorboard_dir = self._board = None
 
-    def _show(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str]) -> None:
+    def _show(self, waiting: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
         if self._board is None:  # the import takes most of a second: wait until the first step is done
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
+            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step, max_queue=_TOGETHER)
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: `add_scalar` makes one of each, which takes the step's thread and the writer's longer.
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
-        self._board.file_writer.add_summary(Summary(value=values), step)
-        for name, text in texts.items():
-            self._board.add_text(name, text, step)
+        for scalars, step, at in waiting:
+            # One event for all: `add_scalar` makes one of each, which takes the step's thread and the writer's longer.
+            values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
+            self._board.file_writer.add_summary(Summary(value=values), step, at)
 
     def write_memory(self, step: int, rows: Sequence[RankRow]) -> None:
         """Write each gather's spread to TensorBoard, and each rank's peak unless the world is large."""
@@ -105,6 +121,7 @@ class MetricsWriter:
     def close(self) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+        self._hand_over()
         if self._board is not None:
             try:
                 self._board.close()

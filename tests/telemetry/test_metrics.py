@@ -54,6 +54,30 @@ def test_tensorboard_gets_every_gathers_memory(tmp_path: Path) -> None:
     assert series["train/loss"] == [(1, 2.0)]
 
 
+def test_tensorboards_thread_is_not_woken_by_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    woken: list[float] = []
+    real = event_file_writer._AsyncWriter.write
+    monkeypatch.setattr(
+        event_file_writer._AsyncWriter, "write", lambda self, data: (woken.append(time.time()), real(self, data))[1]
+    )
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    at = {}
+    for step in range(1, 51):
+        at[step] = time.time()
+        writer.write({"step": step, "loss": 1.0 / step})
+        if step == 1:
+            woken.clear()  # the file's head, and the first step
+        time.sleep(0.001)
+    assert len(woken) <= 2, "at most once a second"
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(n, pytest.approx(1.0 / n)) for n in range(1, 51)]
+    assert all(abs(event.wall_time - at[event.step]) < 0.5 for event in events), "each step keeps its own time"
+
+
 def test_a_large_world_has_no_series_per_rank(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, tensorboard=True)
     rows = [gpu_row(rank, 2**30) for rank in range(64)]
