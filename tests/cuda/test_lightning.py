@@ -44,6 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         # Adam's step counters: two tensors of a rank under FSDP, which cuts the flattened model in the middle; one
         # under ZeRO, whose partition is flat.
         ("fsdp", "fsdp", (4 * HALF, 0, 4 * HALF, 8 * HALF + 4 * TENSORS // 2)),
+        ("deepspeed_stage_1", "zero1", (2 * WHOLE, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
         ("deepspeed_stage_2", "zero2", (2 * WHOLE, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
         # The model is below DeepSpeed's threshold for small parameters, which stay whole beside their shards.
         ("deepspeed_stage_3", "zero3", (2 * WHOLE + 2 * HALF, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
