@@ -17,6 +17,7 @@ ON_CPU: dict[str, list[str]] = {
     "peers": [],
     "sft": [],
     "data_wait": [],
+    "watch_cost": [],
     "startup": [],
     "checkpoint": ["--keep"],
     "checkpoint_matrix": [],

@@ -20,6 +20,7 @@ from .report_other_loops import other_loops
 from .report_peers import peers, peers_on_cards
 from .report_plan_peers import plan_peers
 from .report_sft import data_wait, sft
+from .watch_cost import watch_cost
 
 PAGE = REPO / "docs" / "benchmarks.md"
 INTRO = """# Benchmarks
@@ -382,6 +383,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers": peers,
     "sft": sft,
     "data_wait": data_wait,
+    "watch_cost": watch_cost,
     "startup": startup,
     "checkpoint": checkpoint,
     "checkpoint_matrix": checkpoint_matrix,

@@ -1,4 +1,4 @@
-"""Lightning's sharded strategies with a callback: bytes of state of two ranks with a GPU each."""
+"""Lightning with a callback on GPUs: bytes of state under sharded strategies, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from shardkit.memory import read_jsonl
 from shardkit.report.read import read_run
 from tests.commands import environment
+from tests.cuda import gpu_ranks
 from tests.emulated_cuda import REPO, needs_emulation
 from tests.integrations.lightning_run import NUMEL
 from tests.integrations.test_others import PACKAGES
@@ -43,6 +44,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         # Adam's step counters: two tensors of a rank under FSDP, which cuts the flattened model in the middle; one
         # under ZeRO, whose partition is flat.
         ("fsdp", "fsdp", (4 * HALF, 0, 4 * HALF, 8 * HALF + 4 * TENSORS // 2)),
+        ("deepspeed_stage_1", "zero1", (2 * WHOLE, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
         ("deepspeed_stage_2", "zero2", (2 * WHOLE, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
         # The model is below DeepSpeed's threshold for small parameters, which stay whole beside their shards.
         ("deepspeed_stage_3", "zero3", (2 * WHOLE + 2 * HALF, 4 * HALF, 2 * HALF, 8 * HALF + 4)),
@@ -68,3 +70,14 @@ def test_every_ranks_state_is_counted_to_the_byte(
     assert run.notes == [] and len(run.last_rows) == 2
     assert (run.setting("parallel.strategy"), run.setting("train.grad_accum_steps")) == (engine, 2)
     assert [(line["step"], line["loss"] > 0) for line in run.metrics] == [(1, True), (2, True), (3, True)]
+
+
+def test_watching_waits_for_nothing_in_a_step(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(path.split(os.pathsep)[0])  # ranks have this process's search path
+    (found,) = gpu_ranks(
+        1, "tests.cuda.watched:in_a_tool", env={"EMUCUDA_DEVICES": "1"}, tool="lightning", folder=str(tmp_path / "run")
+    )
+    loss = {"copy_d2h": 1}  # the callback records it: four bytes that nobody waits for
+    assert len(found["plain"]) > 3 and found["watched"] == [{**calls, **loss} for calls in found["plain"]]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert len(losses) == 12

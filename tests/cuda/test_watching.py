@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.report.read import read_run
 from tests.cuda import gpu_ranks
 from tests.emulated_cuda import needs_emulation
+from tests.integrations.loops import KINDS, NUMEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
 
@@ -26,6 +28,27 @@ def test_watching_a_tools_loop_asks_nothing_of_cuda_in_a_step(tool: str, tmp_pat
     (found,) = gpu_ranks(1, "tests.cuda.watched:in_a_tool", env=env, tool=tool, folder=str(tmp_path / "run"))
     assert len(found["plain"]) > 3 and found["watched"] == found["plain"]
     assert (tmp_path / "run" / "memory.jsonl").exists()
+
+
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        # torch's counters of steps are on the host
+        ("fsdp", (2 * NUMEL, 0, 2 * NUMEL, 4 * NUMEL)),
+        pytest.param("zero2", (4 * NUMEL, 2 * NUMEL, 2 * NUMEL, 4 * NUMEL), marks=pytest.mark.deepspeed),
+        pytest.param("zero3", (2 * NUMEL, 2 * NUMEL, 2 * NUMEL, 4 * NUMEL), marks=pytest.mark.deepspeed),
+    ],
+)
+def test_accelerates_sharded_ranks_are_counted_to_the_byte(
+    engine: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    found = gpu_ranks(2, "tests.integrations.loops:of_accelerate", folder=str(tmp_path), engine=engine)[0]
+    assert found["ranks"] == [dict(zip(KINDS, expected, strict=True))] * 2
+    assert found["steps"] == [1, 2, 3] and len(found["losses"]) == 3
+    run = read_run(tmp_path)
+    assert [run.setting(key) for key in ("parallel.strategy", "train.grad_accum_steps")] == [engine, 2]
 
 
 def test_memory_that_runs_out_on_a_gpu_is_explained(tmp_path: Path) -> None:

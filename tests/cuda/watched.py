@@ -78,7 +78,8 @@ def in_a_tool(tool: str, folder: str) -> dict[str, Any]:
     if tool != "deepspeed":
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-    made = [{"accelerate": _accelerate, "deepspeed": _deepspeed, "trainer": _trainer}[tool](at) for at in ("", folder)]
+    loops = {"accelerate": _accelerate, "deepspeed": _deepspeed, "lightning": _lightning, "trainer": _trainer}
+    made = [loops[tool](at) for at in ("", folder)]
     return {"plain": made[0], "watched": made[1]}
 
 
@@ -163,6 +164,39 @@ def _trainer(folder: str) -> list[dict[str, int]]:
     trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Counts()])
     with _maybe(folder, lambda: watch(trainer, run_dir=folder, every=3, tensorboard=False)):
         trainer.train()
+    return steps.found
+
+
+def _lightning(folder: str) -> list[dict[str, int]]:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from shardkit.integrations.lightning import ShardkitCallback
+
+    steps = _Steps()
+
+    class Net(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.loop = Loop()
+            self.net = self.loop.model
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).pow(2).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.loop.optimizer
+
+    class Counts(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps.end()
+
+    watching = [ShardkitCallback(folder, every=3, tensorboard=False)] if folder else []
+    trainer = Trainer(
+        accelerator="cuda", devices=1, max_steps=WARM + MEASURED, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[*watching, Counts()],
+    )  # fmt: skip
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.ones(8 * (WARM + MEASURED), SIZE), batch_size=8))
     return steps.found
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.memory import read_jsonl
+from tests.cuda.parity_ranks import join
 from tests.zero_ops import leave_out_shm
 
 SIZE = 64
@@ -35,19 +36,29 @@ def seen(folder: Path) -> dict[str, Any]:
     }
 
 
-def of_accelerate(folder: str) -> dict[str, Any]:
-    """Accelerate on CPUs is DDP; every second batch is one of accumulation."""
-    from accelerate import Accelerator
+def of_accelerate(folder: str, engine: str) -> dict[str, Any]:
+    """Accelerate, whose DDP runs on CPUs and all else on GPUs; every second batch is one of accumulation."""
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     from shardkit.integrations.accelerate import watch
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plugins: dict[str, Any] = {}
+    if engine == "fsdp":
+        policy = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
+    elif engine.startswith("zero"):
+        leave_out_shm()
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=_zero(int(engine[-1]), bf16=False))
+    if plugins:  # Accelerate leaves them out on CPUs
+        join("nccl")
+    accelerator = Accelerator(cpu=not plugins, gradient_accumulation_steps=2, **plugins)
     own = network()
-    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
+    batches = torch.utils.data.DataLoader(torch.ones(48, SIZE), batch_size=4)
+    model, optimizer, data = accelerator.prepare(own, torch.optim.AdamW(own.parameters()), batches)
     with watch(accelerator, model, optimizer, run_dir=folder, every=2, tensorboard=False) as watching:
-        for _ in range(6):
+        for batch in data:
             with accelerator.accumulate(model):
-                loss = model(torch.ones(4, SIZE)).pow(2).mean()
+                loss = model(batch).pow(2).mean()
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -55,7 +66,15 @@ def of_accelerate(folder: str) -> dict[str, Any]:
     return seen(Path(folder))
 
 
-def of_deepspeed(folder: str) -> dict[str, Any]:
+def _zero(stage: int, bf16: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": bf16},
+    }  # fmt: skip
+
+
+def of_deepspeed(folder: str, stage: int) -> dict[str, Any]:
     """Plain DeepSpeed, whose engine steps at every second call."""
     import deepspeed
 
@@ -63,13 +82,10 @@ def of_deepspeed(folder: str) -> dict[str, Any]:
 
     leave_out_shm()
     own = network()
-    settings = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True},
-    }  # fmt: skip
     engine, *_ = deepspeed.initialize(
-        model=own, optimizer=torch.optim.AdamW(own.parameters()), config=settings, dist_init_required=False
-    )
+        model=own, optimizer=torch.optim.AdamW(own.parameters()), config=_zero(stage, bf16=True),
+        dist_init_required=False,
+    )  # fmt: skip
     with watch(engine, run_dir=folder, every=2, tensorboard=False) as watching:
         for _ in range(6):
             loss = engine(torch.ones(4, SIZE, dtype=torch.bfloat16)).pow(2).mean()

@@ -1,0 +1,327 @@
+"""A step of other tools' loops with and without `shardkit.watch`, on 2 CPU ranks.
+
+`python -m benchmarks.watch_cost` runs each loop twice on 2 ranks over gloo, one thread each: as it is, and with the one
+line of shardkit and its defaults (every rank's memory gathered every 10 steps, metrics.jsonl, TensorBoard). Both runs
+live at once and take steps in turn. All train the same Llama with two micro-batches a step; "own, short steps" trains
+a small model, to show the cost itself. A tool that is not installed is left out: Lightning may be anywhere on
+PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .common import RESULTS, median_ci, stamp, write_result
+from .markdown import interval, machine, paragraph, table
+
+NAME = "watch_cost"
+GOAL = 1.01
+ACCUM, MICRO, SEQ, VOCAB = 2, 2, 64, 2048
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHORT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+LOOPS = {
+    "own": None,
+    "own, short steps": None,
+    "Accelerate": "accelerate",
+    "DeepSpeed, ZeRO-2": "deepspeed",
+    "transformers' Trainer": "transformers",
+    "Lightning": "lightning",
+}
+ARMS = ("as it is", "watched")
+WARMUP = 12  # steps: state is created, TensorBoard imported, memory gathered three times
+
+
+class Turn:
+    """A rank's side of taking turns, called at the end of each step."""
+
+    def __init__(self, scratch: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"{scratch}/turns")
+        self._stream = connection.makefile("rw")
+        connection.close()
+        self._began: tuple[float, float] | None = None
+
+    def ended(self) -> bool:
+        """A step ended: say how long it took, and wait for the next turn; False if there is none."""
+        now, spent = time.perf_counter(), time.process_time()
+        answer = {"loss": 0.0, "at": time.time()}
+        if self._began is not None:
+            answer |= {"seconds": now - self._began[0], "spent": spent - self._began[1]}
+        print(json.dumps(answer), file=self._stream, flush=True)
+        goes_on = bool(self._stream.readline())
+        self._began = time.perf_counter(), time.process_time()
+        return goes_on
+
+
+def llama(sizes: dict[str, int] = SIZES) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB))  # type: ignore[arg-type]
+
+
+def tokens(count: int = MICRO) -> Any:
+    import torch
+
+    return torch.randint(0, VOCAB, (count, SEQ))
+
+
+def maybe(folder: str, watch: Callable[[], Any]) -> Any:
+    """The one line, or nothing."""
+    return watch() if folder else contextlib.nullcontext()
+
+
+def own(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import shardkit
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(llama(sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with maybe(folder, lambda: shardkit.watch(model, optimizer, run_dir=folder)) as watching:
+        going = True
+        while going:
+            for index in range(ACCUM):
+                batch = tokens()
+                with model.no_sync() if index + 1 < ACCUM else contextlib.nullcontext():
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watching is not None:
+                watching.log(loss=loss)
+            going = turn.ended()
+
+
+def accelerate(turn: Turn, folder: str) -> None:
+    import torch
+    from accelerate import Accelerator
+
+    from shardkit.integrations.accelerate import watch
+
+    accelerator, network = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM), llama()
+    model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
+    with maybe(folder, lambda: watch(accelerator, model, optimizer, run_dir=folder)) as watching:
+        going = True
+        while going:
+            with accelerator.accumulate(model):
+                batch = tokens()
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                if watching is not None:
+                    watching.log(loss=loss)
+                going = turn.ended()
+
+
+def deepspeed(turn: Turn, folder: str) -> None:
+    import deepspeed as library
+    import torch
+
+    from shardkit.integrations.deepspeed import watch
+
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling
+    library.init_distributed(dist_backend="gloo")
+    network = llama()
+    engine, *_ = library.initialize(
+        model=network,
+        optimizer=torch.optim.AdamW(network.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUM,
+            "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    )  # fmt: skip
+    with maybe(folder, lambda: watch(engine, run_dir=folder)) as watching:
+        going = True
+        while going:
+            batch = tokens()
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            is_end = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            if is_end:
+                if watching is not None:
+                    watching.log(loss=loss)
+                going = turn.ended()
+
+
+def transformers(turn: Turn, folder: str) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from shardkit.integrations.transformers import watch
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_training_stop = not turn.ended()
+            return control
+
+    args = TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, per_device_train_batch_size=MICRO, gradient_accumulation_steps=ACCUM,
+        max_steps=100_000, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=10,
+    )  # fmt: skip
+    data = [{"input_ids": one, "labels": one} for one in tokens(4096)]
+    trainer = Trainer(llama(), args, train_dataset=data, callbacks=[Turns()])
+    with maybe(folder, lambda: watch(trainer, folder)):
+        trainer.train()
+
+
+def lightning(turn: Turn, folder: str) -> None:
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from shardkit.integrations.lightning import ShardkitCallback
+
+    class Net(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = llama()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(input_ids=batch, labels=batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class Turns(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if (index + 1) % ACCUM == 0:
+                trainer.should_stop = not turn.ended()
+
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", accumulate_grad_batches=ACCUM, max_epochs=-1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*([ShardkitCallback(folder)] if folder else []), Turns()],
+    )  # fmt: skip
+    trainer.fit(Net(), DataLoader(tokens(4096), batch_size=MICRO))
+
+
+def work(loop: str, folder: str, scratch: str) -> None:
+    """One rank; an empty folder: as it is."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    turn, tool = Turn(scratch), LOOPS[loop]
+    if tool is None:
+        own(turn, folder, SHORT if "short" in loop else SIZES)
+    else:
+        {"accelerate": accelerate, "deepspeed": deepspeed, "transformers": transformers, "lightning": lightning}[tool](
+            turn, folder
+        )
+    from .turns import leave
+
+    leave()
+
+
+def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
+    """Times of both runs' steps in turn: the slower rank's, and rank 0's processor time."""
+    from .turns import Ranks, rotated
+
+    taken: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for arm in ARMS:
+            asked = command(loop, folder if arm == "watched" else None)
+            runs[arm] = stack.enter_context(Ranks(f"{loop}, {arm}", asked, folder))
+        for run in runs.values():
+            run.first_step()
+        for pair in range(WARMUP + pairs):
+            for arm in rotated(ARMS, pair):
+                found = runs[arm].answers("step")
+                if pair >= WARMUP:
+                    taken[arm].append((max(one["seconds"] for one in found), found[0]["spent"]))
+    return figures(taken)
+
+
+def command(loop: str, folder: Path | None) -> list[str]:
+    return [f"benchmarks.{NAME}", "--worker", loop, "" if folder is None else str(folder / f"run {loop}")]
+
+
+def figures(taken: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Ratios and differences, watched over as it is, of steps that were neighbours."""
+    plain, watched = (taken[arm] for arm in ARMS)
+    pairs = list(zip(plain, watched, strict=True))
+    return {
+        "measured": {**stamp(), "load": os.getloadavg()[0]},
+        "pairs": len(pairs),
+        "step_s": median(seconds for seconds, _ in plain),
+        "step_time": median_ci([b[0] / a[0] for a, b in pairs]),
+        "processor_time": median_ci([b[1] / a[1] for a, b in pairs]),
+        "added_processor_s": median_ci([b[1] - a[1] for a, b in pairs]),
+        "samples": taken,
+    }
+
+
+def installed() -> Iterator[str]:
+    for loop, tool in LOOPS.items():
+        if tool is None or importlib.util.find_spec(tool) is not None:
+            yield loop
+        else:
+            print(f"{loop}: left out, {tool} is not installed", file=sys.stderr)
+
+
+def watch_cost(result: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    rows = [
+        [
+            loop, f"{1e3 * f['step_s']:.0f}", interval(f["step_time"], 4), interval(f["processor_time"], 4),
+            interval([1e3 * value for value in f["added_processor_s"]], 2), f"{f['measured']['load']:.1f}",
+        ]
+        for loop, f in result["loops"].items()
+    ]  # fmt: skip
+    text = paragraph(
+        "`python -m benchmarks.watch_cost`: the same loop twice on 2 CPU ranks over gloo, one thread each, as it "
+        "is and in the one line of shardkit with its defaults. Both runs live at once, and their steps take turns. "
+        "Ratios and differences are medians over neighbours; a step has two micro-batches. Processor time is rank 0's, "
+        f"which writes the records. Goal: step time ≤ {result['goal']}. The load is the machine's at the "
+        "end: 2 is this benchmark alone."
+    )
+    head = ["loop", "step, ms", "step time", "processor time", "added to it, ms", "load"]
+    return "\n\n".join(
+        ["## One line in other tools' loops", text, table(head, rows), machine(result["environment"]), ""]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=80, help="measured steps of each run")
+    parser.add_argument("--loops", nargs="*", choices=list(LOOPS), help="default: all that are installed")
+    parser.add_argument("--worker", nargs=3, metavar=("LOOP", "RUN_DIR", "FOLDER"))
+    args = parser.parse_args()
+    if args.worker:
+        work(*args.worker)
+        return
+    path = RESULTS / f"{NAME}.json"
+    loops: dict[str, Any] = json.loads(path.read_text())["loops"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as temp:
+        for loop in args.loops or installed():
+            loops[loop] = found = measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp))
+            ratio, low, high = found["step_time"]
+            added, least, most = (1e3 * value for value in found["added_processor_s"])
+            print(
+                f"{loop}: step time × {ratio:.4f} [{low:.4f}, {high:.4f}] of {1e3 * found['step_s']:.0f} ms, processor "
+                f"time {added:+.2f} [{least:+.2f}, {most:+.2f}] ms, load {found['measured']['load']:.1f}",
+                flush=True,
+            )
+            write_result(NAME, {"goal": GOAL, "loops": loops})
+    print("written:", path)
+
+
+if __name__ == "__main__":
+    main()
