@@ -213,14 +213,13 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
         return _whole(project(hidden), targets)
 
-    def logits_of(tokens: torch.Tensor, documents: Places | None) -> torch.Tensor:
+    def outputs_of(tokens: torch.Tensor, documents: Places | None) -> Any:
         if documents is None:
-            logits: torch.Tensor = own_forward(input_ids=tokens).logits
-            return logits
+            return own_forward(input_ids=tokens)
         inside = Documents(*documents[1:])
-        logits = own_forward(input_ids=tokens, position_ids=documents[0], documents=inside).logits
+        outputs = own_forward(input_ids=tokens, position_ids=documents[0], documents=inside)
         check_seen(inside, model)
-        return logits
+        return outputs
 
     def forward(
         tokens: torch.Tensor,
@@ -229,11 +228,13 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         documents: Places | None = None,
     ) -> torch.Tensor:
         if positions is None and (targets is None or not loss_chunk_size):
-            logits = logits_of(tokens, documents)
+            outputs = outputs_of(tokens, documents)  # kept until the loss is known, as in transformers' own forward
+            logits: torch.Tensor = outputs.logits
             return logits if targets is None else _whole(logits, targets)
         wanted.append((targets, positions))
         try:
-            return logits_of(tokens, documents)
+            found: torch.Tensor = outputs_of(tokens, documents).logits
+            return found
         finally:
             wanted.pop()
 

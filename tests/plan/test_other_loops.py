@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardkit.config.foreign.translate import read_job
 from shardkit.plan.client import plan
+from shardkit.plan.simulate.engines import Loop, StandInDDP, following
 from shardkit.plan.target import choose_target
+from shardkit.tracing.events import EventLog
+from shardkit.tracing.tracker import TensorTracker
 from tests.commands import python_m
 
 pytest.importorskip("transformers")
@@ -28,7 +32,7 @@ def test_fsdp2_has_the_units_that_accelerate_makes(tied: bool) -> None:
     assert ours == theirs
 
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
     "max_position_embeddings": 512,
@@ -40,6 +44,52 @@ ZERO2 = {**AUTO, "zero_optimization": {"stage": 2, **SMALL}}
 ZERO2_BF16 = {**ZERO2, "bf16": {"enabled": "auto"}}
 ZERO3 = {**AUTO, "zero_optimization": {"stage": 3, **SMALL, "stage3_param_persistence_threshold": 0}}
 slow = pytest.mark.slow
+
+
+def test_ddp_of_other_loops_has_one_bucket_until_its_second_forward() -> None:
+    """As torch's reducer has it, whose segments the allocator keeps."""
+
+    def buckets(loop: Loop) -> list[list[int]]:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))
+        made = []
+        with following(loop), TensorTracker(log := EventLog()):
+            model = StandInDDP(layers, bucket_cap_mb=1.5)
+            model.register_comm_hook(None, lambda _, bucket: _Done())
+            for _ in range(2):
+                begun = len(log.allocations)
+                model(torch.ones(1, 512)).sum().backward()
+                made.append([one.n_bytes for one in log.allocations[begun:] if one.op == "aten::empty"])
+            first = [one.n_bytes for one in log.allocations if one.op == "aten::empty"]
+            sent = [one.n_bytes for one in log.allocations if one.op == "aten::cat"]
+        return [first[:1], made[1], sent]
+
+    mib = 2**20
+    assert buckets(Loop(bucket_views=False)) == [[3 * mib], [mib, 2 * mib], [3 * mib]]
+    assert buckets(Loop()) == [[mib], [], []]
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+@slow
+def test_zero3_computes_with_fp32_adapters_where_peft_made_them_after_the_sharding(tmp_path: Path) -> None:
+    """Each adapted layer then keeps its input in fp32 too."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(
+        {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    ))  # fmt: skip
+    arguments = tmp_path / "args.json"
+    zero3 = {**ZERO3, "bf16": {"enabled": "auto"}}
+    given = {"output_dir": "out", "use_cpu": True, "per_device_train_batch_size": 2, "bf16": True, "deepspeed": zero3}
+    arguments.write_text(json.dumps(given))
+    job = read_job([str(arguments)], str(tmp_path), 2, peft=str(tmp_path / "adapter_config.json"))
+    config = job.load([f"train.seq_len={SEQ_LEN}"]).config
+    target = choose_target(config, 2)
+    more = plan(config, target, loop=job.loop).peak.allocated
+    less = plan(config, target, loop={**job.loop, "fp32_adapters": False}).peak.allocated
+    inputs = MODEL["num_hidden_layers"] * 2 * 2 * SEQ_LEN * MODEL["hidden_size"] * 4
+    assert more - less == pytest.approx(inputs, rel=0.05)
 
 
 @pytest.mark.dist

@@ -95,7 +95,7 @@ def _loading(job: Together, strategy: str, half: bool, stored: int) -> Iterator[
     if strategy == "zero3":
         first = f"{_early(job)}: each layer is sharded at once, and gathered to be filled"
         late = f"{_late(job)}: every rank loads the whole model, and DeepSpeed moves it to the device before it shards"
-        early = _makes_config_first(job)
+        early = makes_config_first(job)
         yield Transfer(
             "loading", "every rank", first, shard=trained, gathered=trained, host_shard=trained, expected=early
         )
@@ -160,7 +160,7 @@ def _saving(job: Together, strategy: str, half: bool, stored: int) -> Iterator[T
 _GATHER = tables.GATHER.partition(".")[2]
 
 
-def _makes_config_first(job: Together) -> bool:
+def makes_config_first(job: Together) -> bool:
     """Whether transformers knows of ZeRO-3 before it makes the model, so that each layer is sharded at once."""
     if job.has("trainer"):
         return True

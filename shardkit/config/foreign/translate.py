@@ -18,7 +18,7 @@ from .combine import PSEUDO, Said, Together, combine
 from .files import File
 from .gather import adapter_file, gather, read_model
 from .tables import Problem, Settings
-from .transfers import Transfer, transfers
+from .transfers import Transfer, makes_config_first, transfers
 
 TASKS = {
     "ForCausalLM": "hf_causal_lm",
@@ -100,10 +100,14 @@ class Job:
         still = [problem for problem in self.problems if problem.ours not in keys]
         if still:
             raise combined([ConfigError(cause, fix) for cause, fix in _in_few_lines(still)])
+        given = [split_override(item) for item in overrides]
+        settings = dict(self.settings)
+        on_cpu = ("run.device", "cpu") in [(str(key), value) for key, value in given]
+        if on_cpu and settings.get("optim.implementation") == "foreach":
+            settings["optim.implementation"] = "for_loop"  # torch's own choice there
         layers = Layers()
-        layers.add_file(self.name, Document(nested(self.settings)))
-        for item in overrides:
-            dotted, value = split_override(item)
+        layers.add_file(self.name, Document(nested(settings)))
+        for dotted, value in given:
             layers.add_override(dotted, value, raw=True)
         return LoadedConfig(*layers.resolve())
 
@@ -306,8 +310,15 @@ class _Translation:
         found: Settings = {"bucket_views": False}
         if self.of_the_trainer:
             found["embeddings_decay"] = True
+        elif not self.job.has("trainer"):
+            found["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
         if self.job.fsdp_version() == 2:
             found["tail_unit"] = True
+        if self.job.has("peft") and self.is_strategy("zero3") and self.halves and makes_config_first(self.job):
+            found["fp32_adapters"] = True
+            self.added.append(
+                ("adapters", "float32", "peft makes them after zero.Init, and DeepSpeed casts nothing then")
+            )
         if self.job.has("peft") and not self.is_strategy(*_ZERO):
             found["frozen"] = kept = self.stored or "float32"
             here = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
@@ -353,7 +364,7 @@ class _Translation:
             "precision.reduce_dtype": self.is_strategy("single"),
             "activation.block_classes": settings.get("activation.policy") is None,
             "compile.mode": not settings.get("compile.enabled"),
-            "optim.implementation": settings.get("optim.name") not in ("adamw", "sgd") or (zero and any(
+            "optim.implementation": settings.get("optim.name", "adamw") not in ("adamw", "sgd") or (zero and any(
                 place not in (None, "none") for place in offloads[:1]
             )),
             "optim.min_lr_ratio": settings.get("optim.schedule") == "constant",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ...models.adapter import AdaptedModel, base_name
+from ...models.hf import read_config
 from ...strategies.ddp import own_or_models
 from ...strategies.fsdp import FSDP
 
 _FIRST_BUCKET_MB = 1.0
 _own_root = FSDP.shard_rest
+_own_build = AdaptedModel.build
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,16 @@ class Loop:
         tail_unit: FSDP2 has units of its own for the embedding, and for the last norm with the head.
         frozen: the type of a model's frozen weights beside adapters, whatever `precision.mode` is.
         embeddings_decay: embeddings are in the optimizer's group with weight decay, which decides how ZeRO cuts it up.
+        fp32_adapters: ZeRO-3 computes with adapters in fp32, and casts the input of each to it.
+        keeps_cache: a transformers model copies every layer's keys and values, and holds them until its forward ends.
     """
 
     bucket_views: bool = True
     tail_unit: bool = False
     frozen: str | None = None
     embeddings_decay: bool = False
+    fp32_adapters: bool = False
+    keeps_cache: bool = False
 
 
 _loop = Loop()
@@ -53,6 +62,10 @@ def following(loop: Loop) -> Iterator[None]:
                 stack.enter_context(patch.dict("shardkit.models.adapter.FROZEN", frozen))
             if loop.embeddings_decay:
                 stack.enter_context(patch("shardkit.parallel.optim.SPARED", ()))
+            if loop.fp32_adapters:
+                stack.enter_context(patch("shardkit.models.adapter.AdaptedModel.build", _build_with_fp32_adapters))
+            if loop.keeps_cache:
+                stack.enter_context(patch("shardkit.models.hf.read_config", _read_with_cache))
             yield
     finally:
         _loop = before
@@ -78,6 +91,24 @@ def _shard_rest(strategy: FSDP, model: nn.Module, options: dict[str, Any]) -> No
     _own_root(strategy, model, options)
 
 
+def _build_with_fp32_adapters(adapted: AdaptedModel) -> nn.Module:
+    """Build a model whose adapters are made after `zero.Init`: in fp32, which DeepSpeed leaves them in."""
+    model = _own_build(adapted)
+    for name, param in model.named_parameters():
+        if base_name(name) is None and hasattr(param, "ds_tensor"):
+            param.ds_tensor.data = param.ds_tensor.float()
+            param.data = param.float()
+    return model
+
+
+def _read_with_cache(*args: Any) -> Any:
+    """Read a transformers config whose model keeps keys and values, as its own default is."""
+    config = read_config(*args)
+    if hasattr(config, "use_cache"):
+        config.use_cache = True
+    return config
+
+
 def _last_norm(model: nn.Module) -> nn.Module | None:
     """The last norm among the base model's own children; a model with adapters hides them from Accelerate."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
@@ -92,6 +123,9 @@ class StandInDDP(nn.Module):
     Gradient buckets of `bucket_cap_mb` MiB (the first: 1 MiB) are allocated with the wrapper and live as long as it.
     A finished gradient is copied into its bucket and becomes a view of it, unless `bucket_views` is off; a full bucket
     goes to the hook.
+
+    In other tools' loops DDP first sends all values in copies of 250 MiB, and until the second forward has one bucket
+    for all gradients. That decides which segments torch's allocator holds.
     """
 
     __getattr__ = own_or_models
@@ -109,28 +143,33 @@ class StandInDDP(nn.Module):
         self.module = module
         self._sync = True
         self._hook: Callable[[Any, Any], Any] | None = None
-        params = [p for p in module.parameters() if p.requires_grad]
+        self._params = [p for p in module.parameters() if p.requires_grad]
+        self._cap = bucket_cap_mb * 2**20
+        self._rebuilds, self._reduced = not _loop.bucket_views and not find_unused_parameters, False
+        if not _loop.bucket_views:
+            _send_copies([*module.parameters(), *module.buffers()])
         self._place: dict[int, tuple[_Bucket, int]] = {}
-        self._buckets = list(self._make_buckets(params[::-1], bucket_cap_mb * 2**20))
-        for param in params:
+        first = math.inf if self._rebuilds else _FIRST_BUCKET_MB * 2**20
+        self._buckets = list(self._make_buckets(first))
+        for param in self._params:
             param.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
-    def _make_buckets(self, params: Sequence[nn.Parameter], cap: float) -> Iterator[_Bucket]:
-        limit = _FIRST_BUCKET_MB * 2**20
-        members: list[nn.Parameter] = []
-        for index, param in enumerate(params):
-            members.append(param)
-            full = sum(p.numel() * p.element_size() for p in members) >= limit
-            other_type = index + 1 < len(params) and params[index + 1].dtype != param.dtype
-            if full or other_type or index + 1 == len(params):
-                bucket = _Bucket(torch.empty(sum(p.numel() for p in members), dtype=param.dtype, device=param.device))
-                start = 0
-                for member in members:
-                    self._place[id(member)] = bucket, start
-                    start += member.numel()
-                bucket.waits_for = bucket.missing = len(members)
-                yield bucket
-                members, limit = [], cap
+    def _make_buckets(self, first: float) -> Iterator[_Bucket]:
+        for members in _by_size(self._params[::-1], first, self._cap):
+            total = sum(p.numel() for p in members)
+            bucket = _Bucket(torch.empty(total, dtype=members[0].dtype, device=members[0].device))
+            start = 0
+            for member in members:
+                self._place[id(member)] = bucket, start
+                start += member.numel()
+            bucket.waits_for = bucket.missing = len(members)
+            yield bucket
+
+    def _rebuild(self) -> None:
+        self._rebuilds = False
+        self._place.clear()
+        self._buckets.clear()
+        self._buckets = list(self._make_buckets(_FIRST_BUCKET_MB * 2**20))
 
     def _ready(self, param: nn.Parameter) -> None:
         if not self._sync:
@@ -145,6 +184,7 @@ class StandInDDP(nn.Module):
         bucket.missing -= 1
         if bucket.missing == 0:
             bucket.missing = bucket.waits_for
+            self._reduced = True
             if self._hook is None:
                 dist.all_reduce(bucket.flat)
             else:
@@ -162,7 +202,34 @@ class StandInDDP(nn.Module):
             self._sync = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._rebuilds and self._reduced:
+            self._rebuild()
         return self.module(*args, **kwargs)
+
+
+def _by_size(tensors: Sequence[torch.Tensor], first: float, cap: float) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype; a group ends once it has `cap` bytes (the first group: `first`)."""
+    members: list[torch.Tensor] = []
+    limit = first
+    for index, tensor in enumerate(tensors):
+        members.append(tensor)
+        full = sum(t.numel() * t.element_size() for t in members) >= limit
+        if full or index + 1 == len(tensors) or tensors[index + 1].dtype != tensor.dtype:
+            yield members
+            members, limit = [], cap
+
+
+_SENT_AT_ONCE = 250 * 2**20
+
+
+def _send_copies(values: Sequence[torch.Tensor]) -> None:
+    """Copy all values as DDP does to send rank 0's: two copies exist at a time."""
+    sent: deque[torch.Tensor] = deque(maxlen=2)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value)
+    for group in _by_size([value for alike in by_dtype.values() for value in alike], _SENT_AT_ONCE, _SENT_AT_ONCE):
+        sent.append(torch.cat([value.detach().flatten() for value in group]))
 
 
 class _Bucket:

@@ -106,8 +106,34 @@ def test_accelerates_fsdp_computes_as_accelerate_does(tmp_path: Path) -> None:
     assert config.parallel.reshard_after_forward is False
     older = job(tmp_path, accelerate__yaml=FSDP1)
     assert older.load(OPEN).config.precision.autocast, "FSDP1's forward runs under autocast too"
-    assert older.loop == {"bucket_views": False}
-    assert job(tmp_path, accelerate__yaml=FSDP2).loop == {"bucket_views": False, "tail_unit": True}
+    assert older.loop == {"bucket_views": False, "keeps_cache": True}
+    assert job(tmp_path, accelerate__yaml=FSDP2).loop == {"bucket_views": False, "keeps_cache": True, "tail_unit": True}
+
+
+def test_a_loop_of_ones_own_has_torchs_adamw_and_the_models_cache(tmp_path: Path) -> None:
+    found = job(tmp_path, 2, accelerate__yaml=DDP)
+    assert found.load(OPEN).config.optim.implementation == "foreach", "no file of Accelerate names an optimizer"
+    assert found.load([*OPEN, "run.device=cpu"]).config.optim.implementation == "for_loop"
+    assert found.loop["keeps_cache"]
+    assert not job(tmp_path, 2, model={**MODEL, "use_cache": False}, accelerate__yaml=DDP).loop["keeps_cache"]
+    assert "keeps_cache" not in job(tmp_path, 2, args__yaml=ARGUMENTS).loop, "the Trainer turns it off"
+
+
+@pytest.mark.parametrize(("stage", "half", "fp32"), [(3, True, True), (3, False, False), (2, True, False)])
+def test_zero3_leaves_adapters_in_fp32_that_are_made_after_the_sharding(
+    stage: int, half: bool, fp32: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]})
+    )
+    deepspeed = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": half},
+                 "zero_optimization": {"stage": stage}}  # fmt: skip
+    given = TRAINER if half else TRAINER.replace("bf16: true\n", "")
+    names = write(tmp_path, ds__json=deepspeed, args__yaml=given + "per_device_train_batch_size: 2\n")
+    found = read_job(names, str(tmp_path), 2, peft=str(tmp_path / "adapter_config.json"))
+    assert found.loop.get("fp32_adapters", False) is fp32
+    assert any(key == "adapters" for key, _, _ in found.added) is fp32
 
 
 @pytest.mark.parametrize(
