@@ -68,7 +68,7 @@ class MetricsWriter:
         append_jsonl(self._path.with_name("samples.jsonl"), *texts)
         if self._tensorboard_dir is not None:
             shown = {f"samples/{i}": f"{text['prompt']} **→** {text['text']}" for i, text in enumerate(texts)}
-            self._hand_over(shown, int(texts[0]["step"]))
+            self._picture({}, int(texts[0]["step"]), shown)
 
     def ended(self, more: Mapping[str, float]) -> None:
         """Add to the last step's object what is known only at the run's end."""
