@@ -24,8 +24,8 @@ _LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 Later = Literal["on meta", "unwritten"]
 
-BUCKET_BYTES = 2 * 2**20
-"""Bytes of one message of `exchange` on the CPU, all ranks' parts together; gloo keeps as much beside it."""
+BUCKET_BYTES = 2**18
+"""Bytes of one message of `exchange` on the CPU, all ranks' parts together; gloo keeps several times that beside it."""
 
 
 @contextmanager
@@ -267,7 +267,9 @@ class Weights:
         """
         real: dict[int, nn.Parameter] = {}
         shared: list[torch.Tensor] = []
-        for fqn, param in model.named_parameters():
+        named = dict(model.named_parameters())
+        assert self._recipes.keys() <= named.keys(), "a parameter without values was renamed since the model was built"
+        for fqn, param in named.items():
             if not param.is_meta and not self.unwritten(fqn):
                 continue
             value = param.detach()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.schema import RunConfig
 from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
-from ..parallel.weights import Weights, exchange
+from ..parallel.weights import Weights, even_range, exchange
 from ..parallel.world import World
 from .base import OptimizerFactory
 from .states import TorchStates, flat
@@ -119,7 +119,15 @@ class DDP(TorchStates):
 
     def weights_changed(self) -> None:
         """Exchange the ranges that each rank has written, bit for bit."""
-        exchange([flat(fqn, param) for fqn, param in self._bare.named_parameters()])
+        wholes = [flat(fqn, param) for fqn, param in self._bare.named_parameters()]
+        if self._world.device.type != "cpu":
+            exchange(wholes)
+            return
+        for whole in wholes:  # gloo sends in place, and keeps memory of its own for other collectives
+            for rank in range(self._world.size):
+                start, end = even_range(whole.numel(), rank, self._world.size)
+                if start < end:
+                    dist.broadcast(whole[start:end].view(torch.uint8), src=rank)
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
