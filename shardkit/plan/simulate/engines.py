@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -15,14 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ...models.adapter import AdaptedModel, base_name
-from ...models.hf import read_config
 from ...strategies.ddp import own_or_models
 from ...strategies.fsdp import FSDP
 
 _FIRST_BUCKET_MB = 1.0
 _own_root = FSDP.shard_rest
-_own_build = AdaptedModel.build
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,9 @@ def following(loop: Loop) -> Iterator[None]:
             if loop.embeddings_decay:
                 stack.enter_context(patch("shardkit.parallel.optim.SPARED", ()))
             if loop.fp32_adapters:
-                stack.enter_context(patch("shardkit.models.adapter.AdaptedModel.build", _build_with_fp32_adapters))
+                stack.enter_context(_around("shardkit.models.adapter.AdaptedModel.build", _with_fp32_adapters))
             if loop.keeps_cache:
-                stack.enter_context(patch("shardkit.models.hf.read_config", _read_with_cache))
+                stack.enter_context(_around("shardkit.models.hf.read_config", _with_cache))
             yield
     finally:
         _loop = before
@@ -91,19 +89,23 @@ def _shard_rest(strategy: FSDP, model: nn.Module, options: dict[str, Any]) -> No
     _own_root(strategy, model, options)
 
 
-def _build_with_fp32_adapters(adapted: AdaptedModel) -> nn.Module:
-    """Build a model whose adapters are made after `zero.Init`: in fp32, which DeepSpeed leaves them in."""
-    model = _own_build(adapted)
-    for name, param in model.named_parameters():
-        if base_name(name) is None and hasattr(param, "ds_tensor"):
+def _around(name: str, after: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """Put `after` behind a function: it gets what the function returns."""
+    function = pkgutil.resolve_name(name)
+    return patch(name, lambda *args: after(function(*args)))
+
+
+def _with_fp32_adapters(model: nn.Module) -> nn.Module:
+    """A model whose adapters are made after `zero.Init`: in fp32, which DeepSpeed leaves them in."""
+    for param in model.parameters():
+        if param.requires_grad and hasattr(param, "ds_tensor"):
             param.ds_tensor.data = param.ds_tensor.float()
             param.data = param.float()
     return model
 
 
-def _read_with_cache(*args: Any) -> Any:
-    """Read a transformers config whose model keeps keys and values, as its own default is."""
-    config = read_config(*args)
+def _with_cache(config: Any) -> Any:
+    """A transformers config whose model keeps keys and values, as its own default is."""
     if hasattr(config, "use_cache"):
         config.use_cache = True
     return config
