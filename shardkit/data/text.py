@@ -280,6 +280,8 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         source = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
     if columns.kind == "messages" and source is None:
         raise no_template()
+    if columns.kind == "text" and data.chat_template is not None and is_first_rank():
+        _LOG.warning("data.chat_template=%s does not apply to %s: it has plain text", data.chat_template, called)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     template = None if source is None or columns.kind == "text" else Template(source, special)
     wide = n_ids(tokenizer) > 1 << 16

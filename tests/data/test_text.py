@@ -295,6 +295,16 @@ def test_bad_input_is_two_lines_and_nothing_is_half_written(case: str, cause: st
     assert [p for p in cache.glob("*") if p.is_dir() and not (p / "meta.json").is_file()] == []
 
 
+def test_a_template_beside_plain_text_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "t.jinja").write_text(PLAIN)
+    opened(
+        tmp_path,
+        write_lines(tmp_path / "t.jsonl", [{"text": "some text"}] * 9),
+        chat_template=str(tmp_path / "t.jinja"),
+    )
+    assert re.search(r"chat_template=.*t.jinja does not apply to .*t.jsonl: it has plain text", caplog.text)
+
+
 def test_bad_rows_are_left_out_up_to_a_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows: list[Any] = [{"messages": conversation(i)} for i in range(97)]
     path = write_lines(tmp_path / "chat.jsonl", [*rows[:50], "{", "", {"messages": 3}, *rows[50:], {"messages": []}])
