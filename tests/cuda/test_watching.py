@@ -51,6 +51,20 @@ def test_accelerates_sharded_ranks_are_counted_to_the_byte(
     assert [run.setting(key) for key in ("parallel.strategy", "train.grad_accum_steps")] == [engine, 2]
 
 
+@pytest.mark.multigpu
+@pytest.mark.slow
+def test_a_trainers_ranks_of_fsdp2_are_counted_to_the_byte(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.integrations import test_transformers as trainer
+
+    done = trainer.train(tmp_path, args={"use_cpu": False, "fsdp": True})
+    assert done.returncode == 0, done.stderr
+    state = trainer.NUMEL // 2 * 4
+    expected = dict(zip(KINDS, (state, 0, state, 2 * state + 4 * trainer.TENSORS), strict=True))
+    assert trainer.counted(tmp_path) == [expected] * 2
+    assert read_run(tmp_path / "run").setting("parallel.strategy") == "fsdp"
+
+
 def test_memory_that_runs_out_on_a_gpu_is_explained(tmp_path: Path) -> None:
     (found,) = gpu_ranks(1, "tests.cuda.watched:out_of_memory", env={"EMUCUDA_MEMORY": "1G"}, folder=str(tmp_path))
     assert (found["kind"], found["phase"], found["step"], found["gaps"]) == ("device", "forward", 3, [])
