@@ -30,11 +30,16 @@ install_packages() {
   apt-get install -y -qq --no-install-recommends "${PACKAGES[@]}" >&2 || [ -z "$(missing)" ] || fail "apt-get could not install Slurm"
 }
 
-spawn() { # NAME PROGRAM ARGS...: a daemon in the foreground, so that its pid is known
-  local name=$1
+spawn() { # NAME PROGRAM ARGS...: a daemon in the foreground, so that its pid is known; returns once it is one, or has ended
+  local name=$1 i
   shift
   setsid nohup "$@" </dev/null >>"log/$name.out" 2>&1 &
   echo $! >"pids/$name"
+  for i in $(seq 500); do # on a busy machine it is still a shell, `setsid` or `nohup` for a while
+    alive "$name" && return 0
+    grep -qE '^State:[[:space:]]+[^Z]' "/proc/$!/status" 2>/dev/null || return 0
+    sleep 0.01
+  done
 }
 
 alive() { # NAME: its recorded pid is still a daemon of Slurm, not a zombie, not somebody else by now
