@@ -17,10 +17,11 @@ def loss_difference(case: Case, found: dict[str, Any], wanted: dict[str, Any]) -
     return max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"][case.wanted], strict=True))
 
 
-TIMES = {"fp16": 1, "bf16": 4, "pure_bf16": 4, "fp8": 8}
+TIMES = {"fp16": 1, "bf16": 6, "pure_bf16": 6, "fp8": 8}
 """Below fp32: how many times as far as the CPU's own bf16 lies from its fp32.
 
-Engines cast at other places than autocast does; fp16 keeps three bits more than bf16, fp8 four less.
+Engines cast at other places than autocast does; fp16 keeps three bits more than bf16, fp8 four less. The CPU's own
+distance is one sample of rounding: other chunks of the loss changed it by a fifth.
 """
 
 
