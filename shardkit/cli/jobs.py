@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand
 
+from .plan import Model, Peft
+
 if TYPE_CHECKING:
     from ..config.foreign.translate import Job as TheirJob
     from ..config.load import LoadedConfig
@@ -248,14 +250,8 @@ def submit(
         Optional[list[str]],  # noqa: UP045
         typer.Option("--from", metavar="FILE", help="Plan a script by another tool's file; may be repeated."),
     ] = None,
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR|config.json", help="--from: the transformers model."),
-    ] = None,
-    peft: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR|adapter_config.json", help="--from: the adapter that peft puts into it."),
-    ] = None,
+    model: Model = None,
+    peft: Peft = None,
     force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
     to: Annotated[
