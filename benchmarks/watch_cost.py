@@ -1,10 +1,10 @@
 """A step of other tools' loops with and without `shardkit.watch`, on 2 CPU ranks.
 
-`python -m benchmarks.watch_cost` runs each loop twice on 2 ranks over gloo, one thread each: as it is, and with the one
-line of shardkit and its defaults (every rank's memory gathered every 10 steps, metrics.jsonl, TensorBoard). Both runs
-live at once and take steps in turn. All train the same Llama with two micro-batches a step; "own, short steps" trains
-a small model, to show the cost itself. A tool that is not installed is left out: Lightning may be anywhere on
-PYTHONPATH.
+`python -m benchmarks.watch_cost` runs each loop on 2 ranks over gloo, one thread each, in the one line of shardkit and
+its defaults (every rank's memory gathered every 10 steps, metrics.jsonl, TensorBoard). Steps take turns: every other
+one has shardkit's hooks taken off. Two processes of the same loop differ by 1 to 3 % for as long as they live, which
+is more than what is looked for. All train the same Llama with two micro-batches a step; "own, short steps" trains a
+small model, to show the cost itself. A tool that is not installed is left out: Lightning may be anywhere on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from .common import RESULTS, median_ci, stamp, write_result
@@ -28,7 +28,7 @@ from .markdown import interval, machine, paragraph, table
 
 NAME = "watch_cost"
 GOAL = 1.01
-ACCUM, MICRO, SEQ, VOCAB = 2, 2, 64, 2048
+ACCUM, MICRO, SEQ, VOCAB = 2, 2, 128, 2048
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHORT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 LOOPS = {
@@ -44,9 +44,18 @@ WARMUP = 12  # steps: state is created, TensorBoard imported, memory gathered th
 
 
 class Turn:
-    """A rank's side of taking turns, called at the end of each step."""
+    """A rank's side of taking turns, called at the end of each step.
+
+    Attributes:
+        watching: what watches the loop, once it began.
+        is_on: whether it watches the step that runs.
+    """
+
+    watching: Any = None
+    is_on = True
 
     def __init__(self, scratch: str) -> None:
+        self._inside = 0.0
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(f"{scratch}/turns")
         self._stream = connection.makefile("rw")
@@ -57,12 +66,38 @@ class Turn:
         """A step ended: say how long it took, and wait for the next turn; False if there is none."""
         now, spent = time.perf_counter(), time.process_time()
         answer = {"loss": 0.0, "at": time.time()}
-        if self._began is not None:
-            answer |= {"seconds": now - self._began[0], "spent": spent - self._began[1]}
+        if self._began is None:
+            self._time_calls()
+        else:
+            answer |= {"seconds": now - self._began[0], "spent": spent - self._began[1], "inside": self._inside}
         print(json.dumps(answer), file=self._stream, flush=True)
-        goes_on = bool(self._stream.readline())
+        asked = self._stream.readline()
+        self.switch(asked.strip() == "watched")
+        self._inside = 0.0
         self._began = time.perf_counter(), time.process_time()
-        return goes_on
+        return bool(asked)
+
+    def _time_calls(self) -> None:
+        """Add up this thread's processor time in the calls that shardkit's hooks make."""
+
+        def timed(call: Callable[..., None]) -> Callable[..., None]:
+            def run(*args: Any, **kwargs: Any) -> None:
+                began = time.thread_time()
+                call(*args, **kwargs)
+                self._inside += time.thread_time() - began
+
+            return run
+
+        self.switch(False)  # hooks keep the methods that they find
+        for name in ("forward_begins", "backward_begins", "update_begins", "step_ends"):
+            setattr(self.watching.marks, name, timed(getattr(self.watching.marks, name)))
+        self.watching.log = timed(self.watching.log)
+
+    def switch(self, is_on: bool) -> None:
+        """Put shardkit's hooks on or take them off."""
+        if is_on != self.is_on:
+            self.is_on = is_on
+            (self.watching.marks.hook if is_on else self.watching.marks.unhook)()
 
 
 def llama(sizes: dict[str, int] = SIZES) -> Any:
@@ -79,11 +114,6 @@ def tokens(count: int = MICRO) -> Any:
     return torch.randint(0, VOCAB, (count, SEQ))
 
 
-def maybe(folder: str, watch: Callable[[], Any]) -> Any:
-    """The one line, or nothing."""
-    return watch() if folder else contextlib.nullcontext()
-
-
 def own(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
     import torch
     import torch.distributed as dist
@@ -93,7 +123,7 @@ def own(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(llama(sizes))
     optimizer = torch.optim.AdamW(model.parameters())
-    with maybe(folder, lambda: shardkit.watch(model, optimizer, run_dir=folder)) as watching:
+    with shardkit.watch(model, optimizer, run_dir=folder) as turn.watching:
         going = True
         while going:
             for index in range(ACCUM):
@@ -103,8 +133,8 @@ def own(turn: Turn, folder: str, sizes: dict[str, int] = SIZES) -> None:
                     loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if watching is not None:
-                watching.log(loss=loss)
+            if turn.is_on:
+                turn.watching.log(loss=loss)
             going = turn.ended()
 
 
@@ -116,7 +146,7 @@ def accelerate(turn: Turn, folder: str) -> None:
 
     accelerator, network = Accelerator(cpu=True, gradient_accumulation_steps=ACCUM), llama()
     model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters()))
-    with maybe(folder, lambda: watch(accelerator, model, optimizer, run_dir=folder)) as watching:
+    with watch(accelerator, model, optimizer, run_dir=folder) as turn.watching:
         going = True
         while going:
             with accelerator.accumulate(model):
@@ -126,8 +156,8 @@ def accelerate(turn: Turn, folder: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                if watching is not None:
-                    watching.log(loss=loss)
+                if turn.is_on:
+                    turn.watching.log(loss=loss)
                 going = turn.ended()
 
 
@@ -149,7 +179,7 @@ def deepspeed(turn: Turn, folder: str) -> None:
             "zero_force_ds_cpu_optimizer": False,
         },
     )  # fmt: skip
-    with maybe(folder, lambda: watch(engine, run_dir=folder)) as watching:
+    with watch(engine, run_dir=folder) as turn.watching:
         going = True
         while going:
             batch = tokens()
@@ -158,8 +188,8 @@ def deepspeed(turn: Turn, folder: str) -> None:
             is_end = engine.is_gradient_accumulation_boundary()
             engine.step()
             if is_end:
-                if watching is not None:
-                    watching.log(loss=loss)
+                if turn.is_on:
+                    turn.watching.log(loss=loss)
                 going = turn.ended()
 
 
@@ -170,6 +200,7 @@ def transformers(turn: Turn, folder: str) -> None:
 
     class Turns(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            turn.watching = watched.watching
             control.should_training_stop = not turn.ended()
             return control
 
@@ -179,7 +210,7 @@ def transformers(turn: Turn, folder: str) -> None:
     )  # fmt: skip
     data = [{"input_ids": one, "labels": one} for one in tokens(4096)]
     trainer = Trainer(llama(), args, train_dataset=data, callbacks=[Turns()])
-    with maybe(folder, lambda: watch(trainer, folder)):
+    with watch(trainer, folder) as watched:
         trainer.train()
 
 
@@ -201,21 +232,25 @@ def lightning(turn: Turn, folder: str) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
+    watched = ShardkitCallback(folder)
+
     class Turns(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if (index + 1) % ACCUM == 0:
+                turn.watching = turn.watching or watched.watching
                 trainer.should_stop = not turn.ended()
+                watched.watching = turn.watching if turn.is_on else None  # it has no hooks: its callback marks
 
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy="ddp", accumulate_grad_batches=ACCUM, max_epochs=-1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*([ShardkitCallback(folder)] if folder else []), Turns()],
+        callbacks=[watched, Turns()],
     )  # fmt: skip
     trainer.fit(Net(), DataLoader(tokens(4096), batch_size=MICRO))
 
 
 def work(loop: str, folder: str, scratch: str) -> None:
-    """One rank; an empty folder: as it is."""
+    """One rank."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     turn, tool = Turn(scratch), LOOPS[loop]
     if tool is None:
@@ -230,40 +265,33 @@ def work(loop: str, folder: str, scratch: str) -> None:
 
 
 def measure(loop: str, pairs: int, folder: Path) -> dict[str, Any]:
-    """Times of both runs' steps in turn: the slower rank's, and rank 0's processor time."""
+    """Times of steps in turn: the slower rank's, and rank 0's processor time."""
     from .turns import Ranks, rotated
 
-    taken: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
-    with contextlib.ExitStack() as stack:
-        runs = {}
-        for arm in ARMS:
-            asked = command(loop, folder if arm == "watched" else None)
-            runs[arm] = stack.enter_context(Ranks(f"{loop}, {arm}", asked, folder))
-        for run in runs.values():
-            run.first_step()
+    taken: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in ARMS}
+    with Ranks(loop, [f"benchmarks.{NAME}", "--worker", loop, str(folder / f"run {loop}")], folder) as ranks:
+        ranks.first_step()
         for pair in range(WARMUP + pairs):
             for arm in rotated(ARMS, pair):
-                found = runs[arm].answers("step")
+                found = ranks.answers(arm)
                 if pair >= WARMUP:
-                    taken[arm].append((max(one["seconds"] for one in found), found[0]["spent"]))
+                    inside = max(one["inside"] for one in found)
+                    taken[arm].append((max(one["seconds"] for one in found), found[0]["spent"], inside))
     return figures(taken)
 
 
-def command(loop: str, folder: Path | None) -> list[str]:
-    return [f"benchmarks.{NAME}", "--worker", loop, "" if folder is None else str(folder / f"run {loop}")]
-
-
-def figures(taken: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """Ratios and differences, watched over as it is, of steps that were neighbours."""
+def figures(taken: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
+    """Ratios and differences, watched over as it is, of steps that were neighbours, and the mean time inside."""
     plain, watched = (taken[arm] for arm in ARMS)
     pairs = list(zip(plain, watched, strict=True))
     return {
         "measured": {**stamp(), "load": os.getloadavg()[0]},
         "pairs": len(pairs),
-        "step_s": median(seconds for seconds, _ in plain),
+        "step_s": median(seconds for seconds, *_ in plain),
         "step_time": median_ci([b[0] / a[0] for a, b in pairs]),
         "processor_time": median_ci([b[1] / a[1] for a, b in pairs]),
         "added_processor_s": median_ci([b[1] - a[1] for a, b in pairs]),
+        "inside_s": mean(inside for *_, inside in watched),
         "samples": taken,
     }
 
@@ -281,18 +309,28 @@ def watch_cost(result: dict[str, Any]) -> str:
     rows = [
         [
             loop, f"{1e3 * f['step_s']:.0f}", interval(f["step_time"], 4), interval(f["processor_time"], 4),
-            interval([1e3 * value for value in f["added_processor_s"]], 2), f"{f['measured']['load']:.1f}",
+            interval([1e3 * value for value in f["added_processor_s"]], 2), f"{1e3 * f['inside_s']:.2f}",
+            f"{100 * f['inside_s'] / f['step_s']:.2f} %", f"{f['measured']['load']:.1f}",
         ]
         for loop, f in result["loops"].items()
     ]  # fmt: skip
     text = paragraph(
-        "`python -m benchmarks.watch_cost`: the same loop twice on 2 CPU ranks over gloo, one thread each, as it "
-        "is and in the one line of shardkit with its defaults. Both runs live at once, and their steps take turns. "
-        "Ratios and differences are medians over neighbours; a step has two micro-batches. Processor time is rank 0's, "
-        f"which writes the records. Goal: step time ≤ {result['goal']}. The load is the machine's at the "
-        "end: 2 is this benchmark alone."
+        "`python -m benchmarks.watch_cost`: a loop on 2 CPU ranks over gloo, one thread each, in the one line of "
+        "shardkit with its defaults. Every other step runs without shardkit's hooks. Ratios and differences are "
+        "medians over neighbours; a step has two micro-batches. Processor time is rank 0's, which writes the records. "
+        "The time in shardkit's calls is a mean on the thread of the slower rank, every tenth step's gather included. "
+        f"Goal: step time ≤ {result['goal']}. The load is the machine's at the end: 2 is this benchmark alone."
     )
-    head = ["loop", "step, ms", "step time", "processor time", "added to it, ms", "load"]
+    head = [
+        "loop",
+        "step, ms",
+        "step time",
+        "processor time",
+        "added to it, ms",
+        "in shardkit's calls, ms",
+        "of a step",
+        "load",
+    ]
     return "\n\n".join(
         ["## One line in other tools' loops", text, table(head, rows), machine(result["environment"]), ""]
     )
@@ -300,7 +338,7 @@ def watch_cost(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=80, help="measured steps of each run")
+    parser.add_argument("--pairs", type=int, default=400, help="measured steps of each kind")
     parser.add_argument("--loops", nargs="*", choices=list(LOOPS), help="default: all that are installed")
     parser.add_argument("--worker", nargs=3, metavar=("LOOP", "RUN_DIR", "FOLDER"))
     args = parser.parse_args()
@@ -314,9 +352,10 @@ def main() -> None:
             loops[loop] = found = measure(loop, args.pairs * (3 if "short" in loop else 1), Path(temp))
             ratio, low, high = found["step_time"]
             added, least, most = (1e3 * value for value in found["added_processor_s"])
+            inside, load = 1e3 * found["inside_s"], found["measured"]["load"]
             print(
                 f"{loop}: step time × {ratio:.4f} [{low:.4f}, {high:.4f}] of {1e3 * found['step_s']:.0f} ms, processor "
-                f"time {added:+.2f} [{least:+.2f}, {most:+.2f}] ms, load {found['measured']['load']:.1f}",
+                f"time {added:+.2f} [{least:+.2f}, {most:+.2f}] ms, inside {inside:.2f} ms, load {load:.1f}",
                 flush=True,
             )
             write_result(NAME, {"goal": GOAL, "loops": loops})

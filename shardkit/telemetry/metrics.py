@@ -16,8 +16,10 @@ from ..memory.rows import RankRow
 from ..memory.spread import WHOLE, pressure, summary
 
 _LOG = logging.getLogger(__name__)
-BOARD_S = 1.0
+BOARD_S = 5.0
 """Seconds of steps that go to TensorBoard together: one by one, each would wake its writer's thread."""
+_QUEUE = 10_000
+"""Events that TensorBoard's writer takes at once; with its default of 10, the step would wait for its thread."""
 
 
 class MetricsWriter:
@@ -93,7 +95,7 @@ class MetricsWriter:
         if self._board is None:  # the import takes most of a second: wait until the first step is done
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step)
+            self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step, max_queue=_QUEUE)
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         # One event for all: `add_scalar` makes one of each, which takes the step's thread and the writer's longer.

@@ -55,9 +55,12 @@ def test_tensorboard_gets_every_gathers_memory(tmp_path: Path) -> None:
     assert series["train/loss"] == [(1, 2.0)]
 
 
-def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(tmp_path: Path) -> None:
+def test_tensorboard_gets_quick_steps_together_each_with_its_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monkeypatch.setattr(metrics, "BOARD_S", 1.0)
     writer = MetricsWriter(tmp_path, tensorboard=True)
     handed: list[int] = []
     writer.write({"step": 1, "loss": 1.0})
