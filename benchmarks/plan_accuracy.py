@@ -127,7 +127,7 @@ def cases() -> dict[str, tuple[int, list[str]]]:
     for strategy in ("ddp@2", "ddp@4", "fsdp@2", "fsdp@4", "hsdp@4"):
         add("transformer", strategy, "bf16", "full", "adamw")
         add("llama", strategy, "fp32", "full", "sgd")
-    for strategy in ("single@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2"):
+    for strategy in ("single@1", "ddp@2", "fsdp@2", "hsdp@4", "zero1@2", "zero2@2", "zero3@2"):
         add("lora", strategy, "bf16", "full", "adamw")
     return found
 

@@ -16,7 +16,7 @@ from ..config.schema import DataConfig, RunConfig
 from ..errors import ConfigError, DataError
 from .chat import TEMPLATE_S, RowError
 from .corpus import Corpus, unigram_cross_entropy
-from .documents import Documents, Split
+from .documents import Documents, LongCounts, Split
 from .encode import Encoder
 from .loader import MapDataset
 from .packing import PackedDocuments, collate_packed, corpus_documents, plan_packed
@@ -56,7 +56,8 @@ class Mixed:
 class Streamed:
     """The rows of a `Stream`, each tokenised when it is asked for: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}.
 
-    A row that cannot be used is a sample without targets, up to a share of the rows that this process has read.
+    A row that cannot be used is a sample without targets, up to a share of the rows that this process has read. What
+    became of rows that are too long is said at the first, and in counts after 100, 1,000, 10,000 … rows.
 
     Args:
         max_tokens: longest document; longer ones are truncated, or with `drop` have no targets.
@@ -74,7 +75,8 @@ class Streamed:
         self._stops = np.cumsum(self._sizes)
         self._held: OrderedDict[int, Any] = OrderedDict()
         self._encoder: Encoder | None = None
-        self._n_read = self._n_bad = self._n_too_long = 0
+        self._n_read = self._n_bad = 0
+        self._long = LongCounts()
 
     def __len__(self) -> int:
         return int(self._stops[-1])
@@ -104,12 +106,13 @@ class Streamed:
                     raise RowError("no token to predict in it")
                 too_long = len(found.tokens) > self.max_tokens
                 targets = mask[1 : self.max_tokens] & (not self.drop or not too_long)
-                if too_long and not targets.any():
-                    self._note_too_long(number, at)
+                if too_long:
+                    self._count_long(number, at, len(found.tokens), bool(targets.any()))
             except RowError as error:
                 problem = str(error)
         if problem:
             self._note(number, at, problem)
+        self._say_counts()
         if len(tokens) < 2:
             return {"tokens": torch.zeros(1, dtype=torch.int64), "targets": torch.full((1,), IGNORE_INDEX)}
         return {
@@ -138,18 +141,33 @@ class Streamed:
             )
         _LOG.warning("%s is left out: %s", where, problem)
 
-    def _note_too_long(self, number: int, at: int) -> None:
-        self._n_too_long += 1
-        longest = self.max_tokens - 1
-        if self._n_too_long == self._n_read >= min(self.JUDGED_AFTER, len(self)):
+    def _count_long(self, number: int, at: int, n_tokens: int, has_target: bool) -> None:
+        counts, longest = self._long, self.max_tokens - 1
+        is_first = not str(counts)
+        counts.dropped += self.drop
+        counts.truncated += not self.drop
+        counts.without_target += not self.drop and not has_target
+        counts.tokens_left_out += n_tokens - (self.max_tokens if has_target else 0)
+        n_useless = counts.dropped + counts.without_target
+        if n_useless == self._n_read >= min(self.JUDGED_AFTER, len(self)):
             raise DataError(
                 f"{self.stream.source}: none of the {self._n_read:,} rows that were read has a token to predict within "
                 f"train.seq_len={longest}",
                 "raise train.seq_len, or give shorter rows",
             )
-        if self._n_too_long == 1:
+        if is_first:
+            done = "left out" if self.drop else "truncated" if has_target else "left out: no target would remain"
             where = self._where(number, at)
-            _LOG.warning("%s has nothing to predict within %s tokens; more such rows are not named", where, longest)
+            _LOG.warning(
+                "%s is longer than %s tokens and is %s; further such rows are counted", where, longest + 1, done
+            )
+
+    def _say_counts(self) -> None:
+        if self._n_read >= 100 and str(self._n_read).strip("0") == "1" and str(self._long):
+            _LOG.warning(
+                "%s rows longer than %s tokens, of %s that this process has read: %s",
+                self.stream.source, self.max_tokens, f"{self._n_read:,}", self._long,
+            )  # fmt: skip
 
     def _where(self, number: int, at: int) -> str:
         piece = self.stream.pieces[number]

@@ -216,6 +216,12 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
             "model.hf has no model_type, and neither model.hf_config nor model.init_from names a config.json",
             "set model.preset (gpt2, bert-base, vit-b, swin2sr, …), model.hf.model_type, or model.hf_config",
         )
+    if model_type not in known and "auto_map" in keys:
+        raise ConfigError(
+            f"model_type={model_type} is not a model of transformers {transformers.__version__}: its code is in its "
+            "own folder (auto_map), and is never run",
+            "give a model of transformers, or write a task of your own that builds it (task.name=file.py:Task)",
+        )
     if model_type not in known:
         close = get_close_matches(str(model_type), list(known), n=3)
         raise ConfigError(

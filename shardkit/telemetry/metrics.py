@@ -78,7 +78,8 @@ class MetricsWriter:
 
     def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
         self._events.append((time.time(), step, scalars, texts or {}))
-        if time.perf_counter() - self._shown >= BOARD_S:
+        is_later = self._board is not None or step > self._events[0][1]  # the first step does not wait for the import
+        if is_later and time.perf_counter() - self._shown >= BOARD_S:
             self._show()
 
     def _show(self) -> None:
@@ -92,7 +93,7 @@ class MetricsWriter:
             self._tensorboard_dir = self._board = None
 
     def _add(self, moment: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        if self._board is None:  # the import takes most of a second: wait until the first step is done
+        if self._board is None:  # the import takes most of a second
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step, max_queue=_QUEUE)

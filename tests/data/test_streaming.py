@@ -194,9 +194,52 @@ def test_a_stream_of_rows_that_are_all_too_long_is_refused(
     val = write_lines(tmp_path / "val.jsonl", [{"prompt": "ask", "completion": "answer"}] * 4)
     data = stream_of(tmp_path, write_lines(tmp_path / "long.jsonl", rows), monkeypatch, val_path=str(val))
     assert all((data[i]["targets"] == IGNORE_INDEX).all() for i in range(8))
-    assert caplog.text.count("row 1 from byte 0 on has nothing to predict within 64 tokens") == 1
+    first = "row 1 from byte 0 on is longer than 65 tokens and is left out: no target would remain"
+    assert caplog.text.count("is longer than") == caplog.text.count(first) == 1
     with pytest.raises(DataError, match=r"none of the 9 rows .* train.seq_len=64"):
         data[8]
+
+
+@pytest.mark.parametrize(("how", "done"), [("truncate", "truncated"), ("drop", "dropped")])
+def test_rows_of_a_stream_that_are_too_long_are_counted(
+    how: str, done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"text": "ask " * (200 if i % 4 == 3 else 9)} for i in range(120)]
+    val = write_lines(tmp_path / "val.jsonl", [{"text": "ask this"}] * 4)
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    whole = [len(tokens) for tokens, _ in everything(opened(tmp_path, path))]
+    data = stream_of(tmp_path, path, monkeypatch, val_path=str(val), long_samples=how)
+    caplog.clear()
+    taken = [data[i] for i in range(100)]
+    kept = [len(sample["tokens"]) + 1 for sample in taken if (sample["targets"] != IGNORE_INDEX).any()]
+    left_out = sum(whole[:100]) - sum(kept)
+    assert left_out > 25 * 100
+    assert caplog.text.count("row 4 from byte 0 on is longer than 65 tokens") == 1
+    said = f"rows.jsonl rows longer than 65 tokens, of 100 that this process has read: 25 {done} ({left_out:,} tokens"
+    assert caplog.text.count(said) == 1
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_that_is_damaged_between_its_rows_is_refused_by_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    path, table = tmp_path / f"rows.{kind}", pa.Table.from_pylist([{"text": f"ask {i} " * 9} for i in range(400)])
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=50, compression="zstd", use_dictionary=False)
+    else:
+        with ipc.new_stream(str(path), table.schema, options=ipc.IpcWriteOptions(compression="zstd")) as sink:
+            sink.write_table(table, max_chunksize=50)
+    val = write_lines(tmp_path / "val.jsonl", [{"text": "ask this"}] * 4)
+    content = bytearray(path.read_bytes())
+    mark = content.index(b"\x28\xb5\x2f\xfd")  # the first block that zstd wrote
+    content[mark : mark + 64] = bytes(64)
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError) as raised:
+        stream_of(tmp_path, path, monkeypatch, val_path=str(val))[0]
+    assert str(path) in raised.value.cause and "\n" not in raised.value.cause
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])

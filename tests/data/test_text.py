@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +164,46 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
     tokenizer = load_tokenizer(tmp_path / "tok")
     texts = [[tokenizer.decode(tokens) for tokens, _ in everything(data)] for data in (one, several)]
     assert texts[0] == texts[1]
+
+
+def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    """Workers take longer to start than the bar waits between two drawings."""
+    path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 400} for i in range(700)))
+    command = ["shardkit.data.text", str(path), str(tmp_path / "out"), str(write_tokenizer(tmp_path / "tok"))]
+    ours, terminal = os.openpty()
+    shown = b""
+    with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=terminal) as process:
+        os.close(terminal)
+        with contextlib.suppress(OSError):  # how Linux says that the other side is closed
+            while read := os.read(ours, 4096):
+                shown += read
+    os.close(ours)
+    assert process.returncode == 0
+    drawn = re.findall(
+        r"\r\[(#*) *\] tokenising \S+/rows.jsonl: +(\d+)%, [\d,]+ tokens, [\d,]+ a second", shown.decode()
+    )
+    shares = [int(share) for _, share in drawn]
+    assert shares == sorted(shares) and len(drawn) >= 1 and shares[-1] <= 100
+    assert all(len(bar) == pytest.approx(int(share) / 5, abs=1) for bar, share in drawn)
+    assert shown.endswith(b"\r\n"), "the shell's prompt begins a line of its own"
+
+
+def test_tokenising_writes_a_line_every_half_minute_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardkit.data.encode import _Progress
+
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = _Progress("books", 1000)
+    for second in range(70):
+        now = float(second)
+        progress.advance(10, 100 * second)
+    progress.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "tokenising books:  31%, 3,000 tokens, 100 a second", "tokenising books:  61%, 6,000 tokens, 100 a second",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["truncate", "split", "drop"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardkit.errors import ConfigError
 from shardkit.memory import MemoryLedger
+from shardkit.memory.probe import HostProbe
 from shardkit.memory.rows import StateBytes
 from tests.ranks import RankError, run_ranks
 
@@ -67,6 +68,37 @@ def test_state_is_counted_only_when_a_gather_is_due() -> None:
     toy.step(ledger, 11, due=True)
     toy.step(ledger, 15, due=False)
     assert toy.asked == len([1, "after 1", 2, 5, 10, 11])
+
+
+def test_host_memory_is_read_at_edges_only_before_a_gather_and_its_peak_misses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = 0
+    read = HostProbe.read
+
+    def counted(probe: HostProbe) -> Any:
+        nonlocal reads
+        reads += 1
+        return read(probe)
+
+    monkeypatch.setattr(HostProbe, "read", counted)
+    ledger = MemoryLedger("cpu", interval=10)
+    if not ledger._host_probe.resettable:
+        pytest.skip("VmHWM cannot be reset here")
+    for step in range(1, 12):
+        before = reads
+        ledger.begin_step(step)
+        for phase in ("forward", "backward", "step"):
+            with ledger.phase(phase):
+                held = torch.ones(2**23 if step == 7 and phase == "backward" else 8)  # 32 MiB
+                del held
+        assert (reads - before > 0) is (step in (1, 2, 10)), step
+        ledger.end_step(step, 1.0)
+        if ledger.due(step):
+            rows = ledger.gather(step)
+    assert rows is not None
+    assert rows[0].host_mem.peak_rss - rows[0].host_mem.rss > 30 * 2**20
+    assert max(phase.peak_rss - phase.rss for phase in rows[0].phases.values()) < 2 * 2**20
 
 
 def test_phase_peaks_and_times_of_an_interval() -> None:

@@ -154,6 +154,11 @@ def test_keys_win_over_the_file_and_the_file_over_nothing(tmp_path: Path) -> Non
             "did you mean model.hf.n_layer?",
         ),
         ({"hf": {"model_type": "vit"}}, "model_type=vit has no model for task.name=hf_causal_lm", "model_type"),
+        (
+            {"hf": {"model_type": "wilt", "auto_map": {"AutoConfig": "wilt.Config"}}},
+            "its code is in its own folder (auto_map), and is never run",
+            "task of your own",
+        ),
         ({"hf_config": "/nowhere"}, "model.hf_config=/nowhere cannot be read", "nothing is downloaded"),
     ],
 )

@@ -17,7 +17,10 @@ CASES = [
     "transformer zero3@2+offload_all bf16 none adamw",
     "llama zero3@2 fp32 full adamw",
     "lora single@1 bf16 full adamw",
+    "lora ddp@2 bf16 full adamw",
     "lora fsdp@2 bf16 full adamw",
+    "lora hsdp@4 bf16 full adamw",
+    "lora zero1@2 bf16 full adamw",
     "lora zero2@2 bf16 full adamw",
     "lora zero3@2 bf16 full adamw",
 ]
