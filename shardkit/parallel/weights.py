@@ -25,7 +25,8 @@ Init = Callable[[str, torch.Tensor, torch.Generator], None]
 Later = Literal["on meta", "unwritten"]
 
 BUCKET_BYTES = 2**18
-"""Bytes of one message of `exchange` on the CPU, all ranks' parts together; gloo keeps several times that beside it."""
+"""Bytes of a message of `exchange` on the CPU that holds several tensors, all ranks' parts together; gloo keeps several
+times that beside it."""
 
 
 @contextmanager
@@ -326,7 +327,7 @@ def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
 def exchange(wholes: Sequence[torch.Tensor]) -> None:
     """Give every rank the ranges that the other ranks have written, bit for bit; collective on the default group.
 
-    On CPUs the number of messages depends on the bytes alone, not on the number of tensors or ranks.
+    On CPUs there is at most one message for every `BUCKET_BYTES`, and one more, for any number of tensors and ranks.
 
     Args:
         wholes: flat tensors on one device, the same on every rank, of which this rank has written its `even_range`.
@@ -341,6 +342,11 @@ def exchange(wholes: Sequence[torch.Tensor]) -> None:
             whole[end:].zero_()
             dist.all_reduce(whole.view(torch.uint8))  # in place; all other bytes are zero in the sum
         return
+    large = [whole for whole in wholes if whole.nbytes >= size * BUCKET_BYTES]
+    for whole in large:
+        for part in range(size):
+            dist.broadcast(_even_bytes(whole, part, size), src=part)  # in place
+    wholes = [whole for whole in wholes if whole.nbytes < size * BUCKET_BYTES]
     length = max(sum(_even_bytes(whole, part, size).numel() for whole in wholes) for part in range(size))
     length = min(length, max(1, BUCKET_BYTES // size))
     mine, received = torch.empty(length, dtype=torch.uint8), torch.empty(size, length, dtype=torch.uint8)

@@ -84,8 +84,12 @@ class Strategy(Protocol):
         """Context of an evaluation, which uses the weights' moving averages if there are any."""
         ...
 
-    def weights_changed(self) -> None:
-        """Make the model compute with weights written through `shards` or `load_targets`; collective."""
+    def weights_changed(self, replicas_equal: bool = False) -> None:
+        """Make the model compute with weights written through `shards` or `load_targets`; collective.
+
+        Args:
+            replicas_equal: every rank has written its `load_targets` from the same bytes: replicated weights are equal.
+        """
         ...
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

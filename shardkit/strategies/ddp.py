@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.schema import RunConfig
 from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
-from ..parallel.weights import Weights, even_range, exchange
+from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
 from .base import OptimizerFactory
 from .states import TorchStates, flat
@@ -117,17 +117,10 @@ class DDP(TorchStates):
             torch.cuda.synchronize(self._world.device)
             time.sleep(_WATCHDOG_S)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, replicas_equal: bool = False) -> None:
         """Exchange the ranges that each rank has written, bit for bit."""
-        wholes = [flat(fqn, param) for fqn, param in self._bare.named_parameters()]
-        if self._world.device.type != "cpu":
-            exchange(wholes)
-            return
-        for whole in wholes:  # gloo sends in place, and keeps memory of its own for other collectives
-            for rank in range(self._world.size):
-                start, end = even_range(whole.numel(), rank, self._world.size)
-                if start < end:
-                    dist.broadcast(whole[start:end].view(torch.uint8), src=rank)
+        if not replicas_equal:
+            exchange([flat(fqn, param) for fqn, param in self._bare.named_parameters()])
 
 
 def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -203,7 +203,7 @@ class FSDP(TorchStates):
             if isinstance(module, FSDPModule):
                 yield from gathered_params(module)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, replicas_equal: bool = False) -> None:
         """Free gathered parameters: an evaluation leaves some that only a backward would free."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

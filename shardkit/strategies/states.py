@@ -50,7 +50,7 @@ class TorchStates:
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, replicas_equal: bool = False) -> None:
         pass
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

@@ -111,7 +111,7 @@ def large(name: str) -> tuple[dict[str, str], int, int]:
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """The collectives that are called inside."""
+    """The collectives that are called inside, and what is sent to one rank."""
     called: list[str] = []
 
     def noted(name: str, run: Any) -> Any:
@@ -121,7 +121,7 @@ def messages() -> Iterator[list[str]]:
 
         return noting
 
-    names = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
+    names = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "isend")
     with patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
         yield called
 

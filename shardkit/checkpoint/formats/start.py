@@ -1,14 +1,14 @@
 """Start a run from existing weights: `model.init_from`.
 
-Each rank reads the ranges that it keeps, a piece at a time. Ranks of a node that keep the same range read a part of
-each piece and exchange them, so a node requests every byte of the source once.
+Each rank reads the ranges that it keeps, a bucket at a time. Ranks of a node that keep the same ranges each read a part
+of a bucket and exchange the parts, so a node requests every byte of the source once.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,12 @@ _FIX = "set model.init_from to weights of this model, with its sizes"
 _NAMED = 3
 """Names in a message; the rest is a number."""
 _BUFFER_BYTES = PIECE_BYTES // 4
-"""Bytes read at once. All that a rank holds beyond its shard fits into one piece: the buffer, the files' headers, the
+"""Bytes of a bucket. All that a rank holds beyond its shard fits into one piece: the bucket, the files' headers, the
 description of the model, and the exchange of weights between ranks."""
+_MESSAGE_BYTES = 2**18
+"""A bucket has one reader for so many of its bytes, at most: many ranks do not make many messages."""
+_ALIGNMENT = 16
+"""Bytes; a multiple of every element's size."""
 
 Range = tuple[str, int, int]
 """Name in the source, first element, number of elements."""
@@ -60,6 +64,16 @@ class _Wanted:
 
     info: TensorInfo
     targets: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a range in a bucket: its first element in the range, its elements, and its first byte in the bucket."""
+
+    place: Range
+    first: int
+    numel: int
+    offset: int
 
 
 @dataclass
@@ -111,7 +125,7 @@ def load_weights(
             _say_left(source, {name for _, ranges in nodes for name, _, _ in ranges})
         agreed(group, _read(source, wanted, nodes, world, group))
         agreed(group, _add_rows(source, added, rows, world, group))
-        strategy.weights_changed()
+        strategy.weights_changed(replicas_equal=len({node for node, _ in nodes}) == 1)
         found = {name.partition(".")[2]: sizes for name, sizes in rows.items()}
         return Loaded(source.path, int(world.sum([float(source.bytes_read())])[0]), found)
 
@@ -229,16 +243,13 @@ def _read(
     for rank, (node, ranges) in enumerate(nodes):
         for place in ranges if node == own else ():
             holders.setdefault(place, []).append(rank)
+    alike: dict[tuple[int, ...], list[Range]] = {}
+    for place in wanted:
+        alike.setdefault(tuple(holders[place]), []).append(place)
     buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
-    with ExitStack() as at_end:
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.size)): group}
-        for place, part in wanted.items():
-            ranks = tuple(holders[place])
-            if len(ranks) > 1 and ranks not in groups:
-                made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-                at_end.callback(dist.destroy_process_group, made)
-                groups[ranks] = made
-            failed = _fill(source, place, part, buffer, world.rank, ranks, groups.get(ranks))
+    for ranks, places in sorted(alike.items()):  # in one order on every rank: no two wait for each other
+        for index, bucket in enumerate(_in_buckets({place: wanted[place].info for place in places})):
+            failed = _fill(source, wanted, bucket, buffer, world.rank, _turned(ranks, index), group, problem)
             problem = problem or failed
     return problem
 
@@ -291,37 +302,84 @@ def _repeat(row: torch.Tensor, start: int, out: torch.Tensor) -> None:
     out[whole:].copy_(row[: len(out) - whole])
 
 
+def _in_buckets(infos: Mapping[Range, TensorInfo]) -> Iterator[list[_Piece]]:
+    """The pieces of the ranges in order, in groups that fill the buffer."""
+    bucket, used = list[_Piece](), 0
+    for place, info in infos.items():
+        size, first = info.dtype.itemsize, 0
+        while first < place[2]:
+            numel = min(place[2] - first, (_BUFFER_BYTES - used) // size)
+            bucket.append(_Piece(place, first, numel, used))
+            first, used = first + numel, _aligned(used + numel * size)
+            if used == _BUFFER_BYTES:
+                yield bucket
+                bucket, used = [], 0
+    if bucket:
+        yield bucket
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _turned(ranks: Sequence[int], by: int) -> list[int]:
+    """The ranks in a ring, from another one on: where a bucket needs few readers, all take turns."""
+    return [ranks[(index + by) % len(ranks)] for index in range(len(ranks))]
+
+
 @torch.no_grad()
 def _fill(
     source: Source,
-    place: Range,
-    wanted: _Wanted,
+    wanted: Mapping[Range, _Wanted],
+    bucket: Sequence[_Piece],
     buffer: torch.Tensor,
     rank: int,
     ranks: Sequence[int],
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
+    problem: CheckpointError | None,
 ) -> CheckpointError | None:
-    """Read a range in pieces, into the run's own dtype (masters are fp32: no bit is lost).
+    """Read a bucket and copy it into the run's own dtype (masters are fp32: no bit is lost); returns the problem.
 
     Args:
-        buffer: bytes that hold a piece; one for all, as freed ones would stay with the allocator.
-        ranks: those that want the range; each reads a part of a piece and broadcasts it in place.
+        buffer: bytes that hold a bucket; one for all, as freed ones would stay with the allocator.
+        ranks: those that want its ranges; the first of them each read a part and send it to the others, in place.
+        group: one that exists: a group of the same ranks made a second time may find addresses of the first one.
+        problem: if there is one already, this rank reads no more.
     """
-    name, start, numel = place
-    pieces, problem = buffer.view(wanted.info.dtype), None
-    for at in range(0, numel, len(pieces)):
-        piece = pieces[: min(len(pieces), numel - at)]
-        share = -(-len(piece) // len(ranks))
-        for sharer, first in zip(ranks, range(0, len(piece), share), strict=False):
-            part = piece[first : first + share]
-            try:
-                if sharer == rank and problem is None:
-                    source.read_into(name, start + at + first, part)
-            except CheckpointError as error:
-                problem = error
-        for sharer, first in zip(ranks, range(0, len(piece), share), strict=False):
-            if len(ranks) > 1:
-                dist.broadcast(piece[first : first + share].view(torch.uint8), src=sharer, group=group)
-        for target in wanted.targets:
-            target[at : at + len(piece)].copy_(piece)
+    pieces = [(one, _elements(buffer, one, wanted[one.place].info)) for one in bucket]
+    end = max(one.offset + held.nbytes for one, held in pieces)
+    share = _aligned(-(-end // min(len(ranks), -(-end // _MESSAGE_BYTES))))
+    parts = [(sharer, at, min(at + share, end)) for sharer, at in zip(ranks, range(0, end, share), strict=False)]
+    for sharer, low, high in parts:
+        try:
+            if sharer == rank and problem is None:
+                _read_between(source, pieces, low, high)
+        except CheckpointError as error:
+            problem = error
+    under_way = list[dist.Work | None]()
+    for sharer, low, high in parts:
+        if sharer == rank:
+            under_way += [dist.isend(buffer[low:high], dst=other, group=group) for other in ranks if other != rank]
+        else:
+            under_way.append(dist.irecv(buffer[low:high], src=sharer, group=group))
+    for message in under_way:
+        assert message is not None  # this rank is one of the group
+        message.wait()
+    for one, held in pieces:
+        for target in wanted[one.place].targets:
+            target[one.first : one.first + one.numel].copy_(held)
     return problem
+
+
+def _elements(buffer: torch.Tensor, piece: _Piece, info: TensorInfo) -> torch.Tensor:
+    return buffer[piece.offset : piece.offset + piece.numel * info.dtype.itemsize].view(info.dtype)
+
+
+def _read_between(source: Source, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
+    """Read the elements of the pieces that lie in the bytes [low, high) of the bucket, both at element boundaries."""
+    for one, held in pieces:
+        size = held.element_size()
+        first, last = max(low - one.offset, 0) // size, min(high - one.offset, held.nbytes) // size
+        if first < last:
+            name, start, _ = one.place
+            source.read_into(name, start + one.first + first, held[first:last])

@@ -161,7 +161,7 @@ class ZeRO:
     def evaluating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, replicas_equal: bool = False) -> None:
         refresh_compute_weights(self._zero, self.stage)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

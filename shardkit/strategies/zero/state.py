@@ -14,7 +14,7 @@ from torch import nn
 from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
-from ...parallel.weights import even_range, parameters_on_meta, replace_parameters
+from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
 from ..base import Shard
 from ..states import create_states, flat, scalars_of, set_scalars
 
@@ -388,10 +388,8 @@ def refresh_compute_weights(zero: Any, stage: int) -> None:
     """Copy the masters into the weights that forward reads and gather these, like the engine's own step."""
     if stage < 3 and all(buffer.device.type == "cpu" for buffer in zero.bit16_groups_flat):
         for buffer, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-            parts = buffer.view(-1, master.numel())
-            parts[dist.get_rank()].copy_(master)
-            for owner, part in enumerate(parts):  # gloo's own all-gather would copy the whole
-                dist.broadcast(part.view(torch.uint8), src=owner)
+            buffer.view(-1, master.numel())[dist.get_rank()].copy_(master)
+        exchange(zero.bit16_groups_flat)  # gloo's own all-gather would copy the whole
         return
     if stage < 3:
         zero.update_lp_params()
