@@ -2,8 +2,8 @@
 
 `EMUCUDA=1 EMUCUDA_DEVICES=2 .venv-cuda/bin/python -m benchmarks.host_cost` (after `make test-cuda`). Both train the
 same 355M model in bf16 in one process, step by step in turns. Counted are the calls of CUDA's runtime; measured is the
-process's processor time, and beside it the time by the clock. `--clock` measures steps on kernels of a given duration
-by the card's clock.
+process's processor time, and beside it the time by the clock; each as it is, and without what only the emulation takes,
+which counts that itself. `--clock` measures steps on kernels of a given duration by the card's clock.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ CALLS = (
 )  # fmt: skip
 VIRTUAL = {"EMUCUDA_KERNEL_US": "40", "EMUCUDA_GEMM_US": "600"}
 """The step then takes the card longer than the host, as on a GPU."""
-SECONDS = ("wall_s", "cpu_s", "thread_s")
-"""By the clock, of the process's processor time, and of the training thread's."""
+SECONDS = {
+    "wall_s": ("computing_ns", "bookkeeping_ns"),
+    "cpu_s": ("computing_ns", "bookkeeping_ns", "streams_ns"),
+    "thread_s": ("emulating_here_ns",),
+}
+"""By the clock, of the process's processor time, and of the training thread's; and what of each is the emulation's.
+
+The streams' threads run beside the program. Where it runs two threads in a step, one waits for the other."""
 Step = Callable[[], None]
 
 
@@ -174,12 +180,13 @@ def _in_turns(arms: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, di
     for turn in range(WARM + turns):
         for name in sorted(arms, reverse=turn % 2 == 0):
             torch.cuda.synchronize()
-            began = time.perf_counter(), time.process_time(), time.thread_time()
             with emucuda.counting() as calls:
+                began = time.perf_counter(), time.process_time(), time.thread_time()
                 arms[name]()
-            ended = time.perf_counter(), time.process_time(), time.thread_time()
+                ended = time.perf_counter(), time.process_time(), time.thread_time()
             seconds = dict(zip(SECONDS, (b - a for a, b in zip(began, ended, strict=True)), strict=True))
-            by_arm[name].append({**seconds, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
+            emulating = {f"emulating_{k}": sum(calls[name] for name in of) / 1e9 for k, of in SECONDS.items()}
+            by_arm[name].append({**seconds, **emulating, "calls": {k: calls[k] for k in (*WAITS, *CALLS)}})
     return {name: _typical(steps[WARM:]) for name, steps in by_arm.items()}
 
 
@@ -187,7 +194,7 @@ def _typical(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Each call's median count, and every step's seconds."""
     names = steps[0]["calls"]
     calls = {name: median(step["calls"][name] for step in steps) for name in names}
-    seconds = {name: [step[name] for step in steps] for name in SECONDS}
+    seconds = {name: [step[name] for step in steps] for name in steps[0] if name != "calls"}
     return {"calls": {k: int(v) for k, v in calls.items() if v}, **seconds}
 
 
@@ -241,14 +248,27 @@ def ranks(engine: str, turns: int, **env: str) -> dict[str, Any]:
 def counted(engine: str, turns: int) -> dict[str, Any]:
     arms = ranks(engine, turns)
 
-    def added(seconds: str) -> list[float]:
-        pairs = zip(arms["shardkit"][seconds], arms["hand-written"][seconds], strict=True)
-        return [1e3 * value for value in median_ci([a - b for a, b in pairs])]
+    added = {
+        f"added{kind}_ms{'' if whole else '_without_emulation'}": _added(arms, seconds, whole)
+        for kind, seconds in (("", "cpu_s"), ("_thread", "thread_s"), ("_wall", "wall_s"))
+        for whole in (True, False)
+    }
+    return {"measured": stamp(), "ranks": ENGINES[engine], "arms": arms, **added}
 
-    return {
-        "measured": stamp(), "ranks": ENGINES[engine], "arms": arms, "added_ms": added("cpu_s"),
-        "added_thread_ms": added("thread_s"), "added_wall_ms": added("wall_s"),
-    }  # fmt: skip
+
+def _added(arms: dict[str, Any], seconds: str, whole: bool) -> list[float]:
+    """Median milliseconds, with its interval, that a step of shardkit takes longer.
+
+    Args:
+        whole: with the emulation's part.
+    """
+
+    def of(arm: str) -> list[float]:
+        emulating = arms[arm][f"emulating_{seconds}"]
+        return [s if whole else s - e for s, e in zip(arms[arm][seconds], emulating, strict=True)]
+
+    pairs = zip(of("shardkit"), of("hand-written"), strict=True)
+    return [1e3 * value for value in median_ci([a - b for a, b in pairs])]
 
 
 def on_the_clock(engine: str, turns: int) -> dict[str, Any]:

@@ -8,6 +8,10 @@ from .host_cost import ENGINES
 from .markdown import interval, machine, paragraph, table
 
 MODES = ("fp32", "bf16", "fp16", "pure_bf16", "fp8")
+ADDED = {
+    "added_ms_without_emulation": "added, ms", "added_thread_ms_without_emulation": "its training thread, ms",
+    "added_wall_ms_without_emulation": "by the clock, ms", "added_ms": "with the emulation's, ms",
+}  # fmt: skip
 TITLES = {
     "pairs": "Every engine, precision, policy, offload, accumulation, clipping and averaging with each other",
     "full": "Every strategy in every precision under every activation policy",
@@ -53,9 +57,11 @@ def host_cost(result: dict[str, Any]) -> str:
         "asks whether its norm is valid and reads memory that nothing computed, so that it takes another path, "
         "with two pageable copies, on one side only; on a card that computes both sides are equal "
         "(tests/cuda/test_host_cost.py). Added: median processor time of all of the process's threads, shardkit's "
-        f"step less the hand-written one (goal ≤ {goals['added_ms']:g} ms); beside it the training thread's alone, "
-        "and the same by the clock. Python calls: functions called in a step on that thread, which no load of the "
-        "machine changes; older measurements lack some of these." + result.get("note", "")
+        f"step less the hand-written one (goal ≤ {goals['added_ms']:g} ms), without what the emulation computes and "
+        "keeps account of by itself, which it counts; beside it the training thread's alone, and the same by the "
+        "clock; last the processor time as it is, with the emulation's. Python calls: functions called in a step on "
+        "that thread, which no load of the machine changes; older measurements lack some of these."
+        + result.get("note", "")
     )
     named = {
         "device syncs": ["device_sync"], "stream syncs": ["stream_sync"], "event waits": ["event_sync"],
@@ -68,14 +74,12 @@ def host_cost(result: dict[str, Any]) -> str:
         counts = [
             " / ".join(str(sum(arm.get(n, 0) for n in names)) for arm in (ours, theirs)) for names in named.values()
         ]
-        added = [
-            interval(found[key], 1) if key in found else "–" for key in ("added_ms", "added_thread_ms", "added_wall_ms")
-        ]
+        added = [interval(found[key], 1) if key in found else "–" for key in ADDED]
         made = [found["arms"][arm].get("python_calls") for arm in ("shardkit", "hand-written")]
         counts.append("–" if None in made else " / ".join(f"{n:.0f}" for n in made))
         rows.append([f"{engine}@{found['ranks']}", *counts, *added])
     parts = ["## The host's cost of a step on CUDA", "", text, ""]
-    head = ["engine@ranks", *named, "Python calls", "added, ms", "its training thread, ms", "by the clock, ms"]
+    head = ["engine@ranks", *named, "Python calls", *ADDED.values()]
     parts += [table(head, rows), ""]
     clocks = {engine: found["clock"] for engine, found in result["engines"].items() if "clock" in found}
     if clocks:

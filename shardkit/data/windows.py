@@ -70,7 +70,7 @@ def too_short(what: str, n_tokens: int, needed: int, seq_len: int) -> DataError:
 def _inputs_and_targets(window: npt.NDArray[np.int64], seq_len: int) -> dict[str, torch.Tensor]:
     """A window's inputs and next tokens; a short one is padded."""
     tokens = torch.from_numpy(window)
-    missing = seq_len + 1 - len(tokens)
+    missing = seq_len + 1 - len(window)
     tokens, targets = tokens[:-1], tokens[1:]
     if missing:
         tokens = torch.nn.functional.pad(tokens, (0, missing))
@@ -147,12 +147,12 @@ def pad_batch(samples: list[dict[str, torch.Tensor]], seq_len: int, whole: bool)
     T is the longest sample's length, rounded up to a multiple of 8, or `seq_len` with `whole`. A causal model never
     looks at what stands behind a token, so it needs no attention mask.
     """
-    longest = max(len(sample["tokens"]) for sample in samples)
+    longest = max(sample["tokens"].shape[0] for sample in samples)
     size = seq_len if whole else min(seq_len, -(-longest // _PAD_TO) * _PAD_TO)
     fill = {"tokens": 0, "targets": IGNORE_INDEX}
 
     def padded(tokens: torch.Tensor, value: int) -> torch.Tensor:
-        missing = size - len(tokens)
+        missing = size - tokens.shape[0]
         return torch.nn.functional.pad(tokens, (0, missing), value=value) if missing else tokens
 
     return {key: torch.stack([padded(sample[key], value) for sample in samples]) for key, value in fill.items()}

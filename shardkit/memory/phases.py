@@ -39,16 +39,17 @@ class _Peaks:
 
     def add(self, device: DeviceCounters | None, host: HostCounters | None) -> None:
         if device is not None:
-            peaks = (device.peak_allocated, device.peak_reserved)
             if self.device is not None:
-                peaks = (max(peaks[0], self.device.peak_allocated), max(peaks[1], self.device.peak_reserved))
-            self.device = DeviceCounters(
-                device.allocated, peaks[0], device.reserved, peaks[1], device.alloc_retries, device.ooms
-            )
+                allocated = max(device.peak_allocated, self.device.peak_allocated)
+                reserved = max(device.peak_reserved, self.device.peak_reserved)
+                device = DeviceCounters(
+                    device.allocated, allocated, device.reserved, reserved, device.alloc_retries, device.ooms
+                )
+            self.device = device
         if host is not None:
-            self.host = HostCounters(
-                host.rss, host.peak_rss if self.host is None else max(host.peak_rss, self.host.peak_rss)
-            )
+            if self.host is not None:
+                host = HostCounters(host.rss, max(host.peak_rss, self.host.peak_rss))
+            self.host = host
 
     def forget(self, host: bool) -> None:
         """Drop the figures of the interval before; the host's only if new ones come."""

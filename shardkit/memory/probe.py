@@ -6,8 +6,8 @@ import os
 import resource
 import sys
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -15,8 +15,7 @@ import torch
 _KIB = 1024
 
 
-@dataclass(frozen=True)
-class DeviceCounters:
+class DeviceCounters(NamedTuple):
     """The counters of one device's caching allocator, in bytes; peaks since the last `reset_peak`."""
 
     allocated: int
@@ -75,8 +74,7 @@ class DeviceProbe:
             torch.cuda.reset_peak_memory_stats(self._index)
 
 
-@dataclass(frozen=True)
-class HostCounters:
+class HostCounters(NamedTuple):
     """Resident bytes of this process: now, and their peak since the last `reset_peak`."""
 
     rss: int

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -32,7 +33,8 @@ class Mark:
         self._is_past = device.type != "cuda"
         if not self._is_past:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
+            # torch finds a device that is not named out by a dozen calls, the driver's among them.
+            self._event.record(torch.cuda.current_stream(device.index))
 
     def wait(self) -> Mark:
         """Wait until the moment has come; returns this mark."""
@@ -64,12 +66,13 @@ class HostValue:
     def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
         """`device`: where `arrived` is taken, if not on the value's device."""
         self._number: float | None = None
-        self._host, self._pool = value.detach(), list[torch.Tensor]()
+        self._host = value = value.detach()
+        self._pool = list[torch.Tensor]()
         if value.device.type == "cuda":
             if type(value) is torch.Tensor:  # not a plan's fake one
                 self._pool = self._free.setdefault(value.dtype, self._pool)
             self._host = self._pool.pop() if self._pool else torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._host.copy_(value.detach(), non_blocking=True)
+            self._host.copy_(value, non_blocking=True)
         self.arrived = Mark(device or value.device)
 
     def item(self) -> float:
@@ -160,17 +163,18 @@ class StepOutput:
     grad_norm: HostValue
     turns: list[Mark]
 
+    @cached_property
     def forward_s(self) -> float:
         """Seconds of forward over all micro-batches, once the loss is known."""
         return sum((end - begin for begin, end in zip(self.turns[:-1:2], self.turns[1::2], strict=True)), 0.0)
 
     def busy_s(self, waits: Stopwatch | None) -> float:
         """Seconds of forward that this rank did not wait for others; NaN if its waits are not known."""
-        return math.nan if waits is None else self.forward_s() - waits.seconds()
+        return math.nan if waits is None else self.forward_s - waits.seconds()
 
     def times(self) -> dict[str, float]:
         """Seconds of forward, backward and update, which follow one another without gaps, once `ended` is past."""
-        forward, last = self.forward_s(), self.turns[-1]
+        forward, last = self.forward_s, self.turns[-1]
         return {"forward_s": forward, "backward_s": last - self.turns[0] - forward, "update_s": self.ended - last}
 
     @property

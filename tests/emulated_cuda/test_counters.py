@@ -1,4 +1,4 @@
-"""What a program asked of the runtime is counted."""
+"""What a program asked of the runtime is counted, and the time that only the emulation takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def made(function: Any) -> dict[str, int]:
 
     with emucuda.counting() as counts:
         function()
-    return {name: number for name, number in counts.items() if number}
+    return {name: number for name, number in counts.items() if number and not name.endswith("_ns")}
 
 
 def test_synchronisations_are_counted() -> None:
@@ -79,6 +79,40 @@ def test_the_allocators_calls_are_counted() -> None:
     first, cached, emptied, _ = call(allocations, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert first["mem_create"] == first["mem_map"] == 2, "pages of 20 MiB"
     assert cached == {} and emptied["mem_unmap"] == emptied["mem_release"] == 2
+
+
+def own_times() -> list[dict[str, int]]:
+    """Of no-compute mode: two turns of sums over small tensors, one over large ones, one of copies, one of nothing."""
+    import emucuda
+
+    small, large = torch.ones(4096, device="cuda"), torch.zeros(1 << 20, device="cuda")
+    pinned = torch.ones(1 << 16).pin_memory()
+    there = pinned.cuda()
+
+    def sums(of: torch.Tensor) -> None:
+        for _ in range(200):
+            of + 1
+
+    found = []
+    work = [lambda: sums(small), lambda: sums(small), lambda: sums(large), lambda: there.copy_(pinned, True), int]
+    for each in [lambda: sums(small), lambda: sums(large), *work]:
+        torch.cuda.synchronize()
+        with emucuda.counting() as made:
+            each()
+            torch.cuda.synchronize()
+        found.append({name: number for name, number in made.items() if name.endswith("_ns")})
+    return found[2:]
+
+
+def test_the_emulations_own_time_is_counted() -> None:
+    first, again, large, copied, nothing = call(own_times, EMUCUDA_COMPUTE="0")
+    assert first["computing_ns"] > 200 * 500, "each takes a microsecond and more"
+    assert 1 / 3 < first["computing_ns"] / again["computing_ns"] < 3
+    assert large["computing_ns"] == 0 < large["bookkeeping_ns"], "skipped"
+    for made in (first, again, large):
+        assert made["emulating_here_ns"] == made["computing_ns"] + made["bookkeeping_ns"]
+    assert copied["streams_ns"] > 0 == copied["computing_ns"], "on the stream's thread"
+    assert set(nothing.values()) == {0}
 
 
 def test_counting_needs_the_emulation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         pass
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         self.at = Event.clock_ms
 
     def synchronize(self) -> None:
@@ -133,6 +133,7 @@ class Event:
 
 def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(Event, "waited", [])
     watch = step.Stopwatch(torch.device("cuda"))
     for begin, end in ((0.0, 1500.0), (2000.0, 4500.0), (9000.0, 9250.0)):

@@ -56,7 +56,11 @@ def _runtime() -> ctypes.CDLL:
 
 
 def counts() -> dict[str, int]:
-    """How often this process has called the runtime and the driver so far, by kind of call."""
+    """How often this process has called the runtime and the driver so far, by kind of call.
+
+    Nanoseconds of processor time that only the emulation takes: `computing_ns` for what a GPU would compute,
+    `bookkeeping_ns`, `streams_ns` of the streams' threads; and `emulating_here_ns`, of the calling thread.
+    """
     runtime = _runtime()
     return {
         runtime.emucuda_counter_name(i).decode(): runtime.emucuda_counter_value(i)

@@ -17,6 +17,7 @@ size_t emucuda_used_memory(int device);
 size_t emucuda_skip_above(void);  // see Settings::skip_above
 void emucuda_count_operator(int synchronises);
 void emucuda_gemm(void* stream);  // a matrix product of no-compute mode
+int emucuda_spend_host(int on);  // see HostTime
 
 // CUPTI records what runs while a profiler is attached.
 enum ActivityKind { ACTIVITY_KERNEL, ACTIVITY_COPY_TO_DEVICE, ACTIVITY_COPY_TO_HOST };
@@ -37,3 +38,26 @@ struct Profiler {
 void emucuda_attach_profiler(const Profiler*);
 const Profiler* emucuda_profiler(void);
 }
+
+namespace emu {
+
+// What a thread's processor time goes to. A GPU's host has the first alone.
+enum HostTime {
+  PROGRAM,
+  COMPUTING,    // results that a GPU would compute, and copies that it would make
+  BOOKKEEPING,  // of the emulation: which bytes were computed
+  STREAMS,      // the streams' own threads, which stand for the device
+};
+
+// The time in its scope, and not in another's inside it, goes to this.
+class Spend {
+ public:
+  explicit Spend(HostTime on) : before_(emucuda_spend_host(on)) {}
+  ~Spend() { emucuda_spend_host(before_); }
+  Spend(const Spend&) = delete;
+
+ private:
+  int before_;
+};
+
+}  // namespace emu

@@ -1,4 +1,4 @@
-// How often the process called the runtime and the driver, by kind of call.
+// How often the process called the runtime and the driver, by kind of call; and the emulation's own processor time.
 #pragma once
 #include <atomic>
 

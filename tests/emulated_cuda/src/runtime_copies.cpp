@@ -49,6 +49,7 @@ static cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaStre
     // Kernels run as they are called, so a copy among device memory does too, once the stream is there.
     launched(stream, settings().kernel_ms);
     if (skip) return cudaSuccess;
+    Spend computing(COMPUTING);
     if (!stream->drain()) return failed(LOST);
     std::memmove(to, from, bytes);
   } else if (!source_known || !target_known) {
@@ -76,6 +77,7 @@ static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
   EMU_NEEDS(stream->device);
   launched(stream, settings().kernel_ms);
   if (bytes > settings().skip_above) return cudaSuccess;
+  Spend computing(COMPUTING);
   if (!stream->drain()) return failed(LOST);
   std::memset(at, value, bytes);
   return cudaSuccess;
@@ -84,6 +86,7 @@ static cudaError_t fill(void* at, int value, size_t bytes, Stream* stream) {
 static cudaError_t copy_rows(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                              size_t height, Stream* stream) {
   EMU_NEEDS(stream->device);
+  Spend computing(COMPUTING);
   if (!stream->drain()) return failed(LOST);
   if (width * height > settings().skip_above) return cudaSuccess;
   for (size_t row = 0; row < height; row++)

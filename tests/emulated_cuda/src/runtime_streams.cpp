@@ -1,6 +1,7 @@
 // Runtime API: streams and events.
 #include <cuda_runtime_api.h>
 
+#include "core.h"
 #include "counters.h"
 #include "errors.h"
 #include "lost.h"
@@ -64,13 +65,19 @@ EMU_EXPORT cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* 
 }
 EMU_EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
   EMU_NEEDS(stream_of(stream)->device);
-  stream_of(stream)->enqueue([=] { function(argument); });
+  stream_of(stream)->enqueue([=] {
+    Spend program(PROGRAM);
+    function(argument);
+  });
   return cudaSuccess;
 }
 EMU_EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* argument,
                                              unsigned) {
   EMU_NEEDS(stream_of(stream)->device);
-  stream_of(stream)->enqueue([=] { function(stream, cudaSuccess, argument); });
+  stream_of(stream)->enqueue([=] {
+    Spend program(PROGRAM);
+    function(stream, cudaSuccess, argument);
+  });
   return cudaSuccess;
 }
 

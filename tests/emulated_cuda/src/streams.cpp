@@ -91,6 +91,7 @@ void Stream::mark(std::shared_ptr<Marker> marker) {
 }
 
 void Stream::push(Entry entry) {
+  Spend bookkeeping(BOOKKEEPING);  // a driver would ring the device's bell
   if (!started_) {  // most of the streams that torch makes are never used
     started_ = true;
     std::thread(&Stream::work, this).detach();
@@ -107,6 +108,7 @@ void Stream::work() {
   current_device() = device;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
+    Spend streams(STREAMS);
     queued_.wait(lock, [this] { return destroyed_ || !queue_.empty(); });
     if (queue_.empty()) break;
     Entry entry = std::move(queue_.front());

@@ -7,6 +7,7 @@
 
 #include <mutex>
 
+#include "../core.h"
 #include "record.h"
 
 namespace emu {
@@ -45,6 +46,7 @@ class Kernel {
   Kernel(const Kernel&) = delete;
 
  private:
+  Spend computing_{COMPUTING};
   BelowAutograd below_;
   Recorded recorded_;
   const char* name_;

@@ -29,6 +29,13 @@ const Names BY_HAND = {"aten::cudnn_convolution", "aten::convolution_backward",
 // Memory that nothing has written yet.
 const Names EMPTY = {"aten::empty.memory_format", "aten::empty_strided"};
 
+// torch's own kernel: the program's time, as on a GPU.
+void call_kernel(const c10::SafeKernelFunction& kernel, const OperatorHandle& op, c10::DispatchKeySet keys,
+                 Stack* stack) {
+  Spend program(PROGRAM);
+  kernel.callBoxed(op, keys, stack);
+}
+
 struct CudaKernel {
   c10::SafeKernelFunction kernel;
   std::string name;
@@ -72,6 +79,7 @@ std::vector<Tensor> new_tensors(const c10::FunctionSchema& schema, const Stack& 
 
 // 0, 1, 2, … round and round: as many of each, and no two alike in a row of a router's choices.
 void fill_positions(const Tensor& tensor, int64_t of) {
+  Spend computing(COMPUTING);
   drain_current_stream(tensor.device());
   Tensor rows = at::arange(tensor.numel(), at::kLong).remainder_(std::max<int64_t>(of, 1));
   on_host(tensor).copy_(rows.view(tensor.sizes()));
@@ -103,6 +111,7 @@ void skip(const CudaKernel& entry, const std::vector<IValue>& given, const std::
 // The CPU's results into those that CUDA's kernel has made.
 void compute(const OperatorHandle& op, const CudaKernel& entry, std::vector<IValue> given,
              const std::vector<Tensor>& fresh, const Operands& found) {
+  Spend computing(COMPUTING);
   BelowAutograd below;
   Stack stack = std::move(given);
   Devices devices = look_at(stack, 0);
@@ -143,11 +152,12 @@ void compute_alone(const OperatorHandle& op, const CudaKernel& entry, Stack* sta
 void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const CudaKernel& entry = kernels().at(op.operator_name());
   const auto& schema = op.schema();
+  Spend bookkeeping(BOOKKEEPING);
   Recorded recorded(entry.name);
   std::vector<IValue> given(stack->end() - schema.arguments().size(), stack->end());
   Operands found = operands(schema, given);
   if (entry.answers_with_a_value || SYNCHRONISES.count(entry.name)) return compute_alone(op, entry, stack, found);
-  entry.kernel.callBoxed(op, keys, stack);
+  call_kernel(entry.kernel, op, keys, stack);
   std::vector<Tensor> fresh = new_tensors(schema, *stack);
   bool small = found.all_small;
   for (const auto* tensors : {&fresh, &found.written})  // the kernel may have given them their sizes
@@ -161,7 +171,8 @@ void counted(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
 
 void empty(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const CudaKernel& entry = kernels().at(op.operator_name());
-  entry.kernel.callBoxed(op, keys, stack);
+  Spend bookkeeping(BOOKKEEPING);
+  call_kernel(entry.kernel, op, keys, stack);
   // What lies there is nobody's; a small one may be filled by a copy or a collective, which move bytes.
   const Tensor& made = stack->back().toTensor();
   mark(made, is_small(made) ? Validity::computed : Validity::skipped);
@@ -173,20 +184,22 @@ void refuse_to_read(const Tensor& tensor, const std::string& name) {
 }
 
 void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
   if (from.is_cuda() && !to.is_cuda()) refuse_to_read(from, entry.name);
   if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
-  entry.kernel.callBoxed(op, keys, stack);
+  call_kernel(entry.kernel, op, keys, stack);
   // torch converts types on the side where that is cheaper: what moved is at most this.
   size_t moved = std::max(to.nbytes(), from.nbytes());
   if (to.is_cuda()) mark(to, moved <= emucuda_skip_above() ? Validity::computed : Validity::skipped);
 }
 
 void read_scalar(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   refuse_to_read(stack->back().toTensor(), entry.name);
-  entry.kernel.callBoxed(op, keys, stack);
+  call_kernel(entry.kernel, op, keys, stack);
 }
 
 }  // namespace

@@ -72,6 +72,7 @@ bool is_small(const Tensor& tensor) {
 void leave(const Tensor& tensor) {
   bool ones = !nothing(tensor) && !decides(tensor) && is_small(tensor);
   if (ones) {
+    Spend computing(COMPUTING);
     drain_current_stream(tensor.device());
     on_host(tensor).fill_(1);
   }
