@@ -20,6 +20,7 @@ PREEMPT_FILE = "SHARDKIT_PREEMPT_FILE"
 HEARTBEAT = "SHARDKIT_HEARTBEAT"
 """The variable that names the folder in which each rank touches a file named by its LOCAL_RANK."""
 AUTO = "auto"
+_NO_PYTHON = (".yaml", ".yml", ".json", ".toml", ".sh", ".bash", ".sbatch")
 _HOW = "shardkit launch [options] -- train.py arguments, or -- -m package.module arguments"
 
 
@@ -98,12 +99,17 @@ def check(script: Script, cwd: Path | None) -> None:
     first = script.argv[0] if script.argv else ""
     if not first:
         raise LaunchError("nothing follows `--`", _HOW)
-    if re.fullmatch(r"python[\d.]*|torchrun", Path(first).name):
+    if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun", Path(first).name):
         raise LaunchError(f"`-- {first}`: the ranks are started by shardkit, with its own interpreter", _HOW)
     if first == "-m":
         _check_module(script.argv, cwd)
     elif first.startswith("-"):
         raise LaunchError(f"`-- {first}`: a script or -m MODULE must follow `--`", _HOW)
+    elif Path(first).suffix in _NO_PYTHON:
+        raise LaunchError(
+            f"`-- {first}` is not a Python script",
+            "name the .py file or -m MODULE that it starts; a config of shardkit stands without `--`",
+        )
     elif cwd is not None and not _is_program(cwd / first):
         raise LaunchError(
             f"{first} does not exist" if not (cwd / first).exists() else f"{first} is not a Python script",

@@ -125,8 +125,9 @@ def _new_log_dir(spec: JobSpec, environ: Mapping[str, str]) -> Path:
     try:
         path.mkdir(parents=True)
     except OSError as error:
+        option = "run.dir" if spec.script is None else "--run-dir"
         raise LaunchError(
-            f"cannot make {path}: {error.strerror}", "set run.dir to a directory you can write"
+            f"cannot make {path}: {error.strerror}", f"set {option} to a directory you can write"
         ) from error
     return path
 

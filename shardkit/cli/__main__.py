@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import ShardkitError, report
@@ -24,9 +26,49 @@ from .report import report as report_command
 
 PACKAGE = Path(__file__).parent.parent
 
+
+class _Commands(TyperGroup):
+    """The commands; a mistake in the words of any of them takes two lines."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return list(_in_two_lines(ctx, lambda: super(_Commands, self).parse_args(ctx, args)))
+
+    def invoke(self, ctx: Any) -> Any:
+        return _in_two_lines(ctx, lambda: super(_Commands, self).invoke(ctx))
+
+
+def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
+    """The result of `read`.
+
+    Raises:
+        ShardkitError: a command or an option that does not exist, an argument that is missing, or a wrong value.
+    """
+    try:
+        return read()
+    except jobs.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # it shows the help
+            raise
+        ctx = getattr(error, "ctx", None) or root
+        path = ctx.command_path
+        if ctx is root and root.invoked_subcommand:
+            path += f" {root.invoked_subcommand}"
+        text = error.format_message().partition("\n")[0]
+        cause, _, near = re.sub(r" \(Possible options: | Did you mean ", "\0", text).partition("\0")
+        options = re.findall(r"[\w-]+", near)
+        fix = f"{path} --help lists its arguments and options"
+        if options:
+            fix = f"did you mean {' or '.join(options)}?"
+        elif "Missing argument" in cause:
+            needed = [one for one in ctx.command.params if one.param_type_name == "argument" and one.required]
+            words = " ".join([path, *(one.metavar or one.name.upper() for one in needed)])
+            fix = f"write {words}; {path} --help explains it"
+        raise ShardkitError(cause.rstrip(". "), fix) from error
+
+
 # Without markup typer does not import rich, which would double the time that --help takes.
 app = typer.Typer(
     name="shardkit",
+    cls=_Commands,
     help="Plan, launch, train and account for sharded PyTorch jobs.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

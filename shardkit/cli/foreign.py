@@ -219,8 +219,10 @@ def check(
     import json
 
     from ..config.foreign.lint import check as lint
-    from ..errors import printable
+    from ..errors import ConfigError, printable
 
+    if gpus is not None and gpus < 1:
+        raise ConfigError(f"--gpus {gpus} is not a number of GPUs", "ask for 1 or more")
     found = lint(files, model, gpus)
     if json_output:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))

@@ -24,39 +24,35 @@ if TYPE_CHECKING:
     from ..plan.model.estimate import MemoryEstimate
 
 _SCRIPT = "shardkit.script"  # the key of the words after `--` in a command's context
+_OWN = "shardkit.own"  # and of those before it
 _FOR_CONFIGS = ("bind_cpus", "gpu", "gpu_memory", "force")
 _FOR_SLURM = (
     "partition", "account", "qos", "array", "dependency", "constraint", "exclude", "container_mounts", "style",
     "max_requeues", "signal_s", "sbatch",
 )  # fmt: skip
-_UsageError: Any = typer.BadParameter.__base__
+UsageError: Any = typer.BadParameter.__base__
 
 
 class JobCommand(TyperCommand):
-    """A command whose words after `--` are a script and its arguments; a mistake before it takes two lines."""
+    """A command whose words after `--` are a script and its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Set the words after `--` aside, and read the others.
 
         Raises:
-            LaunchError: an option that does not exist or lacks its value, or a script without `--` before it.
+            LaunchError: a script without `--` before it, whose own options are no options here.
         """
-        own = args[: args.index("--")] if "--" in args else list(args)
-        ctx.meta[_SCRIPT] = args[len(own) + 1 :] if len(own) < len(args) else None
-        try:
-            return list(super().parse_args(ctx, list(own)))
-        except _UsageError as error:
-            raise self._explained(error, own, ctx.meta[_SCRIPT]) from error
-
-    def _explained(self, error: Any, own: list[str], script: list[str] | None) -> Exception:
         from ..errors import LaunchError
 
-        program = _program_in(own)
-        if script is None and program is not None:
-            return LaunchError(*_forgotten(self.name, own, program))
-        nearest = getattr(error, "possibilities", None)
-        fix = f"did you mean {' or '.join(sorted(nearest))}?" if nearest else f"shardkit {self.name} --help lists them"
-        return LaunchError(error.format_message().partition("\n")[0].rstrip("."), fix)
+        own = args[: args.index("--")] if "--" in args else list(args)
+        ctx.meta[_OWN], ctx.meta[_SCRIPT] = own, args[len(own) + 1 :] if len(own) < len(args) else None
+        try:
+            return list(super().parse_args(ctx, list(own)))
+        except UsageError as error:
+            program = _program_in(own)
+            if ctx.meta[_SCRIPT] is not None or program is None:
+                raise
+            raise LaunchError(*_forgotten(self.name, own, program)) from error
 
 
 def _program_in(words: Sequence[str]) -> int | None:
@@ -86,7 +82,8 @@ def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **
             how = f"shardkit {command} CONFIG, or shardkit {command} [options] -- train.py arguments"
             raise LaunchError("neither a config nor a script was given", how)
         if _program_in([config]) is not None:
-            raise LaunchError(*_forgotten(command, [config, *overrides], 0))
+            own = ctx.meta[_OWN]
+            raise LaunchError(*_forgotten(command, own, own.index(config)))
         _refuse_options(ctx, options, "applies to a script behind `--`, and this is a config", "remove it")
         return None
     if config is not None:
@@ -295,6 +292,8 @@ def submit(
     )  # fmt: skip
     if style not in ("torchrun", "srun"):
         raise LaunchError(f"--style {style!r}", "pass torchrun or srun")
+    if signal_s is not None and signal_s < 1:
+        raise LaunchError(f"--signal-s {signal_s} is not a number of seconds before the limit", "pass 1 or more")
     options = SlurmOptions(
         style=style, time=time, partition=partition, account=account, qos=qos, array=array, dependency=dependency,
         constraint=constraint, mem=mem, exclude=exclude, cpus_per_task=cpus_per_task, container=container,
@@ -317,6 +316,8 @@ def submit(
         typer.echo(_verdict(planned[0]), err=dry_run or to != "slurm")  # stdout is then a script or a manifest
     if to != "slurm":
         _refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {to}", "remove it")
+        if time is not None and not limit_s(time):
+            raise LaunchError(f"--time {time!r} is not a time limit", "pass minutes, H:MM:SS, or DAYS-HOURS")
         pods = KubernetesOptions(
             image=container, runtime=runtime, volumes=tuple(volume or ()), memory=_quantity(mem),
             cpus=None if cpus_per_task is None else str(cpus_per_task), limit_s=limit_s(time or ""),
@@ -348,10 +349,22 @@ def submit(
 
 
 def _quantity(size: str | None) -> str | None:
-    """Slurm's size (`64G`, binary) as Kubernetes writes it: `64Gi`."""
+    """Slurm's size (`64G`, binary; a plain number means MiB) as Kubernetes writes it: `64Gi`.
+
+    Raises:
+        LaunchError: it is no size.
+    """
+    from ..errors import LaunchError
+
     if size is None:
         return None
-    return f"{size}Mi" if size.isdigit() else f"{size.rstrip('i')}i" if size[-1] in "KMGTi" else size
+    found = re.fullmatch(r"([1-9]\d*)(?:([KMGT])(iB?|B)?)?", size)
+    if found is None:
+        raise LaunchError(f"--mem {size!r} is not a size", "write a whole number and a unit: 64G, 64GiB, 64GB")
+    number, unit, form = found.groups()
+    if form == "B":  # decimal, as in a plan
+        return f"{number}{'k' if unit == 'K' else unit}"
+    return f"{number}{unit or 'M'}i"
 
 
 def _dns_name(name: str) -> str:
@@ -420,7 +433,8 @@ def _described(
     program = _program_in(words)
     if ctx.meta[_SCRIPT] is None:
         if program is not None:
-            raise LaunchError(*_forgotten(ctx.info_name, ["[options]", *words[program:]], 1))
+            own = ctx.meta[_OWN]
+            raise LaunchError(*_forgotten(ctx.info_name, own, own.index(words[program])))
         raise LaunchError(
             "--from describes the job of a script, and none is given",
             "name it behind `--`: shardkit submit --from FILE --model DIR --gpu h100 -- train.py arguments",

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError
-from .errors import json_schema, one_line
+from .errors import json_schema, one_line, section_fields
 from .layers import Layers, split_override
 from .schema import RunConfig
 from .yaml import Document, read_yaml
@@ -102,17 +102,36 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
             YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML, or the file or an override sets an invalid value.
+        ConfigError: the file cannot be read, is not YAML or is another tool's, or it or an override sets an invalid
+            value.
     """
     layers = Layers()
     if path is not None:
-        layers.add_file(str(path), _read(FilePath(path)))
+        document = _read(FilePath(path))
+        _refuse_another_tools(one_line(str(path)), document.value)
+        layers.add_file(str(path), document)
     if isinstance(overrides, str):
         overrides = [overrides]
     items = overrides.items() if isinstance(overrides, Mapping) else [split_override(item) for item in overrides]
     for dotted, value in items:
         layers.add_override(dotted, value, raw=not isinstance(overrides, Mapping))
     return LoadedConfig(*layers.resolve())
+
+
+def _refuse_another_tools(name: str, value: Any) -> None:
+    if not isinstance(value, dict) or 2 * sum(key in section_fields() for key in value) >= len(value):
+        return
+    from .foreign import files
+
+    try:
+        tool = files.recognise(value, name)
+    except ConfigError:  # no tool's: its keys are named as those of a config here
+        return
+    kind = "--model" if tool == "model" else "--peft" if tool == "peft" else "--from"
+    raise ConfigError(
+        f"{name} is a file of {files.family(tool)}, not a config of shardkit",
+        f"pass it as {kind} {name}: shardkit plan, ladder and submit take it, and shardkit check",
+    )
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> int:

@@ -183,6 +183,19 @@ BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "a config in the model's folder that only its code reads": (
         {"model/config.json": {"model_type": "mine", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.C"}}},
         [*PLAN, "task.name=hf_causal_lm"], "is not a model of transformers"),
+    "a binary file that another one names": (
+        {"args.yaml": TRAINER + "fsdp: full_shard\nfsdp_config: fsdp.json\n", "fsdp.json": b"\xff\xfe\x00"}, PLAN,
+        "fsdp.json cannot be read"),
+    "an adapter that only the script describes": ({"args.yaml": TRAINER + "use_peft: true\n"}, PLAN, "--peft"),
+    "a model that is quantised while it is read": (
+        {"args.yaml": TRAINER + "load_in_4bit: true\n"}, PLAN, "load_in_4bit=true changes what is trained"),
+    "--from forgotten": ({}, ["plan", "args.yaml"], "pass it as --from args.yaml"),
+    "another tool's file to launch": (
+        {"ds.json": ZERO3}, ["launch", "ds.json"], "ds.json is a file of DeepSpeed, not a config of shardkit"),
+    "another tool's file to submit": ({"accelerate.yaml": FSDP2}, ["submit", "accelerate.yaml"], "of Accelerate, not"),
+    "another tool's file to convert": ({}, ["convert-config", "args.yaml", "--to", "deepspeed"], "--from args.yaml"),
+    "a model's file as a config": ({}, ["plan", "model/config.json"], "pass it as --model model/config.json"),
+    "no number of GPUs": ({}, ["check", "args.yaml", "--gpus", "0"], "--gpus 0 is not a number of GPUs"),
     "an adapter that names no module": ({"lora.json": {**LORA, "target_modules": []}},
                                         [*PLAN, "--peft", "lora.json"], "target_modules=[]"),
     "an adapter that names other modules": ({"lora.json": {**LORA, "target_modules": ["query"]}},
@@ -199,7 +212,8 @@ def laid_out(folder: Path, files: dict[str, Any]) -> None:
     for name, content in {"args.yaml": TRAINER, "model/config.json": MODEL, **files}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         if content is not None:
-            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -273,7 +287,7 @@ WRONG: dict[str, tuple[list[Any], str, str]] = {
                  "no file says which model it is", "--model"),
     "no script": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4"], "none is given", "-- train.py"),
     "no --": ([*GATE, "--from", "args.yaml", "--model", "model", "--gpu", "l4", "train.py"],
-              "a script stands behind `--`", "shardkit submit [options] -- train.py"),
+              "a script stands behind `--`", "--model model --gpu l4 -- train.py"),
     "with a config": ([*GATE, "-", "--from", "args.yaml", "--model", "model", "--gpu", "l4", *SCRIPT],
                       "both --from and a config", "remove one"),
     "with a config of shardkit": (
@@ -365,3 +379,20 @@ def test_every_auto_that_nothing_fills_in_is_named_in_one_line(
     keys = "gradient_clipping, gradient_accumulation_steps"
     assert f'ds.json: 3 keys are "auto", but no other file says what they become (bf16.enabled, {keys})' in cause
     assert "pass the Trainer's or Accelerate's file too" in fix
+
+
+def test_an_adapters_file_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = write(tmp_path, args__yaml=TRAINER, lora__json={**LORA, "lora_rr": 3})
+    assert shardkit("check", *files) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "lora.json: lora_rr: peft 0.21 has no such key and ignores it" in lines[0]
+    assert lines[-1] == "errors: 0, warnings: 1"
+
+
+def test_arguments_of_the_script_itself_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TRL's scripts read the model's and the data's names from the same file as the Trainer's arguments."""
+    shardkit("check", *write(tmp_path, sft__yaml=TRAINER + "dataset_name: mine\nevaluation_strategy: epoch\n"))
+    lines = capsys.readouterr().out.splitlines()
+    assert "sft.yaml: evaluation_strategy: " in lines[0] and lines[0].startswith("error: ")
+    assert lines[2].startswith("warning: ") and lines[2].endswith("refuses it, unless the script has such an argument")
+    assert lines[-1] == "errors: 1, warnings: 1"

@@ -50,9 +50,32 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in out for command in ("init", "schema", "capability", "--debug"))
 
 
-def test_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shardkit("trian") == 2
-    assert "No such command 'trian'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "cause", "fix"),
+    [
+        (["chek"], "No such command 'chek'", "did you mean check"),
+        (["trian"], "No such command 'trian'", "shardkit --help"),
+        (["--debgu", "check"], "No such option: --debgu", "did you mean --debug?"),
+        (["check"], "Missing argument 'FILE...'", "write shardkit check FILE...; shardkit check --help"),
+        (["tokenize"], "Missing argument 'SRC'", "write shardkit tokenize SRC DIR; shardkit tokenize --help"),
+        (["check", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
+        (["check", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit check --help"),
+        (["convert-config", "-", "--to"], "Option '--to' requires an argument", "shardkit convert-config --help"),
+        (["checkpoint", "foo"], "No such command 'foo'", "shardkit checkpoint --help"),
+    ],
+)
+def test_a_wrong_word_takes_two_lines(
+    words: list[str], cause: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shardkit(*words) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert not out and first.startswith(f"error: {cause}") and second.startswith("  fix: ") and fix in second
+
+
+def test_a_group_alone_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shardkit("checkpoint") == 2
+    assert "verify" in capsys.readouterr().err
 
 
 def test_init_copies_configs_and_templates(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,10 @@ def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher(
         (["--to", "lsf"], "--to 'lsf'"),
         (["--volume", "data:/data"], "--volume applies to Kubernetes"),
         (["--to", "jobset"], "needs an image"),
+        (["--to", "kubernetes", "--container", "a", "--mem", "lots"], "--mem 'lots' is not a size"),
+        (["--to", "kubernetes", "--container", "a", "--mem", "1.5G"], "--mem '1.5G' is not a size"),
+        (["--to", "kubernetes", "--container", "a", "--time", "soon"], "--time 'soon' is not a time limit"),
+        (["--signal-s", "-5"], "--signal-s -5"),
     ],
 )
 def test_options_of_the_other_cluster_are_refused(
@@ -167,3 +171,13 @@ def test_submit_prints_a_manifest_and_writes_nothing(
     manifest = yaml.safe_load(capsys.readouterr().out)
     assert manifest["metadata"]["name"] == "shardkit-my-run" and manifest["spec"]["activeDeadlineSeconds"] == 14400
     assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "memory": "64Gi"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"), [("64G", "64Gi"), ("64GiB", "64Gi"), ("64Gi", "64Gi"), ("64GB", "64G"), ("4000", "4000Mi")]
+)
+def test_sizes_mean_the_same_to_kubernetes(asked: str, limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["submit", "--to", "kubernetes", "--container", "a", "--mem", asked, "--", "train.py"])
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"]["memory"] == limit

@@ -100,6 +100,12 @@ class Together:
         self.problems.append(Problem(kind, cause, fix, ours, keys))
 
 
+SCRIPTS_OWN = ", unless the script has such an argument"
+"""Ends the message about an unknown key in a Trainer's file: a script (TRL's) may read arguments of its own there."""
+_ANOTHER_MODEL = ("use_peft", "load_in_4bit", "load_in_8bit")
+"""Arguments of TRL's scripts that change what is trained, and so its memory."""
+
+
 def combine(files: list[File], model: dict[str, Any], problems: list[Problem]) -> Together:
     """Sort every key of the files, settle each key here, and fill in `auto`.
 
@@ -111,10 +117,25 @@ def combine(files: list[File], model: dict[str, Any], problems: list[Problem]) -
     for file in files:
         if file.tool != "model":
             job.said += [_sorted(job, file, key, value) for key, value in file.values.items() if value is not None]
+    _refuse_another_model(job)
     _add_defaults(job)
     _settle(job)
     _fill_auto(job)
     return job
+
+
+def _refuse_another_model(job: Together) -> None:
+    file = job.file("trainer")
+    for name in _ANOTHER_MODEL:
+        if file is None or not file.values.get(name) or (name == "use_peft" and job.has("peft")):
+            continue
+        cause = f"{file.name}: {name}=true changes what is trained, and only the script's own arguments say how"
+        if name == "use_peft":
+            ours = "adapter.type"
+            fix = "pass --peft with peft's adapter_config.json, or set adapter.type=lora on the command line"
+        else:
+            fix, ours = "plan without it: remove the key from a copy of the file", ""
+        job.problem("no counterpart", cause, fix, ours, (name,))
 
 
 def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
@@ -372,7 +393,8 @@ def unknown_key(tool: str, key: str) -> str:
     if any(name.startswith(f"{key}.") for name in tables.KEYS[tool]):
         return "it is a section of keys, not a value; " + family(tool) + " refuses it"
     verb = "refuses" if strict[tool] else "ignores"
-    return f"{family(tool)} {tables.VERSIONS[tool]} has no such key and {verb} it"
+    unless = SCRIPTS_OWN if tool == "trainer" and not meant(tool, key) else ""
+    return f"{family(tool)} {tables.VERSIONS[tool]} has no such key and {verb} it{unless}"
 
 
 def meant(tool: str, key: str) -> str:

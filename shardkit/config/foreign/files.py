@@ -56,8 +56,20 @@ def read(name: str) -> File:
     Raises:
         ConfigError: the file cannot be read, is cut off or is not a mapping, or no tool has its keys.
     """
-    path = Path(name)
-    shown_name = one_line(name)
+    text, shown_name = read_text(name), one_line(name)
+    value = parse(text, shown_name)
+    tool = recognise(value, shown_name)
+    flat = {} if tool == "model" else flatten(value)
+    return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), Path(name).parent)
+
+
+def read_text(name: str) -> str:
+    """The text of a config file.
+
+    Raises:
+        ConfigError: it cannot be read, is a directory, too large or not text.
+    """
+    path, shown_name = Path(name), one_line(name)
     try:
         if path.is_dir():
             raise ConfigError(
@@ -65,14 +77,10 @@ def read(name: str) -> File:
             )
         if path.stat().st_size > _SIZE:
             raise ConfigError(f"{shown_name} is larger than {_SIZE >> 20} MiB", "name a config file")
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL byte in the name
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{shown_name} cannot be read: {reason}", "check the path and its permissions") from None
-    value = parse(text, shown_name)
-    tool = recognise(value, shown_name)
-    flat = {} if tool == "model" else flatten(value)
-    return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), path.parent)
 
 
 def read_object(value: Any) -> File:

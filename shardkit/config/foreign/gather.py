@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..errors import one_line
-from .files import File, family, flatten, parse, read, read_object
+from .files import File, family, flatten, parse, read, read_object, read_text
 from .tables import DEEPSPEED, Problem
 
 _HEADER = 100_000_000
@@ -75,7 +75,7 @@ def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> d
         return flatten({"fsdp_config": parse(path, f"{file.name}: fsdp_config")})
     for place in (Path(path), file.folder / path):
         if place.is_file():
-            return flatten({"fsdp_config": parse(place.read_text(encoding="utf-8-sig"), str(place))})
+            return flatten({"fsdp_config": parse(read_text(str(place)), str(place))})
     problems.append(_missing(file, "fsdp_config", path))
     return {}
 

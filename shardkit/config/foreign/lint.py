@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..errors import shown
 from . import tables
-from .combine import Said, Together, combine, unknown_key
+from .combine import SCRIPTS_OWN, Said, Together, combine, unknown_key
 from .files import File, family
 from .gather import gather, read_model
 from .tables import AUTO, NoCounterpart, find
@@ -103,8 +103,9 @@ def _keys(job: Together) -> Iterator[Finding]:
                     yield Finding("error", cause, f"move the section {said.note} to the top of the file")
                 continue
             cause = f"{said.file}: {said.key}: {unknown_key(said.tool, said.key)}"
-            level: Literal["error", "warning"] = "error" if "refuses" in cause else "warning"
-            yield Finding(level, cause, f"did you mean {said.note}?" if said.note else "remove it, or correct its name")
+            sure = "refuses" in cause and not cause.endswith(SCRIPTS_OWN)
+            fix = "remove it, or correct its name" if sure else "remove it, or correct its name, if the script has none"
+            yield Finding("error" if sure else "warning", cause, f"did you mean {said.note}?" if said.note else fix)
         elif said.fate == "ignored" and said.value not in _NOTHING and not _reported_by_a_rule(said):
             yield Finding(
                 "warning", f"{said.file}: {said.key}={shown(said.value)} does nothing: {said.note}", "remove it"
@@ -121,7 +122,7 @@ def _keys(job: Together) -> Iterator[Finding]:
 def _values(file: File) -> Iterator[Finding]:
     """Values that the tool does not have, and switches in quotes."""
     for key, value in file.values.items():
-        known = tables.VALUES[file.tool].get(key)
+        known = tables.VALUES.get(file.tool, {}).get(key)
         written = "no" if value is False else str(value)
         if known and value is not None and value != AUTO and written.lower() not in [one.lower() for one in known]:
             close = get_close_matches(written, known, n=1)
