@@ -286,6 +286,10 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ.get("EMUCUDA", "0") in ("", "0"):
         parser.error("set EMUCUDA=1 and EMUCUDA_DEVICES=2")
+    import emucuda
+
+    if "computing_ns" not in emucuda.counts():
+        parser.error("the emulation is older than its sources: python -m tests.emulated_cuda.build")
     path = RESULTS / "host_cost.json"
     engines: dict[str, Any] = json.loads(path.read_text())["engines"] if path.exists() else {}
     held = {engine: found.get("clock", {}) for engine, found in engines.items()} if args.clock else engines
