@@ -23,8 +23,10 @@ from .sources import RECORDS, TABLES, TextFile, find_files, is_text, unreadable
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 PIECE_BYTES = 1 << 23
 """Bytes of text or JSON lines in a piece; longer lines make longer pieces."""
-ENCODED_BYTES = 1 << 21
-"""Bytes of JSON lines in a piece that is tokenised beforehand: small, so that workers end together."""
+ENCODED_BYTES = 1 << 17, 1 << 21
+"""Fewest and most bytes of JSON lines in a piece that is tokenised beforehand: small, so that workers end together."""
+_SHARE = 16
+"""Pieces that small sets are cut into, so that all workers have some; the pieces are the same on every machine."""
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
@@ -106,6 +108,12 @@ def cut(files: list[TextFile], kind: Kind | None, n_bytes: int | None = None) ->
                 raise unreadable(file.path, error) from error
             raise _damaged(file.path, error) from error  # pyarrow's errors have no number
     return pieces
+
+
+def encoded_bytes(files: list[TextFile]) -> int:
+    """Bytes of JSON lines in a piece that is tokenised beforehand."""
+    least, most = ENCODED_BYTES
+    return max(least, min(most, sum(file.size for file in files) // _SHARE))
 
 
 def _cut(file: TextFile, kind: Kind, n_bytes: int) -> list[Piece]:

@@ -20,7 +20,7 @@ from ..errors import ConfigError, DataError, ShardkitError, printable, report
 from .chat import Columns, LossOn, Template, choose_columns, no_template
 from .documents import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
 from .encode import Recipe, encode_all
-from .records import ENCODED_BYTES, Kind, Piece, column_names, cut, find_records, survey
+from .records import Kind, Piece, column_names, cut, encoded_bytes, find_records, survey
 from .sources import TextFile, find_text_files
 from .tokenizer import check_vocabulary, load_tokenizer, more_rows, n_ids, tokenizer_digest, tokenizer_path
 from .tokens import META, build_entry, cached_entry, read_meta
@@ -253,7 +253,7 @@ class Plan:
 
     def build(self, directory: Path) -> dict[str, Any]:
         """Write the corpus; returns its manifest."""
-        pieces = cut(self.files, self.kind, ENCODED_BYTES if self.kind == "jsonl" else None)
+        pieces = cut(self.files, self.kind, encoded_bytes(self.files) if self.kind == "jsonl" else None)
         if not pieces:
             raise DataError(f"{self.source} holds no text", "point it at text, JSON lines, parquet or arrow files")
         return {**self.facts, **encode_all(directory, self.source, pieces, self.recipe, self.workers)}

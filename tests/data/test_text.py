@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import RunConfig
+from shardkit.data import records
 from shardkit.data.sampler import MixOrder
 from shardkit.data.samples import TextData
 from shardkit.data.text import open_source
@@ -147,7 +148,7 @@ def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:
 
 def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are cut into pieces, and a document that spans several, are the same whoever encodes them."""
-    from shardkit.data import encode, records
+    from shardkit.data import encode
 
     folder = tmp_path / "text"
     folder.mkdir()
@@ -164,6 +165,13 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
     tokenizer = load_tokenizer(tmp_path / "tok")
     texts = [[tokenizer.decode(tokens) for tokens, _ in everything(data)] for data in (one, several)]
     assert texts[0] == texts[1]
+
+
+def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 100} for i in range(2000)))
+    files, kind = records.find_records(str(path))
+    sizes = [piece.size for piece in records.cut(files, kind, records.encoded_bytes(files))]
+    assert len(sizes) >= 12 and max(sizes) < path.stat().st_size / 10
 
 
 def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
