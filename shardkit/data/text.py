@@ -242,18 +242,23 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """A hash of the recipe and of every file's path, size and modification time."""
+        """A hash of the recipe, of every file's path, size and modification time, and of how records are cut: the data
+        digest depends on it."""
         listing = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in self.files]
         columns = [self.recipe.columns.kind, self.recipe.columns.names]
         text = json.dumps(
-            [FORMAT_VERSION, self.kind, columns, self.facts, self.recipe.eos, self.recipe.loss_on, listing],
+            [FORMAT_VERSION, self.kind, columns, self.facts, self.recipe.eos, self.recipe.loss_on, listing, self._cut],
             sort_keys=True,
         )
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
+    @property
+    def _cut(self) -> int | None:
+        return encoded_bytes(self.files) if self.kind == "jsonl" else None
+
     def build(self, directory: Path) -> dict[str, Any]:
         """Write the corpus; returns its manifest."""
-        pieces = cut(self.files, self.kind, encoded_bytes(self.files) if self.kind == "jsonl" else None)
+        pieces = cut(self.files, self.kind, self._cut)
         if not pieces:
             raise DataError(f"{self.source} holds no text", "point it at text, JSON lines, parquet or arrow files")
         return {**self.facts, **encode_all(directory, self.source, pieces, self.recipe, self.workers)}

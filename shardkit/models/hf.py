@@ -220,7 +220,7 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
         raise ConfigError(
             f"model_type={model_type} is not a model of transformers {transformers.__version__}: its code is in its "
             "own folder (auto_map), and is never run",
-            "give a model of transformers, or write a task of your own that builds it (task.name=file.py:Task)",
+            "give a model of transformers, or write a task of your own that builds it (task.name=package.module:Class)",
         )
     if model_type not in known:
         close = get_close_matches(str(model_type), list(known), n=3)

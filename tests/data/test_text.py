@@ -418,7 +418,7 @@ def test_the_model_folders_tokenizer_is_used(tmp_path: Path) -> None:
         tokenizer_path(RunConfig.model_validate({"data": {"tokenizer": str(tmp_path / "nowhere")}}))
 
 
-def test_the_cache_knows_tokenizer_template_and_data(tmp_path: Path) -> None:
+def test_the_cache_knows_tokenizer_template_data_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tok"))
 
@@ -431,4 +431,6 @@ def test_the_cache_knows_tokenizer_template_and_data(tmp_path: Path) -> None:
     others = {entry(loss_on="all"), entry(chat_template=str(tmp_path / "other.jinja"), max_bad_rows=0.9)}
     write_lines(path, ({"messages": conversation(i + 1)} for i in range(9)))
     others.add(entry())
-    assert len(others | {first}) == 4
+    monkeypatch.setattr(records, "ENCODED_BYTES", (100, 100))  # the data digest is of the pieces
+    others.add(entry())
+    assert len(others | {first}) == 5
