@@ -86,7 +86,7 @@ def _ratios(settings: dict[str, Any]) -> list[list[str]]:
             arm,
             interval(r["tokens_per_s"], 3),
             interval(r["first_step"], 3),
-            "not measured" if r["peak"] is None else f"{r['peak']:.3f}",
+            f"{r['peak']:.3f}",
         ]
         for name, found in settings.items()
         for arm, r in found["beside"].items()
@@ -98,7 +98,7 @@ def _medians(settings: dict[str, Any]) -> list[list[str]]:
         [
             name, arm, f"{median(tokens / seconds for seconds, tokens in taken):.0f}",
             f"{median(found['first_step_s'][arm]):.2f}",
-            mib(found["peak_bytes"][arm]) if arm in found["peak_bytes"] else "not measured",
+            mib(found["peak_bytes"][arm]),
             f"{found['loss_difference'][arm]:.0e}" if "loss_difference" in found else "other order",
         ]
         for name, found in settings.items()

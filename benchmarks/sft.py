@@ -30,14 +30,12 @@ from . import peers_env, sft_arms, sft_data, turns
 from .common import RESULTS, environment, median_ci, write_result
 from .peers import DifferentLosses
 from .peers_ranks import peak_of
-from .sft_arms import PEERS, Setting, Taken
+from .sft_arms import AT_ONCE, PEERS, Setting, Taken
 from .turns import rotated
 
 NAME = "sft"
 OURS = "shardkit"
 ARMS = (*PEERS, OURS)
-IN_A_THREAD = ("TRL",)
-"""Arms whose loop runs in a thread, which the profiler does not follow: their peaks are not measured."""
 SETTINGS = (("full", "padded"), ("lora", "padded"), ("lora", "packed"))
 TOLERANCE = 2e-5  # largest difference of a loss from the peers'
 COMPARED, PEAK_STEPS, WARMUP = 4, 2, 2
@@ -61,7 +59,7 @@ class Ranks(turns.Ranks):
 
 def worker(mode: str, arm: str, count: str, setting: str, scratch: str) -> None:
     """The process of a rank."""
-    steps = _steps(arm, Setting(**json.loads(setting)), int(count), scratch)
+    steps = _steps(arm, Setting(**json.loads(setting)), int(count), scratch, in_turns=mode == "turns")
 
     def timed(stream: TextIO) -> Iterator[dict[str, Any]]:
         loss, tokens = next(steps)
@@ -82,8 +80,10 @@ def worker(mode: str, arm: str, count: str, setting: str, scratch: str) -> None:
     turns.serve(scratch, answers)
 
 
-def _steps(arm: str, setting: Setting, count: int, scratch: str) -> Iterator[Taken]:
-    return sft_arms.ours(setting, count, scratch) if arm == OURS else PEERS[arm](setting, count)
+def _steps(arm: str, setting: Setting, count: int, scratch: str, in_turns: bool) -> Iterator[Taken]:
+    if arm == OURS:
+        return sft_arms.ours(setting, count, scratch)
+    return (PEERS if in_turns else PEERS | AT_ONCE)[arm](setting, count)
 
 
 def agree(setting: Setting, folder: Path) -> dict[str, float]:
@@ -135,7 +135,7 @@ def steps_in_turn(setting: Setting, folder: Path, steps: int) -> dict[str, list[
 def peaks(setting: Setting, folder: Path) -> dict[str, int]:
     """Peak bytes of tensors on the rank that took more."""
     found = {}
-    for arm in (arm for arm in ARMS if arm not in IN_A_THREAD):
+    for arm in ARMS:
         with Ranks(setting, arm, folder, PEAK_STEPS, "peak") as ranks:
             found[arm] = max(int(answer["peak"]) for answer in ranks.answers())
     return found
@@ -188,7 +188,7 @@ def beside(found: Mapping[str, Any]) -> dict[str, Any]:
         arm: {
             "tokens_per_s": ratios(speed[OURS], speed[arm]),
             "first_step": ratios(found["first_step_s"][OURS], found["first_step_s"][arm]),
-            "peak": found["peak_bytes"][OURS] / found["peak_bytes"][arm] if arm in found["peak_bytes"] else None,
+            "peak": found["peak_bytes"][OURS] / found["peak_bytes"][arm],
         }
         for arm in PEERS
     }

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ def _model(setting: Setting) -> Any:
     return PeftModel.from_pretrained(model, setting.adapter, is_trainable=True)
 
 
-def trl(setting: Setting, steps: int) -> Iterator[Taken]:
-    """TRL's SFTTrainer; its loop runs in a thread and waits before each step until the step is asked for."""
+def trl(setting: Setting, steps: int, in_turns: bool = True) -> Iterator[Taken]:
+    """TRL's SFTTrainer.
+
+    Args:
+        in_turns: its loop runs in a thread and waits before each step until the step is asked for; otherwise all
+            steps are taken first, in the calling thread, which a profiler follows.
+    """
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -70,7 +76,7 @@ def trl(setting: Setting, steps: int) -> Iterator[Taken]:
 
     class Turns(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if not asked.get():
+            if in_turns and not asked.get():
                 raise KeyboardInterrupt
 
     class Recorded(SFTTrainer):  # type: ignore[misc]
@@ -100,6 +106,11 @@ def trl(setting: Setting, steps: int) -> Iterator[Taken]:
         processing_class=AutoTokenizer.from_pretrained(setting.model),
         callbacks=[Turns(), Told()],
     )
+
+    if not in_turns:
+        trainer.train()
+        yield from (losses.get_nowait() for _ in range(steps))  # type: ignore[misc]
+        return
 
     def loop() -> None:
         try:
@@ -225,6 +236,8 @@ def overrides(setting: Setting, steps: int, folder: str) -> list[str]:
 
 
 PEERS: dict[str, Callable[[Setting, int], Iterator[Taken]]] = {"TRL": trl, "peft + Accelerate": accelerate}
+AT_ONCE = {"TRL": partial(trl, in_turns=False)}
+"""Peers that take all steps in the calling thread, for a profiler."""
 
 if __name__ == "__main__":
     tokenised(*sys.argv[1:3]).save_to_disk(sys.argv[3])
