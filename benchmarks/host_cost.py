@@ -30,6 +30,8 @@ ENGINES = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2}
 MICRO, SEQ = 4, 1024
 WARM, GATHER = 66, 1000
 """shardkit looks at its first 64 losses; DDP measures itself, and waits for that, in ten steps and each hundredth."""
+BUCKET = 500 * 2**20 // 2
+"""Values of bf16 in DeepSpeed's buckets: shardkit's default of 500 MiB."""
 COUNTED = 5
 GOALS = {"added_ms": 2.0, "ratio": 1.005}
 WAITS = ("device_sync", "stream_sync", "event_sync", "copy_blocking", "copy_pageable")
@@ -127,7 +129,11 @@ def _deepspeed(model: Any, data: Iterator[Any], device: Any) -> Step:
         "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }  # fmt: skip
-    given["zero_optimization"] |= {"overlap_comm": True, "contiguous_gradients": True}
+    bucket = min(sum(p.numel() for p in model.parameters()), BUCKET)
+    given["zero_optimization"] |= {
+        "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }  # fmt: skip
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=bare.adamw(model), config=given)
 
     def step() -> None:
