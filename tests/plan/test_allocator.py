@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardkit.plan.model.allocator import CachingAllocator, replay
+from shardkit.plan.model.allocator import CachingAllocator, replay, required
 from shardkit.tracing.events import EventLog
 
 MIB = 2**20
@@ -134,3 +134,22 @@ def test_a_log_is_replayed_for_one_device_with_growth_streams_and_phases() -> No
     assert (found.allocated, found.reserved, found.required) == (36 * MIB, 50 * MIB, 50 * MIB)
     assert found.reserved_by_phase == {"start": 20 * MIB, "forward": 20 * MIB, "backward": 50 * MIB}
     assert found.arenas == {(0, False): 20 * MIB, (1, False): 30 * MIB}
+
+
+def test_a_full_card_can_need_more_than_the_segments_in_use_on_a_large_one() -> None:
+    """The large card has cached segments of 30 and 60 MiB; the small one gave them up for 70, and cuts 30 out of it."""
+    log = EventLog()
+
+    def change(**sizes: int) -> None:
+        for name, mib in sizes.items():
+            log.changed(tensors[name], mib * MIB)
+
+    tensors = {name: log.made("cuda:0", "op") for name in ("small", "large", "between", "again", "more")}
+    change(small=30, large=60)
+    change(small=-30, large=-60)
+    change(between=70)
+    change(between=-70)
+    change(again=30, more=60)
+    on_a_large_card = replay(log, "cuda:0", expandable=False)
+    assert (on_a_large_card.required, on_a_large_card.reserved) == (90 * MIB, 160 * MIB)
+    assert required(log, "cuda:0", on_a_large_card) == pytest.approx(130 * MIB, rel=0.0025)

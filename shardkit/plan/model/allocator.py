@@ -23,6 +23,10 @@ _MEDIUM, _MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
 _LARGE_ROUND = 2 * 2**20
 
 
+class Full(Exception):
+    """A segment does not fit below the limit, even without the cached ones."""
+
+
 class _Block:
     """A piece of a segment."""
 
@@ -81,11 +85,12 @@ def _run(gap: _Block, size: int) -> list[_Block]:
 
 
 class CachingAllocator:
-    """Allocate and free blocks as torch would on an empty, large enough GPU.
+    """Allocate and free blocks as torch would on an empty GPU.
 
     Args:
         expandable: one growing segment per stream and pool, instead of many.
         page: page size of expandable segments in bytes; default: torch's. Small pages make `reserved` grow smoothly.
+        limit: bytes of the GPU, for segments of fixed size; `malloc` raises `Full` where torch runs out of memory.
 
     Attributes:
         allocated, reserved: bytes in blocks that are in use, bytes of segments.
@@ -94,9 +99,10 @@ class CachingAllocator:
         peak_allocated, peak_reserved, peak_required: the largest values of these three.
     """
 
-    def __init__(self, expandable: bool, page: int | None = None) -> None:
+    def __init__(self, expandable: bool, page: int | None = None, limit: float = math.inf) -> None:
         self.expandable = expandable
         self._page = page
+        self._limit = limit
         self.allocated = self.reserved = self.required = 0
         self.peak_allocated = self.peak_reserved = self.peak_required = 0
         self.arenas: dict[Arena, _Arena] = {}
@@ -142,6 +148,10 @@ class CachingAllocator:
             segment_size = _SMALL_SEGMENT
         else:
             segment_size = _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _LARGE_ROUND) * _LARGE_ROUND
+        if self.reserved + segment_size > self._limit:
+            self.release()
+            if self.reserved + segment_size > self._limit:
+                raise Full
         self._next += 1
         self.reserved += segment_size
         arena.reserved += segment_size
@@ -297,6 +307,25 @@ class Replay:
     arenas: dict[Arena, int]
 
 
+def required(log: EventLog, device: str, on_a_large_card: Replay) -> int:
+    """Bytes of the smallest card on which the segments of fixed size fit, to 0.25 %.
+
+    A full card's allocator returns its cache and asks again. Later blocks then lie in other segments than on a large
+    card, and leave other pieces that nothing fits into: this can take more than `Replay.required`.
+    """
+    low, high = on_a_large_card.required, on_a_large_card.reserved
+    middle = low
+    while high - low > on_a_large_card.reserved // 400:
+        try:
+            replay(log, device, expandable=False, limit=middle)
+        except Full:
+            low = middle
+        else:
+            high = middle
+        middle = (low + high) // 2
+    return high
+
+
 def whole_pages(arenas: dict[Arena, int]) -> int:
     """Bytes that expandable segments of these sizes take from the GPU, in whole pages."""
     total = 0
@@ -306,9 +335,15 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
     return total
 
 
-def replay(log: EventLog, device: str, expandable: bool, page: int | None = None) -> Replay:
-    """Run every tensor of a device through the allocator, in order."""
-    allocator = CachingAllocator(expandable, page)
+def replay(
+    log: EventLog, device: str, expandable: bool, page: int | None = None, limit: float = math.inf
+) -> Replay:
+    """Run every tensor of a device through the allocator, in order.
+
+    Raises:
+        Full: the segments do not fit below the limit.
+    """
+    allocator = CachingAllocator(expandable, page, limit)
     held: dict[int, tuple[int, _Block]] = {}
     streams: dict[int, int] = {}
     allocated: dict[str, int] = {}

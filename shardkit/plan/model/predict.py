@@ -30,7 +30,7 @@ from ..simulate.compat import PLANS
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
-from .allocator import ROUND, Arena, replay, whole_pages
+from .allocator import ROUND, Arena, replay, required, whole_pages
 from .cost import Segment, Speeds, StepTime, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import (
@@ -225,7 +225,8 @@ def _traced(
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
         **counts, device=on_device, host=on_host, allocated=real.allocated, reserved=smooth.reserved,
-        required=real.required, allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
+        required=real.required if target.expandable else required(log, str(device), real),
+        allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
         arenas=smooth.arenas, segments=segments, targets=targets,
     )  # fmt: skip
 
