@@ -313,7 +313,7 @@ def required(log: EventLog, device: str, on_a_large_card: Replay) -> int:
     A full card's allocator returns its cache and asks again. Later blocks then lie in other segments than on a large
     card, and leave other pieces that nothing fits into: this can take more than `Replay.required`.
     """
-    low, high = on_a_large_card.required, on_a_large_card.reserved
+    low, high = on_a_large_card.allocated, on_a_large_card.reserved
     middle = low
     while high - low > on_a_large_card.reserved // 400:
         try:
