@@ -19,7 +19,17 @@ from tests.test_packaging import REPO, build, copy_tree
 
 TORCH = "torch==2.12.1"  # the registry's wheels for Linux x86-64 are CUDA builds
 NEEDED_BYTES = 12e9  # downloaded and unpacked
-CONFIGS = {"fsdp": [], "zero2": [], "zero3_offload": ["train.seq_len=1024"]}
+_REFERENCE = "model.preset=355m"
+_LLAMA = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "vocab_size": 32000,
+}  # fmt: skip
+CASES = {
+    "fsdp": ["fsdp", _REFERENCE],
+    "zero2": ["zero2", _REFERENCE],
+    "zero3_offload": ["zero3_offload", _REFERENCE, "train.seq_len=1024"],
+    "Llama": ["fsdp", "model.preset=null", "task.name=hf_causal_lm", f"model.hf={json.dumps(_LLAMA)}", "precision.mode=bf16"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +86,14 @@ def planned(python: Path, site: Path, config: str, *overrides: str) -> dict[str,
 @pytest.mark.deepspeed
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch to compare with")
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_cuda_wheel_without_a_gpu_plans_what_a_cpu_wheel_plans(
-    config: str, cuda_python: Path, installed: Path
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_cuda_wheel_without_a_gpu_plans_what_a_cpu_wheel_plans(case: str, cuda_python: Path, installed: Path) -> None:
     ask = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     built = subprocess.run([str(cuda_python), "-c", ask], capture_output=True, text=True, env=env, check=True)
     version, available = built.stdout.split()
     assert version != "None" and available == "False"
-    overrides = ["model.preset=355m", *CONFIGS[config]]
+    config, *overrides = CASES[case]
     with_cuda = planned(cuda_python, installed, config, *overrides)
     assert with_cuda["method"] == "cuda"
     assert with_cuda == planned(Path(sys.executable), installed, config, *overrides)

@@ -137,3 +137,33 @@ assert len(asked) <= 2, asked
     (tmp_path / "again.py").write_text(code)
     done = python_m(f"{tmp_path}/again.py")
     assert done.returncode == 0, done.stderr
+
+
+def test_operators_with_cuda_kernels_are_not_taken_apart_on_a_cpu_build(tmp_path: Path) -> None:
+    """A CPU build composes these three of others, which keep more: 3 % of a Llama's peak."""
+    code = """
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from shardkit.hardware.cards import GPUS
+from shardkit.plan.model.predict import prepare
+from shardkit.plan.simulate.world import Fakes
+from shardkit.plan.target import Target
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        print(func.name())
+        return func(*args, **kwargs or {})
+
+assert prepare(Target(1, GPUS["h100"], 1)) == "cuda"
+with Fakes(), Seen():
+    x = torch.empty(4, 8, device="cuda", requires_grad=True)
+    for layer in (nn.SiLU(), nn.Mish(), nn.RMSNorm(8, device="cuda")):
+        layer(x).sum().backward()
+"""
+    (tmp_path / "seen.py").write_text(code)
+    done = python_m(f"{tmp_path}/seen.py")
+    assert done.returncode == 0, done.stderr
+    seen = set(done.stdout.split())
+    assert {"aten::silu_backward", "aten::mish_backward", "aten::_fused_rms_norm"} <= seen
+    assert not {"aten::sigmoid", "aten::tanh", "aten::rsqrt"} & seen

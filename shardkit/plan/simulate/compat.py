@@ -226,6 +226,24 @@ class _Changed:
         return getattr(self._module, name)
 
 
+def register_cuda_kernels() -> None:
+    """Keep operators whole that torch has CUDA kernels for; a CPU build of torch would take them apart into others.
+
+    These are the operators of torch 2.9 to 2.13 that have kernels for a device and otherwise a composition of other
+    operators, which keeps more for backward. The kernels are never called: fake tensors come first.
+    """
+    library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+    for name in ("silu_backward", "mish_backward", "_fused_rms_norm"):
+        operator = getattr(torch.ops.aten, name, None)
+        if operator is not None and not operator.default.has_kernel_for_dispatch_key(_key.find().CUDA):
+            library.impl(name, _never_called)  # type: ignore[no-untyped-call]
+    _kept.append(library)
+
+
+def _never_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a real tensor was on the fake device")
+
+
 def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
     """Let fake tensors pass a synchronised batch norm, whose kernels torch 2.9 to 2.15 has for real GPUs only.
 

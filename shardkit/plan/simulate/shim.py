@@ -24,6 +24,7 @@ from .compat import (
     install_fake_cuda,
     plain_attention,
     register_batch_norm,
+    register_cuda_kernels,
 )
 from .world import Fakes
 
@@ -59,6 +60,7 @@ def install(gpu: Gpu, n_devices: int = 8) -> None:
         RuntimeError: a small fake backward pass gives a wrong result.
     """
     install_fake_cuda(_cuda_api(gpu, n_devices), _attention)
+    register_cuda_kernels()
     register_batch_norm({f"batch_norm{shapes.__name__}": shapes for shapes in _BATCH_NORM})
     _check()
 
