@@ -65,8 +65,9 @@ class Build:
         shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
         self.lib.mkdir()
         names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, *NO_COMPUTE[len(SHARED) :]]
+        flags = {"runtime_kernels": f"-DEMU_COMPILED_FOR={','.join(architectures())}"}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(self.compile, names))
+            list(pool.map(lambda name: self.compile(name, name, *filter(None, [flags.get(name)])), names))
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all()
         cuda_home(self.package / "cuda")
@@ -152,6 +153,12 @@ class Build:
         ]
         inputs = [str(path) for path in [*objects, stub_object]]
         run(self.compiler, "-shared", "-o", str(self.lib / name), *inputs, *flags)
+
+
+def architectures() -> list[str]:
+    """What torch's kernels were compiled for, such as "90"."""
+    found = run(sys.executable, "-c", "import torch; print(torch._C._cuda_getArchFlags())")
+    return re.findall(r"sm_(\d+)", found)
 
 
 def made_of(source: Path) -> set[Path]:

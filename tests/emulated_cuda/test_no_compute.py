@@ -40,6 +40,18 @@ def test_a_step_allocates_and_launches_without_computing() -> None:
     assert found["made"]["emulated_operator"] == 0
 
 
+def look_up_many() -> int:
+    table = nn.Embedding(1000, 64, device="cuda")
+    table(torch.zeros(16384, dtype=torch.long, device="cuda")).sum().backward()
+    assert table.weight.grad is not None
+    return table.weight.grad.numel()
+
+
+def test_a_card_without_code_of_its_own_runs_that_of_an_older_one() -> None:
+    """torch has code for 8.6 and 9.0; CUB sorts the indices, and knows only what it was compiled for."""
+    assert call(look_up_many, EMUCUDA_COMPUTE="0", EMUCUDA_SM="8.9") == 64_000
+
+
 def convolve() -> list[list[int]]:
     x = torch.zeros(2, 3, 32, 32, device="cuda", requires_grad=True)
     layer = nn.Conv2d(3, 8, 3, stride=2, padding=1).cuda()

@@ -1,5 +1,6 @@
 // Runtime API: kernels. In computing mode a real launch fails and says its name, so that nothing passes uncomputed;
 // in no-compute mode every launch succeeds and does nothing.
+#include <algorithm>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
@@ -110,11 +111,20 @@ EMU_EXPORT cudaError_t cudaMemcpyToSymbolAsync(const void*, const void*, size_t,
   return cudaSuccess;
 }
 
+// The architecture of a kernel's code: the newest that torch has code for and that the card runs. CUB knows no other.
+static int compiled_for() {
+  const int card = settings().major * 10 + settings().minor;
+  int best = 0;
+  for (int architecture : {EMU_COMPILED_FOR})
+    if (architecture <= card) best = std::max(best, architecture);
+  return best ? best : card;
+}
+
 EMU_EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   std::memset(found, 0, sizeof *found);
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
-  found->ptxVersion = found->binaryVersion = settings().major * 10 + settings().minor;
+  found->ptxVersion = found->binaryVersion = compiled_for();
   found->maxDynamicSharedSizeBytes = 48 << 10;
   return cudaSuccess;
 }
