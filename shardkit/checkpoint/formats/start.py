@@ -6,6 +6,7 @@ of a bucket and exchange the parts, so a node requests every byte of the source 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ...parallel.world import World
 from ...strategies import Strategy
 from ...strategies.base import Shard
 from ..format.reader import TensorInfo
+from ..format.writer import byte_view
 from ..resume import agreed
 from .hub_names import as_the_model_names, reference_of
 from .source import PIECE_BYTES, Source
@@ -37,6 +39,8 @@ _BUFFER_BYTES = PIECE_BYTES // 4
 description of the model, and the exchange of weights between ranks."""
 _MESSAGE_BYTES = 2**18
 """A bucket has one reader for so many of its bytes, at most: many ranks do not make many messages."""
+_SAMPLED = 64
+"""Values of each tensor by which nodes compare their sources."""
 _ALIGNMENT = 16
 """Bytes; a multiple of every element's size."""
 
@@ -103,7 +107,8 @@ def load_weights(
             rank reads once more and sums in float64 in the rows' order: the same bits on any number of ranks.
 
     Raises:
-        CheckpointError: on every rank: a weight is missing or has another shape, or the source cannot be trusted.
+        CheckpointError: on every rank: a weight is missing or has another shape, the source cannot be trusted, or nodes
+            have other weights under this path.
     """
     problem: CheckpointError | None = None
     wanted: dict[Range, _Wanted] = {}
@@ -113,14 +118,16 @@ def load_weights(
             source = _opened(Path(path), strategy.model)
             at_end.callback(source.close)
             wanted, added = _wanted(strategy, source, name_there, resized)
+            sample = _sample(source, strategy.model) if world.env.n_nodes > 1 and world.env.local_rank == 0 else ""
         except CheckpointError as error:
             problem = CheckpointError(error.cause, error.fix or _FIX)
         agreed(group, problem)
-        asked: list[tuple[int, list[Range], dict[str, tuple[int, int]]]] = [(0, [], {})] * world.size
+        asked: list[tuple[int, list[Range], dict[str, tuple[int, int]], str]] = [(0, [], {}, "")] * world.size
         rows = {name: part.rows for name, part in added.items()}
-        dist.all_gather_object(asked, (world.env.node_rank, list(wanted), rows), group=group)
-        nodes = [(node, ranges) for node, ranges, _ in asked]
-        rows = dict(sorted(item for _, _, there in asked for item in there.items()))
+        dist.all_gather_object(asked, (world.env.node_rank, list(wanted), rows, sample), group=group)
+        _refuse_others({node: there for node, _, _, there in asked if there}, source.path)
+        nodes = [(node, ranges) for node, ranges, _, _ in asked]
+        rows = dict(sorted(item for _, _, there, _ in asked for item in there.items()))
         if world.is_main:
             _say_left(source, {name for _, ranges in nodes for name, _, _ in ranges})
         agreed(group, _read(source, wanted, nodes, world, group))
@@ -136,6 +143,30 @@ def _opened(path: Path, model: nn.Module) -> Source:
         if hasattr(module, "config") and (reference := reference_of(module)) is not None:
             return as_the_model_names(source, reference)
     return source
+
+
+def _sample(source: Source, model: nn.Module) -> str:
+    """A digest of the model's own config, and of all names, shapes and a few values of each tensor in the source."""
+    found = hashlib.blake2b(digest_size=16)
+    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_json_string")]
+    found.update("".join(config.to_json_string() for config in configs[:1]).encode())
+    for name, info in sorted(source.tensors.items()):
+        found.update(repr((name, info.shape, info.dtype)).encode())
+        middle = math.prod(info.shape) // 2
+        for values in source.range_of(name, middle, min(_SAMPLED, math.prod(info.shape) - middle)):
+            found.update(byte_view(values))
+    return found.hexdigest()
+
+
+def _refuse_others(samples: Mapping[int, str], path: Path) -> None:
+    """Raise if nodes found other weights under one path: each reads its own, and ranks would train a mixture."""
+    others = [node for node, sample in samples.items() if sample != samples[0]]
+    if others:
+        some = f"node {others[0]} holds" if len(others) == 1 else f"{len(others)} nodes, {others[0]} among them, hold"
+        raise CheckpointError(
+            f"{path} of {some} another model than that of node 0",
+            "copy the folder of one node to all, or name a folder that they share",
+        )
 
 
 def _wanted(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from shardkit.checkpoint.formats import start as loading
+from shardkit.errors import CheckpointError
 from shardkit.run.job import start
 from shardkit.tasks.load import build_model, load_task
 from tests.checkpoint.formats import hub
@@ -112,3 +115,35 @@ def test_buckets_that_cut_tensors_keep_every_bit(folders: tuple[str, dict[str, i
     ):
         for kind in KINDS:
             assert called[f"ddp {kind}"] <= 2 * (5 / 4 * n_bytes[kind] / MESSAGE / 3 + 1) + FEW, called
+
+
+def refused(root: str, folders: list[str]) -> str:
+    """What a load says where each rank is a node of its own, whose folder under the path is its own."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with start(None, hub.settings(folders[0], root)) as job:
+        task = load_task(job.config)
+        job.wrap(partial(build_model, job.config, task), block_classes=task.block_classes, drawn=False)
+        try:
+            loading.load_weights(job.strategy, job.world, job.world.control_group, folders[rank])
+        except CheckpointError as error:
+            return error.cause
+    return ""
+
+
+@pytest.mark.dist
+def test_nodes_with_other_weights_under_one_path_are_refused(tmp_path: Path) -> None:
+    """Each node would read its own, and the ranks would train a mixture."""
+    from safetensors.torch import load_file, save_file
+
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    hub.make_folder(ours, "llama")
+    shutil.copytree(ours, theirs)
+    weights = next(theirs.glob("*.safetensors"))
+    tensors = load_file(weights)
+    next(iter(tensors.values())).add_(1)
+    save_file(tensors, weights, {"format": "pt"})
+    call = "tests.checkpoint.formats.test_messages:refused"
+    assert run_ranks(2, call, root=str(tmp_path), folders=[str(ours), str(ours)]) == ["", ""]
+    for rank, said in enumerate(run_ranks(2, call, root=str(tmp_path), folders=[str(ours), str(theirs)])):
+        assert said == f"{(ours, theirs)[rank]} of node 1 holds another model than that of node 0"
