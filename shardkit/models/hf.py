@@ -202,6 +202,12 @@ def import_transformers(needed_by: str) -> Any:
     return transformers
 
 
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
+"""Names that transformers understands for most models; it takes any number for them."""
+
+
 def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
     """The transformers config: `defaults` < the file that describes the model < `model.hf` (a preset adds to it)."""
     keys = {**defaults, **_file_keys(model), **model.hf}
@@ -236,6 +242,10 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
             f"transformers refuses the {model_type} config: {' '.join(str(error).split())}",
             "change the keys of model.hf that it names",
         ) from error
+    for size in _SIZES:
+        value = getattr(config, size, None)
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"the {model_type} config has {size}={value}", f"set model.hf.{size} to 1 or more")
     if hasattr(config, "use_cache"):
         config.use_cache = False  # for generation: it would hold every layer's keys and values
     return config

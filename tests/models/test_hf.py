@@ -159,6 +159,7 @@ def test_keys_win_over_the_file_and_the_file_over_nothing(tmp_path: Path) -> Non
             "its code is in its own folder (auto_map), and is never run",
             "task of your own",
         ),
+        ({"hf": {"model_type": "llama", "num_hidden_layers": -1}}, "has num_hidden_layers=-1", "1 or more"),
         ({"hf_config": "/nowhere"}, "model.hf_config=/nowhere cannot be read", "nothing is downloaded"),
     ],
 )

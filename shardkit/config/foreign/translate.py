@@ -206,6 +206,13 @@ class _Translation:
                 "contradiction", "the files ask for FSDP and for DeepSpeed at once",
                 "remove one of the two, or set parallel.strategy on the command line", "parallel.strategy",
             )  # fmt: skip
+        for tool, key in (("accelerate", "fsdp_config.fsdp_version"), ("trainer", "fsdp_config.version")):
+            version = self.job.value(tool, key)
+            if version is not None and str(version) not in ("1", "2"):
+                self.job.problem(
+                    "wrong value", f"{key}={version} is neither FSDP1 nor FSDP2",
+                    "set it to 2, or parallel.strategy on the command line", "parallel.strategy", (key,),
+                )  # fmt: skip
         if stage is not None and self.job.has("trainer") and self.job.kind in ("NO", "MULTI_CPU") and _cpu(self.job):
             self.job.problem(
                 "contradiction",

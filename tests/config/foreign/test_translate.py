@@ -186,6 +186,12 @@ def test_a_value_that_the_trainer_compares_with_its_default_has_to_be_equal(tmp_
     assert same.load(OPEN[:1]).config.train.grad_accum_steps == 4
 
 
+def test_an_fsdp_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    file = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 3\nnum_processes: 2\n"
+    with pytest.raises(ConfigError, match="fsdp_config.fsdp_version=3 is neither FSDP1 nor FSDP2"):
+        job(tmp_path, 2, accelerate__yaml=file, args__yaml=TRAINER).load(OPEN[:1])
+
+
 def test_a_contradiction_names_both_values_and_the_command_line_settles_it(tmp_path: Path) -> None:
     found = job(tmp_path, accelerate__yaml=ZERO2, args__yaml=TRAINER + "gradient_accumulation_steps: 2\n")
     with pytest.raises(ConfigError) as caught:
