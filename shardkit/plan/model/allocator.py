@@ -313,16 +313,22 @@ def required(log: EventLog, device: str, on_a_large_card: Replay) -> int:
     A full card's allocator returns its cache and asks again. Later blocks then lie in other segments than on a large
     card, and leave other pieces that nothing fits into: this can take more than `Replay.required`.
     """
-    low, high = on_a_large_card.allocated, on_a_large_card.reserved
-    middle = low
-    while high - low > on_a_large_card.reserved // 400:
+    tolerance, stride = on_a_large_card.reserved // 400, on_a_large_card.reserved // 50
+
+    def fits(limit: int) -> bool:
         try:
-            replay(log, device, expandable=False, limit=middle)
+            replay(log, device, expandable=False, limit=limit)
         except Full:
-            low = middle
-        else:
-            high = middle
+            return False
+        return True
+
+    high = on_a_large_card.reserved
+    while high - stride >= on_a_large_card.allocated and fits(high - stride):  # a smaller card may fit by luck
+        high -= stride
+    low = high - stride
+    while high - low > tolerance:
         middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 

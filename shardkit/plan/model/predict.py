@@ -210,8 +210,10 @@ def _traced(
         ends: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
     """
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
-    log, counts, segments, targets = trace(config, target, device, speeds=speeds)
     on_gpu = target.gpu is not None
+    # In segments of fixed size the third step's blocks lie otherwise than the second's; then nothing changes.
+    steps = 2 if target.expandable or not on_gpu else 3
+    log, counts, segments, targets = trace(config, target, device, steps, speeds)
     on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
     on_host = edges(log, "cpu", 1, *ends or ()) if method == "cuda" else {}
     if not on_gpu:
