@@ -651,6 +651,12 @@ class RunConfig(Section):
                 "outside of the compiled model",
                 "set compile.scope=block, or activation.policy=full",
             )
+        if self.activation.policy == "sqrt" and self.compile.enabled and self.compile.keeps_graphs:
+            raise conflict(
+                f"activation.policy=sqrt with compile.mode={self.compile.mode}: its segments are recomputed around the "
+                "compiled blocks, which CUDA graphs cannot follow",
+                "set compile.mode=default or max-autotune-no-cudagraphs, or activation.policy=full",
+            )
         if self.activation.offload == "cpu" and self.compile.enabled and self.compile.keeps_graphs:
             raise conflict(
                 f"activation.offload=cpu with compile.mode={self.compile.mode}: CUDA graphs have memory of their own",

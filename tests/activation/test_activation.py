@@ -460,6 +460,10 @@ def test_no_attention_says_so_and_a_class_can_be_given() -> None:
             "outside of the compiled model", "compile.scope=block",
         ),
         (
+            ["activation.policy=sqrt", "compile.enabled=true", "compile.mode=reduce-overhead"],
+            "CUDA graphs cannot follow", "activation.policy=full",
+        ),
+        (
             ["activation.policy=selective_op", "compile.enabled=true", "parallel.strategy=zero3"],
             "DeepSpeed's linear", "activation.policy=selective",
         ),
