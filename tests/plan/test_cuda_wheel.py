@@ -28,8 +28,10 @@ CASES = {
     "fsdp": ["fsdp", _REFERENCE],
     "zero2": ["zero2", _REFERENCE],
     "zero3_offload": ["zero3_offload", _REFERENCE, "train.seq_len=1024"],
-    "Llama": ["fsdp", "model.preset=null", "task.name=hf_causal_lm", f"model.hf={json.dumps(_LLAMA)}", "precision.mode=bf16"],
-}
+    "Llama": [
+        "fsdp", "model.preset=null", "task.name=hf_causal_lm", f"model.hf={json.dumps(_LLAMA)}", "precision.mode=bf16",
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,8 +149,9 @@ def _opened(path: Path, model: nn.Module) -> Source:
 def _sample(source: Source, model: nn.Module) -> str:
     """A digest of the model's own config, and of all names, shapes and a few values of each tensor in the source."""
     found = hashlib.blake2b(digest_size=16)
-    configs = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "to_json_string")]
-    found.update("".join(config.to_json_string() for config in configs[:1]).encode())
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    described = next((config for config in configs if hasattr(config, "to_json_string")), None)
+    found.update(b"" if described is None else described.to_json_string().encode())
     for name, info in sorted(source.tensors.items()):
         found.update(repr((name, info.shape, info.dtype)).encode())
         middle = math.prod(info.shape) // 2

@@ -341,9 +341,7 @@ def whole_pages(arenas: dict[Arena, int]) -> int:
     return total
 
 
-def replay(
-    log: EventLog, device: str, expandable: bool, page: int | None = None, limit: float = math.inf
-) -> Replay:
+def replay(log: EventLog, device: str, expandable: bool, page: int | None = None, limit: float = math.inf) -> Replay:
     """Run every tensor of a device through the allocator, in order.
 
     Raises:

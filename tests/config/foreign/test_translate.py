@@ -188,7 +188,7 @@ def test_a_value_that_the_trainer_compares_with_its_default_has_to_be_equal(tmp_
 
 def test_an_fsdp_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     file = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 3\nnum_processes: 2\n"
-    with pytest.raises(ConfigError, match="fsdp_config.fsdp_version=3 is neither FSDP1 nor FSDP2"):
+    with pytest.raises(ConfigError, match="fsdp_version=3 is neither FSDP1 nor FSDP2"):
         job(tmp_path, 2, accelerate__yaml=file, args__yaml=TRAINER).load(OPEN[:1])
 
 
