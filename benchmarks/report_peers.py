@@ -54,7 +54,9 @@ def peers_on_cards(result: dict[str, Any]) -> str:
         "micro-batches of 4 × 1024 tokens, median of the last eight of 76 steps; allocated and reserved are peaks of "
         "torch's own allocator on the larger rank, GiB. Every arm reads its loss once a step; the Trainer checks every "
         "micro-batch's as well, its default. Buckets of DeepSpeed are shardkit's in all arms. Nothing here is a "
-        "speed of a card: *host* is processor time of rank 0's threads for one step, milliseconds."
+        "speed of a card: *host* is processor time of rank 0's threads for one step, milliseconds, the emulation's "
+        "own included, rough because other programs ran. Under zero2 a library launches 2,243 to 2,251 kernels in one "
+        "run and some 550 more in the next (seen for the Trainer and shardkit); what is not computed may decide it."
     )
     head = ["engine", "library", "loss difference", "allocated", "reserved", "host, ms", *WAITS]
     rows = [row for engine, found in result["engines"].items() for row in _on_cards(engine, found)]
