@@ -26,7 +26,7 @@ from .yaml import Document, read_yaml
 COMMENT_COLUMN = 44
 
 # Text that every YAML reader reads as text without quotes.
-_PLAIN = re.compile(r"[A-Za-z./~][A-Za-z0-9_./-]*\Z")
+_PLAIN = re.compile(r"(?!\.[0-9])[A-Za-z./~][A-Za-z0-9_./-]*\Z")
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "~", ".inf", ".nan"}
 
 

@@ -198,6 +198,7 @@ plain = st.recursive(
 
 
 @given(args=st.dictionaries(text(max_size=6), plain, max_size=4), folder=text(min_size=1, max_size=20))
+@example(args={".0": ".5e3"}, folder=".0")  # numbers, without quotes
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_config_survives_print_config(tmp_path: Path, args: dict[str, Any], folder: str) -> None:
     loaded = load_config(overrides={"task.factory": "a:B", "task.args": args, "run.dir": folder})

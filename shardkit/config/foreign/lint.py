@@ -248,9 +248,6 @@ def _efficient_loading(job: Together) -> Iterator[Fault]:
 def _fsdp2_forms(job: Together) -> Iterator[Fault]:
     version, reshard = job.fsdp_version(), _fsdp(job, "reshard_after_forward")
     truth = isinstance(reshard, bool) or str(reshard).lower() in ("true", "false")
-    asked = _fsdp(job, "version", version)
-    if version is not None and str(asked) not in ("1", "2"):
-        yield f"fsdp_version={shown(asked)} is neither FSDP1 nor FSDP2", "set it to 2"
     if version == 2 and reshard is not None and not truth:
         yield (
             f"reshard_after_forward={reshard} is a strategy of FSDP1; FSDP2 takes true or false",
