@@ -188,6 +188,8 @@ def _read(path: FilePath) -> Document:
 
 
 def _nearby(path: FilePath) -> str:
+    if re.match(r"[a-z_]+(\.\w+)+=", str(path)):  # a setting
+        return "put a config file before the settings, or - for the defaults"
     try:
         names = sorted(item.name for item in path.parent.glob("[!.]*.yaml"))
     except (OSError, ValueError):

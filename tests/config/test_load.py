@@ -599,6 +599,12 @@ def test_load_config_is_found_where_it_was_before() -> None:
     assert former is load_config
 
 
+def test_a_setting_in_the_place_of_the_file_is_told_from_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("model.preset=debug")
+    assert caught.value.fix == "put a config file before the settings, or - for the defaults"
+
+
 def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None:
     (tmp_path / ".pre-commit-config.yaml").touch()
     with pytest.raises(ConfigError) as caught:

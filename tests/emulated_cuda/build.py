@@ -65,9 +65,9 @@ class Build:
         shutil.copytree(PACKAGE, self.package, ignore=shutil.ignore_patterns("__pycache__"))
         self.lib.mkdir()
         names = [*CORE, "nvml", "nccl", "nccl_communicator", "cupti", "cublas", *OPERATORS, *NO_COMPUTE[len(SHARED) :]]
-        flags = {"runtime_kernels": f"-DEMU_COMPILED_FOR={','.join(architectures())}"}
+        flags = {"runtime_kernels": [f"-DEMU_COMPILED_FOR={','.join(architectures())}"]}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda name: self.compile(name, name, *filter(None, [flags.get(name)])), names))
+            list(pool.map(lambda name: self.compile(name, name, *flags.get(name, ())), names))
         self.compile("cublas", "cublasLt", "-DLT")
         self.link_all()
         cuda_home(self.package / "cuda")
