@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -63,11 +63,19 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks in fp64 on the bookkeeping group; one collective."""
-        if self.size == 1:
-            return [float(v) for v in values]
+        return self.begin_sum(values)()
+
+    def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
+        """Begin a `sum`; the result waits for it. No other collective of the bookkeeping group may come in between."""
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control_group)
-        return [float(v) for v in total.tolist()]
+        work = dist.all_reduce(total, group=self.control_group, async_op=True) if self.size > 1 else None
+
+        def end() -> list[float]:
+            if work is not None:
+                work.wait()
+            return [float(v) for v in total.tolist()]
+
+        return end
 
     def gather(self, value: object) -> list[object]:
         """Every rank's `value`, on every rank. For rare events (start, errors), not for every step."""

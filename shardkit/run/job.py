@@ -29,7 +29,7 @@ from ..parallel.weights import Init, Weights
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
-from ..strategies.step import one_number, train_step
+from ..strategies.step import Meanwhile, one_number, train_step
 from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused, say_graph_breaks
 
 T = TypeVar("T")
@@ -181,14 +181,15 @@ class Job:
             return loss * item[1] if reduction == "mean" else loss
 
         self._sums.expect([n for _, n in counted])
+        sums = Meanwhile(lambda loss, _: world.begin_sum([loss.item(), *self.calls.flags()]))
         with self.calls.waits.watching(due) as waits:
             out = train_step(
                 self.strategy, self.ledger, micro, self.calls.around(self._sums.around(summed)), count, world.size,
-                world.device, config.train.max_norm,
+                world.device, config.train.max_norm, sums,
             )  # fmt: skip
         if self.step_index == 1 and config.compile.enabled:
             say_graph_breaks()
-        total, *called = world.sum([out.loss_sum.item(), *self.calls.flags()])
+        total, *called = sums(out.loss_sum, out.ended)()
         self.calls.agree(*called)
         loss = total / max(count, 1.0)
         now = time.perf_counter()

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
-from ..strategies.step import Mark, StepOutput, Stopwatch, train_step
+from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
 from . import checks, directory
@@ -70,6 +70,7 @@ class _Taken:
 
     `waits`: when the host began to read data, and when it had them; both lie between the ends of two updates.
     `gathers`: forward's waits for other ranks.
+    `inside`: whether the last of `waits` lies within this step's backward.
     """
 
     step: int
@@ -81,7 +82,23 @@ class _Taken:
     waits: list[tuple[Mark, Mark]]
     pauses: dict[str, float]
     gathers: Stopwatch | None
+    inside: bool
     loss: float = math.nan
+
+
+@dataclass
+class _Ahead:
+    """What the host has prepared while the device works on a step.
+
+    Attributes:
+        batch: the next step's.
+        wait: when the host began to read it, and when it had it; `None` after the last step.
+        sums: the ranks' agreement on this step, begun.
+    """
+
+    batch: StepBatch
+    wait: tuple[Mark, Mark] | None
+    sums: Callable[[], list[float]]
 
 
 class Trainer:
@@ -367,14 +384,15 @@ class Trainer:
             with self.job.calls.waits.watching(
                 self._gather_due(self.step) or self._gather_due(self.step + 1)
             ) as gathers:
-                out = self._train_step(batch, targets)
+                meanwhile = Meanwhile(partial(self._look_ahead, batch))
+                out = self._train_step(batch, targets, meanwhile)
+            inside, ahead = meanwhile.done, meanwhile(out.loss_sum, out.ended)
             self.watchdog.beat(self.step, "data and reduction")
-            taken = _Taken(self.step, out, batch, targets, positions, lr, waits, self._pauses, gathers)
-            waits = []
-            if self.step < self.config.train.max_steps:  # fetched while the device still works on this step
-                batch = next(self.loader)
-                waits.append((out.ended, Mark(self.world.device)))
-            loss, next_counts, stays_finite = self._agree(out, batch, targets)
+            taken = _Taken(self.step, out, batch, targets, positions, lr, waits, self._pauses, gathers, inside)
+            batch, waits = ahead.batch, [ahead.wait] if ahead.wait else []
+            if inside:
+                taken.waits, waits = taken.waits + waits, []
+            loss, next_counts, stays_finite = self._agree(ahead.sums(), targets)
             if late is not None:  # its update ended before this loss
                 yield self._finished(late, late.out.ended)
             if not stays_finite:
@@ -445,12 +463,13 @@ class Trainer:
                 )  # fmt: skip
         step_time, self._lap = ended - self._lap, ended
         # On a GPU that still worked on the step before, reading data costs nothing.
-        wait = sum((had - began for began, had in taken.waits), 0.0)
+        reading = [had - began for began, had in taken.waits]
+        wait, within = sum(reading, 0.0), sum(reading[-1:]) if taken.inside else 0.0
         self.job.ledger.time_step(step_time, wait, wait + taken.out.busy_s(taken.gathers))
         self.tokens_total += int(taken.targets)
         record = {
             "step": taken.step, "loss": taken.loss, "grad_norm": norm, "lr": taken.lr, "tokens": int(taken.targets),
-            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait, **taken.out.times(),
+            "tokens_total": self.tokens_total, "step_time_s": step_time, "data_wait_s": wait, **taken.out.times(within),
             "tokens_per_s": taken.targets / step_time, **taken.pauses,
         }  # fmt: skip
         if taken.positions:
@@ -466,12 +485,13 @@ class Trainer:
         ended = Mark(self.world.device).wait()
         record[name], self._lap = ended - self._lap, ended
 
-    def _train_step(self, batch: StepBatch, targets: float) -> StepOutput:
+    def _train_step(self, batch: StepBatch, targets: float, meanwhile: Meanwhile[_Ahead]) -> StepOutput:
         phases = self.job.ledger if self.profiler is None else self.profiler.before(self.step)
         with self._tracing(phases) as phases:
             out = train_step(
                 self.job.strategy, phases, batch.micro_batches, self.loss, targets, self.world.size,
                 self.world.device, self.config.train.max_norm,
+                None if self.step == self.config.memory.trace_step else meanwhile,
             )  # fmt: skip
         if self.profiler is not None:
             self.profiler.after(self.step)
@@ -499,21 +519,37 @@ class Trainer:
             workspace = blas_workspace(torch.cuda.get_device_capability(device), asked)
         return traced_step(strategy, strategy.model, phases, device, self.step, save, workspace)
 
-    def _agree(self, out: StepOutput, next_batch: StepBatch, targets: float) -> tuple[float, tuple[float, float], bool]:
-        """The one reduction per step: loss, next step's counts, finiteness, requests to save or stop, ownership."""
-        local = out.loss_sum.item()
+    def _look_ahead(self, batch: StepBatch, loss_sum: HostValue, since: Mark) -> _Ahead:
+        """Read the next step's data, and begin the one reduction per step: loss, next step's counts, finiteness,
+        requests to save or stop, ownership.
+
+        The device meanwhile works on the step.
+        """
+        self.watchdog.beat(self.step, "data and reduction")
+        wait = None
+        if self.step < self.config.train.max_steps:
+            batch = next(self.loader)
+            wait = since, Mark(self.world.device)
+        local = loss_sum.item()
         finite = math.isfinite(local)
-        total, bad, called, squares, next_targets, next_positions, time_is_up, lost, *stop = self.world.sum(
+        sums = self.world.begin_sum(
             [
                 local if finite else 0.0,
                 float(not finite),
                 *self.job.calls.flags(),
-                *self._count(next_batch),
+                *self._count(batch),
                 float(self.checkpoints.time_is_up()),
                 float(self._lost() is not None),
                 *self.stop.flags(),
             ]
         )
+        self.watchdog.beat(self.step, "backward or update")
+        return _Ahead(batch, wait, sums)
+
+    def _agree(self, sums: list[float], targets: float) -> tuple[float, tuple[float, float], bool]:
+        """The step's loss, the next step's counts, and whether the loss is finite on every rank, from `_look_ahead`'s
+        sums; takes note of requests."""
+        total, bad, called, squares, next_targets, next_positions, time_is_up, lost, *stop = sums
         if lost:
             self._give_way()
         self._save_asked = time_is_up > 0

@@ -66,8 +66,12 @@ class Strategy(Protocol):
         """Context of one micro-batch's forward and backward; `is_last` on the step's last."""
         ...
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward of a loss already scaled by world_size / N (N = the step's global target count)."""
+    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
+        """Backward of a loss already scaled by world_size / N (N = the step's global target count).
+
+        Args:
+            meanwhile: called when all of backward is issued, if the host then waits for the device; else not.
+        """
         ...
 
     def step(self, max_norm: float | None) -> torch.Tensor:

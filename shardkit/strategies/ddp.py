@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,7 +98,7 @@ class DDP(TorchStates):
             return self._wrapped.no_sync()
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:

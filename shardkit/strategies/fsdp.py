@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -182,7 +182,7 @@ class FSDP(TorchStates):
             self._wrapped.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:

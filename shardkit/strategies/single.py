@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -66,7 +66,7 @@ class Single(TorchStates):
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, max_norm: float | None) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Alone:
         self.seen.append(name)
         yield
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
         loss.backward()
 
 
@@ -113,15 +113,15 @@ def test_a_batch_keeps_its_form_on_the_way_to_the_device() -> None:
 
 
 class Event:
-    """A CUDA event; `record` notes the milliseconds on this clock, `synchronize` that somebody waited."""
+    """A GPU's event; `record` notes the milliseconds on this clock, `synchronize` that somebody waited."""
 
     clock_ms = 0.0
     waited: list[float] = []
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        assert device.type == "cuda" and enable_timing
 
-    def record(self, stream: object) -> None:
+    def record(self) -> None:
         self.at = Event.clock_ms
 
     def synchronize(self) -> None:
@@ -132,8 +132,7 @@ class Event:
 
 
 def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(Event, "waited", [])
     watch = step.Stopwatch(torch.device("cuda"))
     for begin, end in ((0.0, 1500.0), (2000.0, 4500.0), (9000.0, 9250.0)):
@@ -164,7 +163,7 @@ class Timed(Alone):
         super().__init__()
         self.clock = clock
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
         self.clock.spend(20.0)
 
     def sample_state(self, source: object) -> None:
@@ -190,6 +189,42 @@ def test_forward_backward_and_update_follow_one_another(micro_batches: int, monk
     n = micro_batches
     assert out.times() == {"forward_s": 4.0 * n, "backward_s": 20.0 * n, "update_s": 301.0}
     assert sum(out.times().values()) == clock.now
+
+
+class Waiting(Timed):
+    """An engine that waits for the device at the end of backward."""
+
+    def backward(self, loss: torch.Tensor, meanwhile: Any = None) -> None:
+        self.seen.append("backward")
+        if meanwhile is not None:
+            meanwhile()
+        self.clock.spend(20.0)
+
+
+@pytest.mark.parametrize("engine", [Timed, Waiting])
+def test_the_host_works_for_itself_once_before_it_waits_or_updates(
+    engine: type[Timed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    timed = engine(clock)
+    monkeypatch.setattr(step, "time", clock)
+    found: list[tuple[float, float]] = []
+
+    def work(loss: step.HostValue, since: step.Mark) -> float:
+        clock.spend(7.0)
+        found.append((loss.item(), step.Mark(CPU) - since))
+        return clock.now
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+    batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * 2
+    meanwhile = step.Meanwhile(work)
+    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None, meanwhile)  # type: ignore[arg-type]
+    assert meanwhile.done and found == [(out.loss_sum.item(), 7.0)]
+    # After all of backward, or in the last micro-batch's, where the engine begins to wait.
+    assert meanwhile(out.loss_sum, out.ended) == (27.0 if engine is Waiting else 47.0)
+    assert out.times(7.0) == {"forward_s": 0.0, "backward_s": 40.0, "update_s": 301.0}
 
 
 def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,8 @@ _replaced = [
     FAKE_CUDA.use(f"torch.{name}", _FAKE_DEVICE)
     for name in (
         "cuda.amp.common.amp_definitely_not_available", "cuda._lazy_init", "Tensor.record_stream",
-        "nn.functional.scaled_dot_product_attention", "cuda.Stream", "cuda.Event", "accelerator.current_stream",
-        "cuda.nvtx.range_push",
+        "nn.functional.scaled_dot_product_attention", "cuda.Stream", "cuda.Event", "Event",
+        "accelerator.current_stream", "cuda.nvtx.range_push",
     )
 ]  # fmt: skip
 
@@ -156,6 +156,7 @@ def install_fake_cuda(cuda: Mapping[str, Any], attention: Callable[..., Any]) ->
     for key, value in cuda.items():
         setattr(torch.cuda, key, value)
     torch.cuda._lazy_init = lambda: None
+    torch.Event = cuda["Event"]  # type: ignore[misc]
     for key in ("current_stream", "synchronize"):  # FSDP2 calls these when it has gathered a frozen block for nothing
         setattr(torch.accelerator, key, cuda[key])
     for key in ("range_push", "range_pop", "mark"):

@@ -124,7 +124,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
         if getattr(parallel, key) != "none":
             zero[key] = {"pin_memory": on_cuda}
     return {
-        # Costs a pass over all gradients and a wait: only if the update cannot be skipped on the device (`GroupNorms`).
+        # A pass over all gradients and a wait: only if the update cannot be skipped on the device (`FiniteNorms`).
         "bf16": {"check_grad_overflow": parallel.offload_optimizer != "none"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any torch optimizer: elementwise ones are safe on flat partitions

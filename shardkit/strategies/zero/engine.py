@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -28,8 +28,9 @@ from ..step import skipping
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
 from .state import (
+    EPILOGUE,
     BuiltInPartitions,
-    GroupNorms,
+    FiniteNorms,
     create_zero_states,
     frozen_shards,
     kept_buffers,
@@ -57,6 +58,7 @@ class ZeRO:
         self._linear = nn.functional.linear
         self._accum = resolve_batch(config, world.size)
         self._fqns: dict[int, str] = {}
+        self._meanwhile: Callable[[], object] | None = None
         self._ds_config()  # a conflict in raw keys is refused before anything is written
         _forget_groups(_deepspeed(world))
 
@@ -110,7 +112,8 @@ class ZeRO:
         )
         self.model = self._engine
         self.optimizer = self._zero.optimizer
-        self._norms = GroupNorms(self._zero, self._world.device)
+        self._norms = FiniteNorms(self._zero, self._world.device)
+        setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
 
     def _fill_partition(self, fqn: str, param: Any, weights: Weights) -> None:
@@ -141,8 +144,20 @@ class ZeRO:
         self._engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
+        self._meanwhile = meanwhile
         self._engine.backward(loss, scale_wrt_gas=False)
+
+    def _with_meanwhile(self, epilogue: Callable[[], None]) -> Callable[[], None]:
+        """DeepSpeed's end of backward, which waits for the device, after `backward`'s `meanwhile`."""
+
+        def epilogue_after() -> None:
+            if self._meanwhile is not None:
+                meanwhile, self._meanwhile = self._meanwhile, None
+                meanwhile()
+            epilogue()
+
+        return epilogue_after
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips in its own step

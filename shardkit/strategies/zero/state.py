@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.libraries import Feature
+from ...config.libraries import Feature, Private
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
@@ -21,6 +22,7 @@ from ..states import create_states, flat, scalars_of, set_scalars
 ACCOUNT = Feature("ZeRO's state in memory's categories, and its checkpoints")
 ENGINE = Feature("training under ZeRO")
 GROUP_NORMS = "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"
+EPILOGUE = "overlapping_partition_gradients_reduce_epilogue"
 _STAGES = {
     2: ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", (
         "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "averaged_gradients",
@@ -36,7 +38,7 @@ _NAMES = {
     for stage, (optimizer, names) in _STAGES.items()
 }
 for _optimizer, _ in _STAGES.values():
-    for _name in ("clip_grad", "overflow", "optimizer", *GROUP_NORMS):
+    for _name in ("clip_grad", "overflow", "optimizer", *GROUP_NORMS, EPILOGUE):
         ENGINE.use(f"{_optimizer}.{_name}")
 # offload_ratio below 1 makes a second optimizer, whose learning rate DeepSpeed (0.19) does not change.
 ENGINE.use(f"{_STAGES[3][0]}.backup_optimizer")
@@ -44,6 +46,10 @@ for _name in ("ds_tensor", "ds_numel", "ds_shape", "ds_status", "partition_numel
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
 for _name in ("_post_init_method", "_convert_to_deepspeed_param", "local_device", "dtype"):
     ENGINE.use(f"deepspeed.runtime.zero.partition_parameters.Init.{_name}")
+MASK = ENGINE.use("deepspeed.runtime.zero.stage_1_and_2.mask_nan_or_inf_with_val_inplace")
+IS_INVALID = ENGINE.use("deepspeed.runtime.zero.stage_1_and_2.is_invalid_grad_norm", since="0.19.8")
+for _name in ("scaled_global_norm", "unscale_and_clip_grads"):
+    ENGINE.use(f"{_STAGES[2][0]}.{_name}")
 ENGINE.use("deepspeed.ops.__compatible_ops__")
 ENGINE.use("deepspeed.utils.groups._WORLD_GROUP")  # kept beyond the process group that they are parts of
 ENGINE.use("deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP")
@@ -178,26 +184,42 @@ def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
     return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
 
 
-class GroupNorms:
-    """Notices when the norm of some gradient group is not finite, where DeepSpeed computes it.
+class FiniteNorms:
+    """Tells whether the norm of the gradients is finite, on the device before the update's kernels run.
 
-    DeepSpeed writes -1 for such a norm, and up to 0.19.6 uses it as 1 when it combines groups: the step is taken.
+    DeepSpeed writes -1 for a group's norm that is not, and up to 0.19.6 uses it as 1 when it combines groups: the step
+    is taken. In stages 1 and 2 on the device, each -1 is a copy from pageable memory, and 0.19.8 reads the total norm
+    back: the host waits twice for each group. There the norms stay as they are, and nothing is read.
 
     Attributes:
-        bad: 1 if a norm was not finite since `forget`, else 0; set on the device before the update's kernels run.
+        bad: 1 if a norm of this step was not finite, else 0.
     """
 
     def __init__(self, zero: Any, device: torch.device) -> None:
         self.bad = torch.zeros((), device=device)
         self._bad_on_host = False
-        for name in GROUP_NORMS:
-            setattr(zero, name, self._noting(getattr(zero, name)))
+        self._of_groups = stage_of(zero) == 3 or bool(offloaded(zero))
+        if self._of_groups:
+            for name in GROUP_NORMS:
+                setattr(zero, name, self._noting_group(getattr(zero, name)))
+            return
+        zero.get_grad_norm_direct = _inside(zero.get_grad_norm_direct, MASK, lambda norm, device=None, val=-1.0: None)
+        zero.unscale_and_clip_grads = _inside(zero.unscale_and_clip_grads, IS_INVALID, lambda norm: False)
+        zero.scaled_global_norm = self._noting_total(zero.scaled_global_norm)
 
-    def _noting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting_total(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            norm = compute(*args, **kwargs)
+            torch.mul(norm, 0, out=self.bad).ne_(0)  # NaN is none of both; two kernels, as this runs in every step
+            return norm
+
+        return noted
+
+    def _noting_group(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             found = compute(*args, **kwargs)
             norm = torch.as_tensor(found)
-            bad = (norm.sqrt() * 0).ne_(0)  # NaN is none of both: few kernels, as this runs in every step
+            bad = (norm.sqrt() * 0).ne_(0)
             if norm.device == self.bad.device:
                 torch.maximum(self.bad, bad.float(), out=self.bad)
             elif bad:
@@ -208,14 +230,36 @@ class GroupNorms:
         return noted
 
     def forget(self) -> None:
-        self._bad_on_host = False
-        self.bad.zero_()
+        """Begin a step."""
+        if self._of_groups:
+            self._bad_on_host = False
+            self.bad.zero_()
 
     def checked(self, norm: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's norm over all groups; infinite if one group's norm was not finite."""
+        """DeepSpeed's norm over all groups; not finite if one group's norm was not."""
+        if not self._of_groups:
+            return norm
         if norm.device != self.bad.device:
             return torch.full_like(norm, math.inf) if self._bad_on_host else norm
         return norm.masked_fill(self.bad > 0, math.inf)
+
+
+def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that finds `instead` under the name of a function of its module."""
+    module, _, function = name.path.rpartition(".")
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        found = vars(sys.modules[module])
+        theirs = found.get(function)
+        if theirs is None:  # a release before it
+            return method(*args, **kwargs)
+        found[function] = instead
+        try:
+            return method(*args, **kwargs)
+        finally:
+            found[function] = theirs
+
+    return replaced
 
 
 def share_rates(zero: Any) -> None:
