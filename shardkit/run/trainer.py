@@ -70,7 +70,7 @@ class _Taken:
 
     `waits`: when the host began to read data, and when it had them; both lie between the ends of two updates.
     `gathers`: forward's waits for other ranks.
-    `inside`: whether the last of `waits` lies within this step's backward.
+    `inside`: the same as one of `waits`, within this step's backward.
     """
 
     step: int
@@ -82,7 +82,7 @@ class _Taken:
     waits: list[tuple[Mark, Mark]]
     pauses: dict[str, float]
     gathers: Stopwatch | None
-    inside: bool
+    inside: tuple[Mark, Mark] | None
     loss: float = math.nan
 
 
@@ -386,12 +386,11 @@ class Trainer:
             ) as gathers:
                 meanwhile = Meanwhile(partial(self._look_ahead, batch))
                 out = self._train_step(batch, targets, meanwhile)
-            inside, ahead = meanwhile.done, meanwhile(out.loss_sum, out.ended)
+            early, ahead = meanwhile.done, meanwhile(out.loss_sum, out.ended)
             self.watchdog.beat(self.step, "data and reduction")
+            inside = ahead.wait if early else None
             taken = _Taken(self.step, out, batch, targets, positions, lr, waits, self._pauses, gathers, inside)
-            batch, waits = ahead.batch, [ahead.wait] if ahead.wait else []
-            if inside:
-                taken.waits, waits = taken.waits + waits, []
+            batch, waits = ahead.batch, [ahead.wait] if ahead.wait and not early else []
             loss, next_counts, stays_finite = self._agree(ahead.sums(), targets)
             if late is not None:  # its update ended before this loss
                 yield self._finished(late, late.out.ended)
@@ -463,8 +462,8 @@ class Trainer:
                 )  # fmt: skip
         step_time, self._lap = ended - self._lap, ended
         # On a GPU that still worked on the step before, reading data costs nothing.
-        reading = [had - began for began, had in taken.waits]
-        wait, within = sum(reading, 0.0), sum(reading[-1:]) if taken.inside else 0.0
+        within = taken.inside[1] - taken.inside[0] if taken.inside else 0.0
+        wait = sum((had - began for began, had in taken.waits), within)
         self.job.ledger.time_step(step_time, wait, wait + taken.out.busy_s(taken.gathers))
         self.tokens_total += int(taken.targets)
         record = {

@@ -28,7 +28,7 @@ def test_a_step_waits_only_for_its_loss(engine: str, tmp_path: Any) -> None:
     added = {name: ours.get(name, 0) - theirs.get(name, 0) for name in host_cost.WAITS}
     assert {name: n for name, n in added.items() if n > 0} == LOSS
     if engine == "zero2":  # DeepSpeed waits for its own norms once more for each group
-        assert not ours.get("copy_pageable") and ours["stream_sync"] < theirs["stream_sync"]
+        assert theirs["stream_sync"] and not ours.get("stream_sync") and not ours.get("copy_pageable")
     assert arms["shardkit"]["python_calls"] <= arms["hand-written"]["python_calls"] + MORE_CALLS.get(engine, 0)
     taken = ("malloc", "free", "mem_create", "mem_map", "host_alloc")
     assert [ours.get(name, 0) for name in taken] == [theirs.get(name, 0) for name in taken]

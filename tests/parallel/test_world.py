@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardkit.config.load import load_config
 from shardkit.config.schema import ParallelConfig, RunConfig, RunSection
 from shardkit.errors import ConfigError, LaunchError
 from shardkit.launch.ranks.env import SINGLE, RankEnv
@@ -190,3 +191,21 @@ def test_every_group_waits_as_long_as_the_config_says(ranks: int, parallel: dict
         assert {wait for name, wait in mine.items() if not name.startswith("set")} == {77.0}, found
         assert {wait for name, wait in mine.items() if name.startswith("set")} == {55.0}, found
         assert {wait for name, wait in found.items() if " 0 of " in name} == {180.0}, found
+
+
+def begun_sums(run_dir: str) -> list[float]:
+    """A sum of two ranks, the second of which begins it only when the first has sent it a message after it began."""
+    import shardkit
+
+    with shardkit.start(load_config(None, {"run.device": "cpu", "run.dir": run_dir})) as job:
+        message = torch.zeros(1)
+        if job.world.rank == 1:
+            dist.broadcast(message, src=0)
+        end = job.world.begin_sum([1.0 + job.world.rank, 0.5])
+        if job.world.rank == 0:
+            dist.broadcast(message + 1, src=0)
+        return end()
+
+
+def test_a_sum_may_begin_before_the_other_ranks_are_there(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.parallel.test_world:begun_sums", run_dir=str(tmp_path)) == [[3.0, 1.0]] * 2

@@ -22,6 +22,7 @@ from tests.run import gradients
 OWN_S = 0.03
 """What whoever takes a step's record does with it."""
 FORWARD_S = 0.01
+READ_S = 0.1
 LATE_S = 0.2
 """How long the run waits for its last save."""
 
@@ -77,6 +78,31 @@ def test_steps_evaluations_and_saves_are_the_whole_of_a_runs_time(world: int, st
         parts = [record[key] for key in ("data_wait_s", "forward_s", "backward_s", "update_s")]
         assert min(parts) >= 0 and parts[1] >= FORWARD_S and sum(parts) <= record["step_time_s"]
         assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
+
+
+class Slow(list[Any]):
+    """Data whose samples take their time."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(READ_S)
+        return super().__getitem__(index)
+
+
+class SlowTask(Task):
+    def dataset(self, split: str) -> Any:
+        return Slow(super().dataset(split) or [])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("steps", [1, 3])
+def test_reading_data_is_no_part_of_backward(steps: int, tmp_path: Any) -> None:
+    """The next step's are read between backward and update, the first's before forward, none in the last."""
+    extra = {"task.factory": "tests.run.test_steps:SlowTask", "train.max_steps": steps, "train.eval_every": None}
+    records, took = run_ranks(1, "tests.run.test_steps:timed", folder=str(tmp_path / "run"), **extra)[0]
+    read = [record["data_wait_s"] > READ_S for record in records]
+    assert read == ([True] if steps == 1 else [True, True, False])
+    assert all(0 <= record["backward_s"] < READ_S for record in records)
+    assert tiles(records) == pytest.approx(took, abs=0.01)
 
 
 class Clocked(Trainer):
