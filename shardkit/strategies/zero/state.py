@@ -245,15 +245,19 @@ class FiniteNorms:
 
 
 def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that finds `instead` under the name of a function of its module."""
+    """A method that finds `instead` under the name of a function of its module.
+
+    Raises:
+        NameGone: the installed release should have that function, and has not.
+    """
     module, _, function = name.path.rpartition(".")
+    if not name.needed():  # a release before it
+        return method
+    name.find()  # one that has lost it would go on without a word
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         found = vars(sys.modules[module])
-        theirs = found.get(function)
-        if theirs is None:  # a release before it
-            return method(*args, **kwargs)
-        found[function] = instead
+        theirs, found[function] = found[function], instead
         try:
             return method(*args, **kwargs)
         finally:
