@@ -131,7 +131,7 @@ def emulated_card(card: Gpu, expandable: bool = True) -> dict[str, str]:
         expandable: as the launcher sets it where the driver has GPUs.
     """
     return {
-        "EMUCUDA_SKIP_ABOVE": "512K",  # less than a chunk of initial values: shards are not touched
+        "EMUCUDA_SKIP_ABOVE": "256K",  # less than a chunk of initial values, also in bf16: shards are not touched
         "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}",
         "EMUCUDA": "1", "EMUCUDA_COMPUTE": "0", "EMUCUDA_DEVICES": "8", "EMUCUDA_NAME": card.device_name,
         "EMUCUDA_MEMORY": str(card.memory), "EMUCUDA_CONTEXT": str(card.context),

@@ -97,6 +97,8 @@ class Recipe:
         """
         drawn, end = 0, start + out.numel()
         buffer = torch.empty(min(CHUNK, self.numel), dtype=self.dtype)
+        # A copy to a device would convert in new host memory each time, which glibc before 2.38 hardly uses again.
+        converted = torch.empty_like(buffer, dtype=out.dtype)
         generator = torch.Generator()
         for index in range(start // CHUNK, -(-end // CHUNK)):
             begin = index * CHUNK
@@ -106,7 +108,10 @@ class Recipe:
             # torch uses 32 bits of a seed: neighbours differ for certain, hashes of 2^16 chunks would not.
             drawn += self._draw(chunk, begin, generator.manual_seed(seed + index))
             low, high = max(start, begin), min(end, begin + chunk.numel())
-            out[low - start : high - start].copy_(chunk[low - begin : high - begin])
+            wanted = chunk[low - begin : high - begin]
+            if out.dtype != self.dtype:
+                wanted = converted[: high - low].copy_(wanted)
+            out[low - start : high - start].copy_(wanted)
         return drawn
 
     def _draw(self, chunk: torch.Tensor, begin: int, generator: torch.Generator) -> int:

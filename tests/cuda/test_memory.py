@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.gpu.child import emulated_card
 from shardkit.hardware.cards import GPUS
 from shardkit.memory import read_jsonl
+from shardkit.parallel.draws import record
 from shardkit.plan.search import trial
 from tests.cuda.mixed import refused, refused_by_a_plan
 from tests.emulated_cuda import call, needs_emulation
@@ -21,6 +25,25 @@ def test_a_plan_refuses_mixed_dtypes_where_cuda_does() -> None:
     by_cuda = call(refused, EMUCUDA_COMPUTE="0")
     assert {"convolution", "linear", "layer norm", "attention"} <= set(by_cuda) and "one dtype" not in by_cuda
     assert call(refused_by_a_plan, EMUCUDA="0") == by_cuda
+
+
+def draw_in_bf16() -> int:
+    """Bytes by which the host's memory grows while two tensors of 128 MiB of a card are drawn.
+
+    Two: glibc maps each chunk until it has freed one.
+    """
+    shape, process = torch.Size((8192, 8192)), psutil.Process()
+    recipe = record(shape, lambda tensor: nn.init.normal_(tensor))
+    outs = [torch.empty(shape.numel(), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    before = process.memory_info().rss
+    for out in outs:
+        recipe.fill(0, out)
+    return int(process.memory_info().rss - before)
+
+
+def test_drawing_for_a_card_keeps_nothing_on_the_host() -> None:
+    """glibc before 2.38 hardly used the chunks again that torch converted: the host held as much as the card."""
+    assert call(draw_in_bf16, EMUCUDA_COMPUTE="0", EMUCUDA_SKIP_ABOVE="256K") < 32 << 20
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
