@@ -187,9 +187,8 @@ void copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   Spend bookkeeping(BOOKKEEPING);
   const CudaKernel& entry = kernels().at(op.operator_name());
   Tensor to = (*stack)[stack->size() - 3].toTensor(), from = (*stack)[stack->size() - 2].toTensor();
-  // Bytes on their way through page-locked memory are other tensors', which nothing reads there.
-  bool on_their_way = from.scalar_type() == at::kByte && !to.is_cuda() && to.is_pinned();
-  if (from.is_cuda() && !to.is_cuda() && !on_their_way) refuse_to_read(from, entry.name);
+  // Bytes are another tensor's, or quantised floats: a program keeps them, and decides by none.
+  if (from.is_cuda() && !to.is_cuda() && from.scalar_type() != at::kByte) refuse_to_read(from, entry.name);
   if (from.is_cuda() && to.is_cuda()) return counted(op, keys, stack);
   call_kernel(entry.kernel, op, keys, stack);
   // torch converts types on the side where that is cheaper: what moved is at most this.
