@@ -103,7 +103,8 @@ def _measure_largest(card: Card, rung: Sequence[str], kind: str, where: Where) -
     fixed = ["train.micro_batch_size=1"] if kind == "model" else []
 
     def run(name: str, size: Sequence[str]) -> Found:
-        return went(train(where, settings(where, card.base, rung, fixed, size), card.cap, steps=3, name=name))
+        chosen = settings(where, card.base, rung, fixed, size)
+        return went(train(where, chosen, card.cap, steps=3, name=name, traced=False))
 
     return around(where.predicted, where, run, {})
 

@@ -226,7 +226,7 @@ def _try(arm: Arm, where: Where, layers: int, ratio: float) -> Found:
     else:
         split = [] if ratio == 1 else [f"parallel.offload_ratio={ratio:g}"]
         chosen = settings(where, base(where), arm.settings, [f"model.n_layers={layers}"], split)
-        trial = train(where, chosen, steps=STEPS, card=_card(where))
+        trial = train(where, chosen, steps=STEPS, card=_card(where), traced=False)
         found = {
             "outcome": trial.outcome, "losses": list(trial.losses), "peak_allocated": trial.peak,
             "tokens_per_s": trial.tokens_per_s, "message": trial.message,

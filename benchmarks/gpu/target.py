@@ -59,7 +59,7 @@ def train(
 
     Args:
         card: the variables of the emulated cards (`emulated_card`), if they are not `where.card`.
-        traced: whether emulated cards' second step is traced tensor by tensor.
+        traced: whether emulated cards' second step is traced tensor by tensor: then blocks lie otherwise.
     """
     from shardkit.plan.search.trial import read_trial, run_trial, trial_settings
 

@@ -190,6 +190,8 @@ _SCRATCH: dict[str, tuple[Literal["cuda", "cpu"], Count]] = {
     "aten::_scaled_dot_product_flash_attention_backward": ("cuda", _flash_attention_backward),
     "aten::_flash_attention_backward": ("cuda", _flash_by_documents_backward),
     "aten::sum": ("cuda", _columns_summed),
+    "aten::_safe_softmax": ("cuda", lambda args, out: out.numel()),  # which values are -inf
+    "aten::_softmax_backward_data": ("cuda", lambda args, out: _n_bytes(args[0])),  # gradient times result
     "aten::convolution": ("cpu", _convolution),
     "aten::convolution_backward": ("cpu", _convolution_backward),
     "c10d::_allgather_base_": ("cpu", _gathered),

@@ -11,20 +11,71 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.child import emulated_card
+from shardkit.config.load import load_config
 from shardkit.hardware.cards import GPUS
 from shardkit.memory import read_jsonl
 from shardkit.parallel.draws import record
+from shardkit.plan.client import Planner
 from shardkit.plan.search import trial
+from shardkit.plan.target import choose_target
+from tests.cuda.attention import chosen, chosen_by_a_plan
 from tests.cuda.mixed import refused, refused_by_a_plan
 from tests.emulated_cuda import call, needs_emulation
 
 pytestmark = [pytest.mark.gpu, needs_emulation]
 
 
+LLAMA = (
+    'model.hf={"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, '
+    '"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024}'
+)
+
+
+def planned_peak(settings: list[str]) -> dict[str, int]:
+    config = load_config(None, settings).config
+    with Planner(choose_target(config, 1, gpu="h100", expandable=True)) as planner:
+        peak = planner.predict(config).peak
+    return {"allocated": peak.allocated, "reserved": peak.reserved}
+
+
 def test_a_plan_refuses_mixed_dtypes_where_cuda_does() -> None:
     by_cuda = call(refused, EMUCUDA_COMPUTE="0")
     assert {"convolution", "linear", "layer norm", "attention"} <= set(by_cuda) and "one dtype" not in by_cuda
     assert call(refused_by_a_plan, EMUCUDA="0") == by_cuda
+
+
+@pytest.mark.parametrize("card", ["h100", "rtx4090", "t4"])
+def test_a_plan_takes_the_attention_that_torch_chooses(card: str) -> None:
+    """Heads of an odd width keep whole attention weights in fp32."""
+    sm = ".".join(map(str, GPUS[card].capability))
+    by_torch = call(chosen, EMUCUDA_COMPUTE="0", EMUCUDA_SM=sm)
+    assert set(by_torch.values()) >= {"efficient", "math"}
+    assert call(chosen_by_a_plan, card, EMUCUDA="0") == by_torch
+
+
+@pytest.mark.parametrize("settings", [
+    ("precision.mode=fp32",),
+    ("precision.mode=fp32", "activation.policy=full"),
+    (LLAMA, "precision.mode=fp32", "train.grad_accum_steps=2"),
+], ids=["odd widths", "odd widths, blocks again", "shared keys"])  # fmt: skip
+def test_whole_attention_weights_are_planned_to_the_page(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = [
+        "model.d_model=424",
+        "model.n_heads=4",
+        "model.n_layers=3",
+        "model.vocab_size=512",
+        "model.max_seq_len=1024",
+    ]
+    model = ["task.name=hf_causal_lm"] if LLAMA in settings else size
+    given = [*model, "train.micro_batch_size=4", "train.seq_len=1024", "parallel.strategy=single", *settings]
+    plan = call(planned_peak, given, EMUCUDA="0")
+    for name, value in emulated_card(GPUS["h100"]).items():
+        monkeypatch.setenv(name, value)
+    ran = trial.run_trial(None, given, 1, tmp_path / "run", steps=3)
+    assert ran.outcome == "ok", ran.message
+    assert (plan["allocated"], plan["reserved"]) == (ran.peak, ran.reserved)
 
 
 def draw_in_bf16() -> int:

@@ -84,13 +84,23 @@ def _run(gap: _Block, size: int) -> list[_Block]:
     return run
 
 
+def _growing(arena: _Arena, size: int) -> list[_Block]:
+    """The free and unmapped blocks that grow to `size`: from the first gap with room on, or the last block."""
+    for gap in arena.gaps:
+        run = _run(gap, size)
+        if run:
+            return run
+    last = arena.last
+    return [last] if last is not None and last.free else []
+
+
 class CachingAllocator:
     """Allocate and free blocks as torch would on an empty GPU.
 
     Args:
         expandable: one growing segment per stream and pool, instead of many.
         page: page size of expandable segments in bytes; default: torch's. Small pages make `reserved` grow smoothly.
-        limit: bytes of the GPU, for segments of fixed size; `malloc` raises `Full` where torch runs out of memory.
+        limit: bytes of the GPU; `malloc` raises `Full` where torch runs out of memory.
 
     Attributes:
         allocated, reserved: bytes in blocks that are in use, bytes of segments.
@@ -160,13 +170,21 @@ class CachingAllocator:
 
     def _grown(self, arena: _Arena, size: int) -> _Block:
         """A free block of at least `size`: mapped from the first gap with room on, else at the segment's end."""
-        for gap in arena.gaps:
-            run = _run(gap, size)
-            if run:
-                return self._map(arena, run, size)
+        run = _growing(arena, size)
+        if self.reserved + self._growth(arena, run, size) > self._limit:
+            self.release()
+            run = _growing(arena, size)
+            if self.reserved + self._growth(arena, run, size) > self._limit:
+                raise Full
+        return self._map(arena, run or [self._end(arena)], size)
+
+    def _growth(self, arena: _Arena, run: list[_Block], size: int) -> int:
+        """Bytes of the pages that are mapped for `size` bytes."""
+        return self._pages(arena, max(0, size - sum(block.size for block in run if block.mapped)))
+
+    def _end(self, arena: _Arena) -> _Block:
+        """A new block of no bytes behind the last one."""
         last = arena.last
-        if last is not None and last.free:
-            return self._map(arena, [last], size)
         if last is None:
             self._next += 1
         address = (self._next << 44) if last is None else last.address + last.size
@@ -175,7 +193,7 @@ class CachingAllocator:
         if last is not None:
             last.after = block
         arena.last = block
-        return self._map(arena, [block], size)
+        return block
 
     def _map(self, arena: _Arena, run: list[_Block], size: int) -> _Block:
         """One free block out of a run of free and unmapped ones, with pages mapped for `size` bytes."""
@@ -307,25 +325,31 @@ class Replay:
     arenas: dict[Arena, int]
 
 
-def required(log: EventLog, device: str, on_a_large_card: Replay) -> int:
-    """Bytes of the smallest card on which the segments of fixed size fit, to 0.25 %.
+def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Replay) -> int:
+    """Bytes of the smallest card on which the segments fit, to 0.25 %.
 
-    A full card's allocator returns its cache and asks again. Later blocks then lie in other segments than on a large
-    card, and leave other pieces that nothing fits into: this can take more than `Replay.required`.
+    A full card's allocator returns its cache and asks again. Later blocks then lie elsewhere than on a large card, and
+    leave other pieces that nothing fits into: this can take more than `Replay.required`. Segments of fixed size can
+    also take less.
     """
     tolerance, stride = on_a_large_card.reserved // 400, on_a_large_card.reserved // 50
 
     def fits(limit: int) -> bool:
         try:
-            replay(log, device, expandable=False, limit=limit)
+            replay(log, device, expandable, limit=limit)
         except Full:
             return False
         return True
 
     high = on_a_large_card.reserved
-    while high - stride >= on_a_large_card.allocated and fits(high - stride):  # a smaller card may fit by luck
-        high -= stride
-    low = high - stride
+    if expandable:
+        low = on_a_large_card.required
+        if fits(low):
+            return low
+    else:
+        while high - stride >= on_a_large_card.allocated and fits(high - stride):  # a smaller card may fit by luck
+            high -= stride
+        low = high - stride
     while high - low > tolerance:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

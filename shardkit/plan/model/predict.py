@@ -227,7 +227,7 @@ def _traced(
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
         **counts, device=on_device, host=on_host, allocated=real.allocated, reserved=smooth.reserved,
-        required=real.required if target.expandable else required(log, str(device), real),
+        required=required(log, str(device), target.expandable, on_a_large_card=real),
         allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
         arenas=smooth.arenas, segments=segments, targets=targets,
     )  # fmt: skip

@@ -86,7 +86,7 @@ _foreach_types = [
 _of_sync_batch_norm = FAKE_CUDA.take("torch.nn.modules._functions")
 flash_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_flash_attention")
 efficient_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_efficient_attention")
-plain_attention = FAKE_CUDA.take("torch.ops.aten._scaled_dot_product_attention_math")
+softmax_of_rows = FAKE_CUDA.take("torch._safe_softmax")
 _replaced = [
     FAKE_CUDA.use(f"torch.{name}", _FAKE_DEVICE)
     for name in (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,9 @@ from .compat import (
     efficient_attention,
     flash_attention,
     install_fake_cuda,
-    plain_attention,
     register_batch_norm,
     register_cuda_kernels,
+    softmax_of_rows,
 )
 from .world import Fakes
 
@@ -178,10 +178,9 @@ def _attention(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     width, shared = query.shape[-1], enable_gqa and query.shape[1] != key.shape[1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    flash = half and attn_mask is None and width <= 256 and width == value.shape[-1] and query.dim() == 4
+    kernel = _kernel(query, value, attn_mask is not None, shared)
     with torch.autocast("cuda", enabled=False):
-        if flash:
+        if kernel == "flash":
             padding = -width % 8
             if padding:
                 query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
@@ -189,15 +188,61 @@ def _attention(
                 0
             ]
             return out[..., :width] if padding else out  # type: ignore[no-any-return]
-        if query.dim() == 4 and not shared:  # the memory-efficient kernel has no keys that heads share
+        if kernel == "efficient":
             grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
             bias = None if attn_mask is None else _bias(attn_mask, query, key)
             return efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, grad, dropout_p, is_causal, scale=scale
             )[0]
-        return plain_attention(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=shared
-        )[0]
+        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _kernel(
+    query: torch.Tensor, value: torch.Tensor, masked: bool, shared: bool
+) -> Literal["flash", "efficient", "plain"]:
+    """The attention that torch chooses on the planned card (sdp_utils.cpp of torch 2.9 to 2.13).
+
+    cuDNN's, which newer cards take first, is planned as flash attention; with a mask as the memory-efficient one.
+
+    Args:
+        shared: heads share keys.
+    """
+    if query.dim() != 4:
+        return "plain"
+    newer = torch.cuda.get_device_capability() >= (8, 0)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    widths = query.shape[-1], value.shape[-1]
+    if newer and half and not masked and widths[0] == widths[1] <= 256:
+        return "flash"
+    multiple = 8 if half else 4 if newer else 1
+    known = newer or query.dtype != torch.bfloat16
+    return "efficient" if known and not shared and not any(width % multiple for width in widths) else "plain"
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
+    causal: bool, scale: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """The products one after the other, in fp32, as CUDA runs them: to fake tensors torch adds no mask in place."""
+    dtype, factor = query.dtype, math.sqrt(abs(scale or 1 / math.sqrt(query.shape[-1])))
+    if dtype in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    query = query * factor
+    if causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
+    repeats = query.shape[-3] // key.shape[-3] if query.dim() > 3 else 1
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    weights = query @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights.add_(mask)
+    weights = softmax_of_rows(weights, -1)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    out, _ = (weights @ value).to(dtype), weights.to(dtype)  # torch returns both
+    return out
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
