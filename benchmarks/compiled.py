@@ -48,11 +48,6 @@ def recorded(folder: Path) -> dict[str, Any]:
     return {result["case"]: result for result in found}
 
 
-def measured(folder: Path) -> dict[str, Any]:
-    """Results by case, without those that an earlier commit's benchmark counted."""
-    return {name: found for name, found in recorded(folder).items() if "earlier" not in found}
-
-
 def take_over(folder: Path) -> None:
     """Give the folder the committed results that it lacks, so that a campaign goes on in another checkout."""
     known = json.loads(WRITTEN.read_text()) if WRITTEN.exists() else {"cases": {}, "isolated": {}, "planned": {}}
@@ -76,15 +71,15 @@ def run(todo: Sequence[Case], folder: Path, deadline: float, isolated: bool = Fa
     """
     folder.mkdir(parents=True, exist_ok=True)
     for case in todo:
-        if str(case) not in measured(folder) and (why := refusal(case)) is not None:
+        if str(case) not in recorded(folder) and (why := refusal(case)) is not None:
             write(folder, str(case), {"refused": why})
-    left = [case for case in todo if str(case) not in measured(folder)]
+    left = [case for case in todo if str(case) not in recorded(folder)]
     while left and time.monotonic() < deadline:
         for key, group in groupby(sorted(left[:ROUND], key=pool), pool):
             names = [str(case) for case in group]
             if time.monotonic() < deadline:
                 _run_batch(key, names[: 1 if isolated else AT_ONCE], folder, deadline, isolated)
-        done = measured(folder)
+        done = recorded(folder)
         left = [case for case in left if str(case) not in done]
 
 
@@ -100,14 +95,14 @@ def _run_batch(key: tuple[int, str], names: list[str], folder: Path, deadline: f
                 todo=names, backend=backend, record=str(folder), deadline=deadline, every_rank=isolated,
             )  # fmt: skip
         except RankError as error:
-            failed = next((name for name in names if name not in measured(folder)), None)
+            failed = next((name for name in names if name not in recorded(folder)), None)
             if failed is None:
                 raise
             late = "did not end within" in str(error)
             frames = (" ", "Traceback", "Thread", "The above")  # they hold paths of this machine
             named = [line for line in str(error).splitlines() if line and not line.startswith(frames)]
             write(folder, failed, {"unfinished" if late else "error": "\n".join(named)})
-    done = [name for name in names if name in measured(folder)]
+    done = [name for name in names if name in recorded(folder)]
     spent = f"{time.monotonic() - began:.0f} s, {_processor_s() - worked:.0f} s of processor time"
     print(f"{len(done)} of {len(names)} cases on {world} ranks in {spent}: {done[-1:]}", flush=True)
 

@@ -16,10 +16,7 @@ def compiled(result: dict[str, Any]) -> str:
     cases: dict[str, dict[str, Any]] = result["cases"]
     ran = {name: found for name, found in cases.items() if "spans" in found}
     whole = {name: found for name, found in ran.items() if " eager " not in name}
-    broken = Counter[str]()
-    for name, found in whole.items():
-        broken[name.partition("@")[0]] += sum(span["breaks"] for span in found["spans"])
-    breaks = ", ".join(f"{number} under {engine}" for engine, number in broken.items() if number) or "none"
+    broken = {name: n for name, found in whole.items() if (n := sum(span["breaks"] for span in found["spans"]))}
     parts = [
         "## Compiled training on an emulated card",
         "",
@@ -32,7 +29,7 @@ def compiled(result: dict[str, Any]) -> str:
         "",
         paragraph(
             f"{len(cases)} of the {len(cases) + len(result['not_run'])} cases in benchmarks/compiled_cases.txt were "
-            f"run: {len(whole)} compiled ones work (graph breaks: {breaks}), "
+            f"run: {len(whole)} compiled ones work ({len(broken)} with graph breaks), "
             f"{_number(cases, 'refused')} are refused, {_number(cases, 'error')} fail, {_number(cases, 'unfinished')} "
             "were not finished in the time given. Nothing is computed, so a number that is saved may not be finite: "
             "such a run cannot be saved, or has no optimizer state to resume from."
@@ -40,9 +37,8 @@ def compiled(result: dict[str, Any]) -> str:
         "",
         paragraph(_isolated(result["isolated"], cases)),
         "",
-        paragraph(_earlier(cases)),
-        "",
         *_reasons(cases),
+        *_breaks(broken, cases),
         "Columns: graphs of the first step; graphs that were compiled later, in steps / in the smaller batch / in",
         "evaluations / in the resumed run's steps; graph breaks; CUDA graphs replayed in a step (their own pools count",
         "as reserved, not as allocated); peaks of steady steps, MiB: planned for eager steps, eager, compiled.",
@@ -81,17 +77,6 @@ def _isolated(alone: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]
     )
 
 
-def _earlier(cases: dict[str, dict[str, Any]]) -> str:
-    found = [case["earlier"] for case in cases.values() if "earlier" in case]
-    if not found:
-        return ""
-    return (
-        f"{len(found)} of the cases were counted at commit {found[0][:10]}, which did not see the functions that "
-        "torch.compile gives up. Their peaks lacked cuBLAS's workspaces where another case had run before, and are "
-        "left out."
-    )
-
-
 def _number(cases: dict[str, dict[str, Any]], kind: str) -> int:
     return sum(kind in found for found in cases.values())
 
@@ -104,6 +89,13 @@ def _reasons(cases: dict[str, dict[str, Any]]) -> Iterator[str]:
         if "error" in found:
             yield f"- fails: {name}: {last_line(found['error'])}"
     if refused or _number(cases, "error"):
+        yield ""
+
+
+def _breaks(broken: dict[str, int], cases: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, number in broken.items():
+        yield f"- graph breaks: {name}: {number} ({', '.join(cases[name]['break_reasons'])})"
+    if broken:
         yield ""
 
 
