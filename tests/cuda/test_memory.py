@@ -57,8 +57,9 @@ def test_a_plan_takes_the_attention_that_torch_chooses(card: str) -> None:
     ("precision.mode=fp32",),
     ("precision.mode=fp32", "activation.policy=full"),
     (LLAMA, "precision.mode=fp32", "train.grad_accum_steps=2"),
-], ids=["odd widths", "odd widths, blocks again", "shared keys"])  # fmt: skip
-def test_whole_attention_weights_are_planned_to_the_page(
+    ("precision.mode=fp32", "activation.policy=sqrt", "model.n_layers=9"),
+], ids=["odd widths", "odd widths, blocks again", "shared keys", "segments"])  # fmt: skip
+def test_a_plan_is_the_allocators_to_the_page(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = [
@@ -75,7 +76,8 @@ def test_whole_attention_weights_are_planned_to_the_page(
         monkeypatch.setenv(name, value)
     ran = trial.run_trial(None, given, 1, tmp_path / "run", steps=3)
     assert ran.outcome == "ok", ran.message
-    assert (plan["allocated"], plan["reserved"]) == (ran.peak, ran.reserved)
+    assert plan["allocated"] == ran.peak
+    assert abs(plan["reserved"] - (ran.reserved or 0)) <= 20 << 20
 
 
 def draw_in_bf16() -> int:

@@ -41,6 +41,17 @@ def test_a_planned_fp16_step_is_not_skipped(settings: list[str], h100: Planner) 
     assert half.categories["optimizer"] == brain.categories["optimizer"]
 
 
+@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective", "selective_op"])
+def test_every_policy_is_planned_on_a_gpu(policy: str, h100: Planner) -> None:
+    """The random state that recomputing restores is the pretended card's."""
+    given = ("parallel.strategy=single", "model.n_layers=6", "model.dropout=0.1", "train.micro_batch_size=8")
+    less, most = (
+        h100.predict(config(f"activation.policy={kept}", *given)).categories["activations"].device
+        for kept in (policy, "none")
+    )
+    assert 0 < less < most
+
+
 @pytest.mark.deepspeed
 def test_pinned_memory_on_the_host_is_planned_as_torch_rounds_it_up(h100: Planner) -> None:
     offload = config("parallel.strategy=zero2", "parallel.offload_optimizer=cpu", "precision.mode=bf16")
@@ -89,7 +100,7 @@ def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h1
                    "train.seq_len=512", "train.micro_batch_size=2", "parallel.strategy=single"]  # fmt: skip
             peaks[mode, heads] = h100.predict(load_config(None, job).config).peak.allocated
     weights = 4 * 2 * 4 * 512 * 512 * 4  # of four layers
-    assert 0.9 * weights < peaks["fp32", 2] - peaks["fp32", 4] < 1.5 * weights
+    assert 0.9 * weights < peaks["fp32", 2] - peaks["fp32", 4] < 1.75 * weights  # one layer has some three times
     assert peaks["bf16", 2] <= peaks["bf16", 4]
 
 

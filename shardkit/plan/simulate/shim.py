@@ -119,6 +119,11 @@ def _on_stream(stream: Stream | None) -> Iterator[None]:
         _current = before
 
 
+@contextmanager
+def _on_device(device: Any) -> Iterator[None]:
+    yield
+
+
 def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
     """Replacements for members of `torch.cuda` that describe or use a GPU."""
     default = Stream()
@@ -133,6 +138,7 @@ def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
         "Event": Event,
         "stream": _on_stream,
         "StreamContext": _on_stream,
+        "device": _on_device,
         "current_stream": lambda *_: default,
         "default_stream": lambda *_: default,
         "current_device": lambda: 0,
@@ -142,6 +148,8 @@ def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
         "device_count": lambda: n_devices,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "get_rng_state": lambda *_: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda *_: gpu.capability,
