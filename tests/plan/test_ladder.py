@@ -161,6 +161,13 @@ def test_sizes_grow_by_no_more_than_2_percent_where_they_matter(model: ModelConf
     assert all(1 < after / before <= FINEST for before, after in pairwise(sizes) if before > least)
 
 
+def test_heads_stay_as_even_as_the_configs() -> None:
+    """torch has no memory-efficient attention for others in fp32: a larger model with even heads needs less."""
+    for size in model_sizes(ModelConfig(preset="355m"), 1e10)[:-1]:
+        chosen = {"model.n_heads": "16", **dict(item.split("=") for item in size.settings)}
+        assert size.amount < 1e9 or int(chosen["model.d_model"]) // int(chosen["model.n_heads"]) % 8 == 0, chosen
+
+
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_a_size_has_the_parameters_that_its_settings_make(tied: str) -> None:
     start = load_config(None, ["model.n_heads=6", "model.d_model=96", f"model.tie_weights={tied}"]).config.model

@@ -214,15 +214,20 @@ def _traced(
     # In segments of fixed size the third step's blocks lie otherwise than the second's; then nothing changes.
     steps = 2 if target.expandable or not on_gpu else 3
     log, counts, segments, targets = trace(config, target, device, steps, speeds)
+    real = replay(log, str(device), target.expandable) if on_gpu else None
+    room = (target.device_memory or 0) - _overhead(target)
+    if real is not None and steps == 2 and ends is None and real.required <= room < real.reserved:
+        # So do they in growing segments on a card that has to release its cache.
+        log = trace(config, target, device, 3, speeds)[0]
+        real = replay(log, str(device), target.expandable)
     on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
     on_host = edges(log, "cpu", 1, *ends or ()) if method == "cuda" else {}
-    if not on_gpu:
+    if real is None:
         exact = max(peak.n_bytes for peak in on_device.values())
         return _Trace(
             **counts, device=on_device, host=on_host, allocated=exact, reserved=exact, required=exact,
             allocated_by_phase={}, reserved_by_phase={}, arenas={}, segments=segments, targets=targets,
         )  # fmt: skip
-    real = replay(log, str(device), target.expandable)
     # Pages of 20 MiB would hide the bytes that a layer adds.
     smooth = replay(log, str(device), expandable=True, page=ROUND) if ends is not None else real
     return _Trace(
@@ -231,6 +236,12 @@ def _traced(
         allocated_by_phase=real.allocated_by_phase, reserved_by_phase=smooth.reserved_by_phase,
         arenas=smooth.arenas, segments=segments, targets=targets,
     )  # fmt: skip
+
+
+def _overhead(target: Target) -> int:
+    """Bytes of the card that torch's allocator does not hold."""
+    gpu = target.gpu
+    return 0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0)
 
 
 def trace(
@@ -327,7 +338,7 @@ def _estimate(
             for category in CATEGORIES
             if on_device.get(category) or host_categories.get(category)
         },
-        overhead=0 if gpu is None else gpu.context + (gpu.per_communicator if target.world_size > 1 else 0),
+        overhead=_overhead(target),
         overhead_from="" if gpu is None else gpu.overhead_from,
         uncertainty=_RECURRENT if trace.n_recurrent else _uncertainty(target, method),
         extrapolated_from=extrapolated_from,

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 from ...config.schema import ModelConfig
@@ -59,37 +60,40 @@ def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size
     """Reference transformers like `model` with other layers, width and heads, each at most 2 % larger than the last.
 
     The next size is the model within reach whose depth/width ratio and heads are nearest to the config's: its memory
-    then grows with its size, as far as whole layers and heads allow. If a large vocabulary dominates a small model,
-    widening it by one can exceed 2 %.
+    then grows with its size, as far as whole layers and heads allow. Heads stay multiples of 8 wide where that is
+    possible and the config's are: torch may keep whole attention weights of others. If a large vocabulary dominates a
+    small model, widening it by one can exceed 2 %.
 
     Args:
         most: largest number of parameters.
         multiple: widths are multiples of this; fp8 needs 16.
     """
-    found = sorted(_around(model, most, multiple), key=lambda one: one[:2])
+    found = sorted(_around(model, most, multiple), key=lambda one: one[:3])
     kept: list[Size] = []
     at = 0
     while at < len(found):
         last = kept[-1].amount if kept else found[0][0]
         reach = range(at, bisect_right(found, last * FINEST, at, key=lambda one: one[0]))
-        far = [i for i in reach if found[i][0] > last * (1 + FINEST) / 2] or reach or [at]
-        chosen = min(far, key=lambda i: found[i][1])
-        kept.append(found[chosen][2])
+        halfway = last * (1 + FINEST) / 2
+        chosen = min(reach or [at], key=lambda i: (found[i][1], found[i][0] <= halfway, found[i][2]))
+        kept.append(found[chosen][3])
         at = chosen + 1
     return kept
 
 
-def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, float, Size]]:
-    """(parameters, distance of its shape from the config's, the model).
+def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, bool, float, Size]]:
+    """(parameters, whether its heads are less even than the config's, distance of its shape from the config's, model).
 
     Widths are multiples of the heads; half to twice as many heads fill the gaps between the widths of small models.
     """
     rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
     known: set[int] = set()
+    even = math.gcd(model.d_model // model.n_heads, 8)
     all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
-    for heads in sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads))):
+    by_distance = sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads)))
+    for factor, heads in product(dict.fromkeys((even, 1)), by_distance):
         own = heads == model.n_heads
-        width = unit = math.lcm(heads, multiple)
+        width = unit = math.lcm(heads * factor, multiple)
         while rows * width <= most and (own or width <= model.n_heads / _STEP):
             usual = width * model.n_layers / model.d_model
             spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
@@ -100,7 +104,8 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
                     break
                 other = () if own else (f"model.n_heads={heads}",)
                 size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *other), n_params)
-                yield n_params, abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads)), size
+                distance = abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads))
+                yield n_params, width // heads % even > 0, distance, size
             known.add(width)
             width += unit * (1 + int(width * _STEP / unit))
 
