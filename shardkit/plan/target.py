@@ -60,7 +60,8 @@ def choose_target(
     """The target that the command's options describe.
 
     Args:
-        gpu: a card of the table; default: the smallest with `gpu_memory`, else h100; CPUs if run.device=cpu.
+        gpu: a card of the table; default: the smallest with `gpu_memory` and flash attention, else h100; CPUs if
+            run.device=cpu.
         gpu_memory: memory of each card; overrides the table's.
         host_memory: memory of each machine; on CPUs each rank's share is its cap.
         memory_cap: limit of each rank, to make a card smaller or to limit tensors on CPUs; overrides the others.
@@ -113,7 +114,8 @@ def _card(gpu: str | None, memory: int | None) -> Gpu | None:
     if gpu is not None:
         card = find_gpu(gpu)
     elif memory is not None:
-        large = [card for card in GPUS.values() if card.memory >= memory * 0.95] or [GPUS["b200"]]
+        usual = [card for card in GPUS.values() if card.capability >= (8, 0)]  # older ones have other kernels
+        large = [card for card in usual if card.memory >= memory * 0.95] or [GPUS["b200"]]
         card = min(large, key=lambda card: card.memory)
     else:
         return None
