@@ -326,7 +326,7 @@ class Replay:
 
 
 def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Replay) -> int:
-    """Bytes of the smallest card on which the segments fit, to 0.25 %.
+    """Bytes of the smallest card on which the segments fit: to a page if expandable, else to 0.25 %.
 
     A full card's allocator returns its cache and asks again. Later blocks then lie elsewhere than on a large card, and
     leave other pieces that nothing fits into: this can take more than `Replay.required`. Segments of fixed size can
@@ -343,7 +343,7 @@ def required(log: EventLog, device: str, expandable: bool, on_a_large_card: Repl
 
     high = on_a_large_card.reserved
     if expandable:
-        low = on_a_large_card.required
+        low, tolerance = on_a_large_card.required, _MEDIUM_SEGMENT
         if fits(low):
             return low
     else:
