@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardkit.plan.model.allocator import CachingAllocator, replay, required
+from shardkit.plan.model.allocator import CachingAllocator, Full, replay, required
 from shardkit.tracing.events import EventLog
 
 MIB = 2**20
@@ -117,6 +117,27 @@ def test_whatever_comes_and_goes_nothing_overlaps_and_all_comes_back(expandable:
     for block in live:
         allocator.free(block)
     assert (allocator.allocated, allocator.required) == (0, 0)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_small_card_is_never_exceeded(expandable: bool) -> None:
+    """It gives its cache back before it refuses, and never later than it would have to."""
+    draw, limit, refused = random.Random(0), 600 * MIB, 0
+    allocator = CachingAllocator(expandable, limit=limit)
+    live = []
+    for _ in range(3000):
+        if live and draw.random() < 0.45:
+            allocator.free(live.pop(draw.randrange(len(live))))
+            continue
+        size = int(2 ** draw.uniform(5, 26))
+        try:
+            live.append(allocator.malloc(size, draw.randrange(2)))
+        except Full:
+            refused += 1
+            assert allocator.reserved == allocator.required > limit - size - 40 * MIB
+            allocator.free(live.pop(draw.randrange(len(live))))
+        assert allocator.allocated <= allocator.required <= allocator.reserved <= limit
+    assert refused > 10
 
 
 def test_a_log_is_replayed_for_one_device_with_growth_streams_and_phases() -> None:
