@@ -13,14 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTHS = (36, 63, 64, 106, 250, 256, 264)
 """Of heads: multiples of 8, 4, 2 and 1, up to what flash attention takes and beyond."""
+OTHERS = ("", "mask", "shared", "broadcast")
+"""`shared`: two heads have one key (`enable_gqa`); `broadcast`: all have one."""
 
 
 def inputs() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]]:
     """(name, query, key and value, other arguments)."""
-    for dtype, width, other in product((torch.float32, torch.bfloat16, torch.float16), WIDTHS, ("", "mask", "shared")):
+    for dtype, width, other in product((torch.float32, torch.bfloat16, torch.float16), WIDTHS, OTHERS):
         query, key, value = (
             torch.empty(1, heads, 32, width, dtype=dtype, device="cuda", requires_grad=True)
-            for heads in (4, *[2 if other == "shared" else 4] * 2)
+            for heads in (4, *[{"shared": 2, "broadcast": 1}.get(other, 4)] * 2)
         )
         mask = torch.empty(1, 1, 32, 32, dtype=torch.bool, device="cuda") if other == "mask" else None
         given = {"attn_mask": mask, "enable_gqa": other == "shared", "is_causal": other != "mask"}

@@ -62,13 +62,8 @@ def test_a_plan_takes_the_attention_that_torch_chooses(card: str) -> None:
 def test_a_plan_is_the_allocators_to_the_page(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = [
-        "model.d_model=424",
-        "model.n_heads=4",
-        "model.n_layers=3",
-        "model.vocab_size=512",
-        "model.max_seq_len=1024",
-    ]
+    sizes = ("d_model=424", "n_heads=4", "n_layers=3", "vocab_size=512", "max_seq_len=1024")
+    size = [f"model.{one}" for one in sizes]
     model = ["task.name=hf_causal_lm"] if LLAMA in settings else size
     given = [*model, "train.micro_batch_size=4", "train.seq_len=1024", "parallel.strategy=single", *settings]
     plan = call(planned_peak, given, EMUCUDA="0")

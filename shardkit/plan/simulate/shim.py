@@ -186,7 +186,7 @@ def _attention(
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
     width, shared = query.shape[-1], enable_gqa and query.shape[1] != key.shape[1]
-    kernel = _kernel(query, value, attn_mask is not None, shared)
+    kernel = _kernel(query, key, value, attn_mask is not None, shared)
     with torch.autocast("cuda", enabled=False):
         if kernel == "flash":
             padding = -width % 8
@@ -202,20 +202,20 @@ def _attention(
             return efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, grad, dropout_p, is_causal, scale=scale
             )[0]
-        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, shared)
 
 
 def _kernel(
-    query: torch.Tensor, value: torch.Tensor, masked: bool, shared: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: bool, shared: bool
 ) -> Literal["flash", "efficient", "plain"]:
     """The attention that torch chooses on the planned card (sdp_utils.cpp of torch 2.9 to 2.13).
 
     cuDNN's, which newer cards take first, is planned as flash attention; with a mask as the memory-efficient one.
 
     Args:
-        shared: heads share keys.
+        shared: heads share keys (`enable_gqa`); without that, broadcast keys have no kernel.
     """
-    if query.dim() != 4:
+    if query.dim() != 4 or (not shared and query.shape[:2] != key.shape[:2]):
         return "plain"
     newer = torch.cuda.get_device_capability() >= (8, 0)
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -229,7 +229,7 @@ def _kernel(
 
 def _plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
-    causal: bool, scale: float | None,
+    causal: bool, scale: float | None, shared: bool,
 ) -> torch.Tensor:  # fmt: skip
     """The products one after the other, in fp32, as CUDA runs them: to fake tensors torch adds no mask in place."""
     dtype, factor = query.dtype, math.sqrt(abs(scale or 1 / math.sqrt(query.shape[-1])))
@@ -240,8 +240,8 @@ def _plain_attention(
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
-    repeats = query.shape[-3] // key.shape[-3] if query.dim() > 3 else 1
-    if repeats > 1:
+    if shared:
+        repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     weights = query @ (key.transpose(-2, -1) * factor)
     if mask is not None:
