@@ -12,15 +12,16 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
+from datetime import date
+from string import ascii_letters
 from typing import Any, Literal
 
 from ..errors import DataError
+from .columns import TOOLS, Columns, RowError, plain
 
-Kind = Literal["text", "messages", "prompt"]
 LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]
 TEMPLATE_S = 20
@@ -32,77 +33,28 @@ _ADDED, _GROWTH = 1 << 14, 64
 """Characters that a template may add to its own and the conversation's, and its characters for one of these."""
 _REASON = 300
 """Most characters of a template's own message."""
+READS_CLOCK = "strftime_now"
+"""The name by which templates ask for the time."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NAMES: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations"),
-    "prompt": ("prompt",),
-    "completion": ("completion",),
-    "text": ("text",),
-}
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function": "tool"}
 """ShareGPT's names of roles, and ours."""
 
 
-class RowError(ValueError):
-    """A row that cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which column holds what: kind "text" reads `text`, "messages" `messages`, "prompt" `prompt` and `completion`."""
-
-    kind: Kind
-    names: dict[str, str]
-
-    @property
-    def read(self) -> list[str]:
-        return list(self.names.values())
-
-
 @dataclass(frozen=True)
 class Text:
-    """A row's text.
+    """The text of one sample; a row makes one or several of them.
 
     Attributes:
-        prompt: comes before `text` and is tokenised by itself; None without one.
-        learns_prompt: the prompt is to be predicted too.
-        spans: ranges of characters of `text` to predict; None = all of them.
-        rendered: by a chat template, which has put the special tokens in.
+        spans: ranges of characters to predict; None = all of them.
+        rendered: a chat template made it, which has put the special tokens in.
+        row_text: the text by which the row falls to training or validation, if it is not `text`: all samples of a row
+            fall to the same side.
     """
 
     text: str
-    prompt: str | None = None
-    learns_prompt: bool = False
     spans: list[Span] | None = None
     rendered: bool = False
-
-
-def choose_columns(present: Sequence[str], given: Mapping[Any, str], where: str) -> Columns:
-    """The columns to read: `given` (data.columns), else those with a usual name.
-
-    Raises:
-        DataError: a given column is absent, or none has a usual name; names the columns that are there.
-    """
-    for use, name in given.items():
-        if name not in present:
-            close = get_close_matches(name, present, n=3)
-            fix = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(present) or 'no columns'}"
-            raise DataError(f"data.columns.{use}={name}: {where} has no such column", fix)
-    found: dict[str, str] = dict(given)
-    if not found:
-        for use, names in _NAMES.items():
-            found.update((use, name) for name in names[::-1] if name in present)
-    if "messages" in found:
-        extra = {"tools": "tools"} if "tools" in present else {}
-        return Columns("messages", {"messages": found["messages"], **extra})
-    if "prompt" in found and "completion" in found:
-        return Columns("prompt", {"prompt": found["prompt"], "completion": found["completion"]})
-    if "text" in found:
-        return Columns("text", {"text": found["text"]})
-    raise DataError(
-        f"{where} has the columns {', '.join(present) or '(none)'}: none of them is known to hold text",
-        "name them: data.columns={text: NAME}, {messages: NAME} or {prompt: NAME, completion: NAME}",
-    )
+    row_text: str | None = None
 
 
 def renderer() -> Any:
@@ -165,6 +117,21 @@ class Template:
         if found <= own:
             return min(own, _LONGEST)
         return min(own + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
+
+
+def at_date(source: str, day: date) -> str:
+    """The source of a template for which today is always `day`, at midnight.
+
+    Seconds since the epoch (%s) stay as they are written, as they depend on the node's time zone. The template gets a
+    macro `strftime_now`, which hides transformers' function of that name.
+    """
+    values = {letter: day.strftime(f"%{letter}") for letter in ascii_letters.replace("s", "")}
+    values |= {f"-{letter}": day.strftime(f"%-{letter}") for letter in "dmyHIjMS"}
+    rename = "".join(f" | replace({'%' + key!r}, {value!r})" for key, value in sorted(values.items()))
+    macro = f"{{{{ format | replace('%%', '\\0'){rename} | replace('\\0', '%') }}}}"
+    # The macro is no line of its own, so that jinja2 trims the template's first line as before.
+    first_line = re.sub(r"\A[ \t]+(?=\{[%#](?!\+))", "", source)
+    return f"{{% macro strftime_now(format) %}}{macro}{{% endmacro %}}{{{{ '' }}}}{first_line}"
 
 
 def _unusable(reason: str) -> DataError:
@@ -254,64 +221,91 @@ class RowReader:
     template: Template | None = None
     ends: tuple[str, ...] = ()
 
-    def read(self, row: Mapping[str, Any]) -> Text:
-        """The row's text.
+    def read(self, row: Mapping[str, Any]) -> list[Text]:
+        """The row's text: one sample, or several if the template changes earlier turns; see `_by_reply`.
 
         Raises:
             RowError: says why the row cannot be used.
             DataError: see `Template.render`.
         """
+        values = self.columns.values(row)
         if self.columns.kind == "text":
-            return Text(_string(row, self.columns.names["text"]))
+            return [Text(_string(values, "text", self.columns))]
+        tools = _tools(values.get(TOOLS))
         if self.columns.kind == "prompt":
-            return self._completion(row)
-        name = self.columns.names["messages"]
-        messages = _messages(row.get(name), name)
-        tools = row.get("tools") if "tools" in self.columns.names else None
-        return self._conversation(messages, _tools(tools))
+            return [self._completion(values, tools)]
+        messages = _messages(values["messages"], self.columns.names["messages"])
+        return self._conversation(messages, tools)
 
-    def _completion(self, row: Mapping[str, Any]) -> Text:
-        names = [self.columns.names[use] for use in ("prompt", "completion")]
-        if any(isinstance(row.get(name), str) for name in names):
-            prompt, completion = (_string(row, name, empty=name == names[0]) for name in names)
-            return Text(completion, prompt=prompt, learns_prompt=self.loss_on == "all")
-        before, reply = (_messages(row.get(name), name) for name in names)
-        text, _ = self._render([*before, *reply])
-        start, _ = self._render(before, prompt=True)
+    def _completion(self, values: Mapping[str, Any], tools: Any) -> Text:
+        uses = ("prompt", "completion")
+        if any(isinstance(values[use], str) for use in uses):
+            prompt, completion = (_string(values, use, self.columns, empty=use == "prompt") for use in uses)
+            if tools is not None:
+                raise RowError(f"column {TOOLS} holds tools, but the prompt is text: only messages can have tools")
+            return Text(prompt + completion, self._unless_all((len(prompt), len(prompt) + len(completion))))
+        before, reply = (_messages(values[use], self.columns.names[use]) for use in uses)
+        text, _ = self._render([*before, *reply], tools)
+        start, _ = self._render(before, tools, prompt=True)
         if not text.startswith(start):
             raise RowError("the chat template renders the prompt differently with its completion behind it")
-        return Text(text, spans=None if self.loss_on == "all" else [(len(start), self._end(text))], rendered=True)
+        return Text(text, self._unless_all((len(start), self._end(text))), rendered=True)
 
-    def _conversation(self, messages: list[dict[str, Any]], tools: Any) -> Text:
+    def _unless_all(self, span: Span) -> list[Span] | None:
+        return None if self.loss_on == "all" else [span]
+
+    def _conversation(self, messages: list[dict[str, Any]], tools: Any) -> list[Text]:
         text, spans = self._render(messages, tools)
         if self.loss_on == "all":
-            return Text(text, rendered=True)
-        if self.template is not None and not self.template.marks_turns:
-            spans = self._turns(messages, tools, text)
-        if not spans:
+            return [Text(text, rendered=True)]
+        if self.template is None or self.template.marks_turns:
+            samples = [(text, spans)] if spans else []
+        else:
+            samples = self._by_reply(messages, tools, text)
+        if not samples:
             raise RowError("no turn of the assistant in it")
-        return Text(text, spans=spans[-1:] if self.loss_on == "completion" else spans, rendered=True)
+        if self.loss_on == "completion":
+            last_text, last_spans = samples[-1]
+            return [Text(last_text, last_spans[-1:], rendered=True, row_text=text)]
+        return [Text(sample, spans, rendered=True, row_text=text) for sample, spans in samples]
 
-    def _turns(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[Span]:
-        """The ranges of the assistant's turns: from the start of each reply to the end of its turn."""
-        spans: list[Span] = []
+    def _by_reply(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[tuple[str, list[Span]]]:
+        """The conversation as samples (text, ranges of the assistant's turns) in the order of their last turns.
+
+        Each turn is predicted after the text that the model would have answered. `text`, the whole conversation, is the
+        only sample if the template renders each turn alike with and without later ones. Templates that drop the
+        reasoning of earlier turns do not: there the turns that `text` has changed are in samples that end with them.
+        """
+        turns = self._turns(messages, tools, text)
+        samples: list[tuple[str, list[Span]]] = []
+        while turns:
+            fitting = [(len(start), self._end(through)) for start, through in turns if text.startswith(through)]
+            if fitting:
+                samples.append((text, fitting))
+            turns = [turn for turn in turns if not text.startswith(turn[1])]
+            if turns:
+                text = turns[-1][1]
+        return samples[::-1]
+
+    def _turns(self, messages: list[dict[str, Any]], tools: Any, text: str) -> list[tuple[str, str]]:
+        """For each turn of the assistant the text that it answers, and the text through the turn's end."""
+        turns: list[tuple[str, str]] = []
         trailer = ""
-        for turn, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            if not turn:
-                raise RowError("it begins with the assistant: its turn cannot be told from the template's start")
-            if not spans:
+        replies = [turn for turn, message in enumerate(messages) if message.get("role") == "assistant"]
+        if replies[:1] == [0]:
+            raise RowError("it begins with the assistant: its turn cannot be told from the template's start")
+        for turn in replies[-1:] if self.loss_on == "completion" else replies:
+            if not turns:
                 trailer = self._trailer(self._render(messages[:turn], tools)[0], text)
-            before, _ = self._render(messages[:turn], tools, prompt=True)
+            start, _ = self._render(messages[:turn], tools, prompt=True)
             through = self._render(messages[: turn + 1], tools)[0].removesuffix(trailer)
-            if not text.startswith(through) or not through.startswith(before):
+            if not through.startswith(start):
                 raise RowError(
-                    f"the chat template renders turn {turn + 1} differently with later turns behind it; a template "
-                    "with {% generation %} would mark it"
+                    f"the chat template does not begin turn {turn + 1} as it begins a reply (add_generation_prompt); a "
+                    "template with {% generation %} would mark it"
                 )
-            spans.append((len(before), self._end(through)))
-        return spans
+            turns.append((start, through))
+        return turns
 
     def _trailer(self, part: str, text: str) -> str:
         """A token that the template puts behind the last turn, whichever that is; `part`: the text of some turns."""
@@ -344,8 +338,8 @@ def no_template() -> DataError:
     )
 
 
-def _string(row: Mapping[str, Any], name: str, empty: bool = False) -> str:
-    value = row.get(name)
+def _string(values: Mapping[str, Any], use: str, columns: Columns, empty: bool = False) -> str:
+    value, name = values[use], columns.names[use]
     if not isinstance(value, str):
         raise RowError(f"column {name} is {'missing' if value is None else f'not text but {type(value).__name__}'}")
     if not (value or empty):
@@ -363,7 +357,7 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise RowError(f"message {number} is not an object but {type(message).__name__}")
-        kept = {key: item for key, item in message.items() if item is not None}
+        kept = dict(message)
         if "from" in kept and "role" not in kept:
             role, content = kept.pop("from"), kept.pop("value", None)
             kept = {**kept, "role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
@@ -380,8 +374,9 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"column tools is not JSON: {error}") from error
+            plain(value)  # nulls in a text of JSON are there whatever the file's format, and stay
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"column {TOOLS} is not JSON: {error}") from error
     if value in (None, []):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

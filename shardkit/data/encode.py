@@ -24,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError, ShardkitError, printable
-from .chat import TEMPLATE_S, Columns, LossOn, RowError, RowReader, Template, Text, limits, renderer
+from ..files.children import module_command
+from .chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
+from .columns import Columns, RowError
 from .documents import Writer
 from .records import BadRow, Piece, rows
 
@@ -113,40 +115,40 @@ class Encoder:
         """Bounds for `text`, see `chat.limits`; none without a template."""
         return nullcontext() if self.recipe.template is None else limits(seconds)
 
-    def text(self, row: Any) -> Text:
-        """The row's text.
+    def texts(self, row: Any) -> list[Text]:
+        """The row's text, as one sample or several.
 
         Raises:
             RowError: the row cannot be used.
         """
-        text = Text(row) if isinstance(row, str) else self.reader.read(row)
+        texts = [Text(row)] if isinstance(row, str) else self.reader.read(row)
         try:
-            (text.prompt or "").encode()
-            text.text.encode()
+            for text in texts:
+                text.text.encode()
         except UnicodeEncodeError:
             raise RowError("half of a surrogate pair, which is no character, in its text") from None
-        return text
+        return texts
 
     def encode(self, texts: list[Text], *, starts: bool = True, ends: bool = True) -> Encoded:
-        """Tokens of texts; a document that goes on gets no prefix (`starts`) or no end (`ends`)."""
+        """Tokens of texts; a document that goes on gets no prefix (`starts`) or no end (`ends`).
+
+        A prompt and its completion are tokenised together, as the model reads them. A token with characters of both
+        belongs to the completion: otherwise nothing would teach the completion's first characters.
+        """
         recipe = self.recipe
         batch = self.tokenizer.encode_batch if recipe.masked else self.tokenizer.encode_batch_fast
-        with_prompt = [text.prompt for text in texts if text.prompt is not None]
         with _one_thread():
-            found = batch([text.text for text in texts], add_special_tokens=False)
-            prompts = iter(self.tokenizer.encode_batch_fast(with_prompt, add_special_tokens=False))
+            encodings = batch([text.text for text in texts], add_special_tokens=False)
         tokens, targets, lengths = [], [], []
-        for text, encoding in zip(texts, found, strict=True):
+        for text, encoding in zip(texts, encodings, strict=True):
             before = self.prefix if starts and not text.rendered else []
             after = self.suffix if ends and not text.rendered else []
-            if text.prompt is not None:
-                before = [*before, *next(prompts).ids]
             ids = np.array([*before, *encoding.ids, *after], dtype=recipe.dtype)
             tokens.append(ids)
             lengths.append(len(ids))
             if recipe.masked:
                 mask = np.ones(len(ids), dtype=np.bool_)
-                mask[: len(before)] = text.learns_prompt
+                mask[: len(before)] = False
                 if text.spans is not None:
                     mask[len(before) : len(before) + len(encoding.ids)] = _in_spans(encoding.offsets, text.spans)
                 targets.append(mask)
@@ -174,25 +176,27 @@ def _one_thread() -> Iterator[None]:
 
 
 def _in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Which tokens have a character within a span."""
+    """Which tokens have a character within a span.
+
+    A tokenizer that trims offsets gives a token of white space an empty range at that token's end.
+    """
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    starts = np.where(starts == stops, starts - 1, starts)
     inside = np.zeros(len(starts), dtype=np.bool_)
     for begin, end in spans:
-        inside |= (starts < end) & (stops > begin) & (stops > starts)
+        inside |= (starts < end) & (stops > begin)
     return inside
 
 
 def _place(text: Text) -> int:
-    digest = hashlib.blake2b(text.text.encode(), digest_size=8)
-    digest.update((text.prompt or "").encode())
-    return int.from_bytes(digest.digest(), "big")
+    return int.from_bytes(hashlib.blake2b((text.row_text or text.text).encode(), digest_size=8).digest(), "big")
 
 
 def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any]]:
     """The documents of a piece, and what to say of it: rows, bad rows, the digest of its documents."""
     parts: list[Encoded] = []
     bad: list[tuple[int, str]] = []
-    n_rows = n_bad = n_seen = characters = 0
+    n_rows = n_bad = n_seen = n_several = characters = 0
     goes_on = piece.kind == "text"
     waiting: list[Text] = []
     numbers: list[int] = []
@@ -211,10 +215,11 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
         if not problem:
             try:
                 with encoder.limits(TEMPLATE_S):
-                    text = encoder.text(row)
-                waiting.append(text)
-                numbers.append(number)
-                characters += len(text.text)
+                    texts = encoder.texts(row)
+                waiting += texts
+                numbers += [number] * len(texts)
+                characters += sum(len(text.text) for text in texts)
+                n_several += len(texts) > 1
             except RowError as error:
                 problem = str(error)
         if problem:
@@ -231,13 +236,21 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
     encoded = _join(parts, encoder.recipe)
     if not goes_on:
         encoded, empty = _without_empty(encoded)
-        n_bad += len(empty)
-        bad = sorted([*bad, *((numbers[i], "no token to predict in it") for i in empty)])[:SHOWN]
+        without_target = sorted({numbers[i] for i in empty})
+        n_bad += len(without_target)
+        bad = sorted([*bad, *((number, "no token to predict in it") for number in without_target)])[:SHOWN]
     digest = hashlib.blake2b(encoded.tokens.tobytes(), digest_size=16)
     digest.update(encoded.lengths.tobytes())
     if encoded.is_target is not None:
         digest.update(np.packbits(encoded.is_target).tobytes())
-    said = {"rows": n_rows, "seen": n_seen, "bad": bad, "n_bad": n_bad, "digest": digest.hexdigest()}
+    said = {
+        "rows": n_rows,
+        "seen": n_seen,
+        "bad": bad,
+        "n_bad": n_bad,
+        "digest": digest.hexdigest(),
+        "several": n_several,
+    }
     return encoded, said
 
 
@@ -273,6 +286,7 @@ class Totals:
 
     rows: int = 0
     n_bad: int = 0
+    n_several: int = 0
     bad: list[tuple[str, int, str]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
@@ -303,6 +317,7 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
             del totals.bad[SHOWN:]
             totals.rows += said["rows"] if piece.kind != "text" or ends else 0
             totals.n_bad += said["n_bad"]
+            totals.n_several += said["several"]
             totals.digests.append(said["digest"])
             lines += said["seen"]
             bar.advance(piece.size, writer.n_tokens)
@@ -317,6 +332,7 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
         "n_targets": writer.n_targets,
         "n_rows": totals.rows,
         "n_bad": totals.n_bad,
+        "n_several": totals.n_several,
         "bad": totals.bad,
     }
 
@@ -364,12 +380,7 @@ class _Worker:
     """One process that encodes a piece at a time."""
 
     def __init__(self, recipe: Recipe, scratch: Path) -> None:
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH")) if part)
-        env = {**os.environ, "PYTHONPATH": path}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-        )
+        self.process = subprocess.Popen(module_command(__name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.orders: IO[bytes] = self.process.stdin
         self.answers: IO[bytes] = self.process.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ..errors import ShardkitError
-from .sampler import BatchSchedule, State, spread
+from .sampler import BatchSchedule, State
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -168,17 +168,18 @@ def eval_batches(
     limit: int | None = None,
     collate: Collate | None = None,
 ) -> Iterator[tuple[Batch, bool]]:
-    """This rank's evaluation micro-batches as (batch, is_filler): the same number on every rank, at most `limit`.
+    """This rank's evaluation micro-batches as (batch, is_filler): the same number on every rank.
 
-    If `limit` does not cover the whole dataset, evenly spaced samples represent it.
+    The samples are the same for every `micro_batch` and `world`, each once. Micro-batches are dealt to the ranks in
+    turn; a rank without one in the last round gets the first sample as a filler.
+
+    Args:
+        limit: samples over all ranks; evenly spaced ones represent a larger dataset. `None` = every sample.
     """
     together = collate or default_collate
     n = len(dataset)
-    steps = -(-n // (micro_batch * world))
-    if limit is not None:
-        steps = min(steps, limit)
-    n_used = min(n, steps * micro_batch * world)
-    for step in range(steps):
-        part = range(n_used)[spread(n_used, steps * world, step * world + rank)]
-        indices: Sequence[int] = [position * n // n_used for position in part]
+    n_used = n if limit is None else min(n, limit)
+    for first in range(0, n_used, micro_batch * world):
+        start = first + rank * micro_batch
+        indices = [position * n // n_used for position in range(start, min(start + micro_batch, n_used))]
         yield together([dataset[i] for i in indices or [0]]), not indices

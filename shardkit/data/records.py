@@ -1,7 +1,7 @@
 """Rows of text, JSON lines, parquet and arrow files, and of `datasets` folders: found, cut into pieces, read.
 
 A piece is a part of a file that one worker reads: a range of bytes (text, JSON lines), row groups (parquet) or record
-batches (arrow). pyarrow is imported where it is used.
+batches (arrow).
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import DataError
-from ..files import parse_json
 from .sources import RECORDS, TABLES, TextFile, find_files, is_text, unreadable
+from .tables import GroupReader, arrow_batches, damaged, parquet_batches, parquet_file, to_dicts, to_table
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 PIECE_BYTES = 1 << 23
 """Bytes of text or JSON lines in a piece; longer lines make longer pieces."""
 ENCODED_BYTES = 1 << 17, 1 << 21
 """Fewest and most bytes of JSON lines in a piece that is tokenised beforehand: small, so that workers end together."""
+GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 16
+"""Most bytes and rows of a parquet row group in a piece that is tokenised while it is read: a reader holds several."""
 _SHARE = 16
 """Pieces that small sets are cut into, so that all workers have some; the pieces are the same on every machine."""
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
@@ -38,6 +41,8 @@ class Piece:
 
     Attributes:
         ends: a text file's last piece; its document goes on in the next piece otherwise.
+        first_row: of a part of one row group, where it begins.
+        n_rows: of a part of one row group, its rows; None = the piece is no such part.
     """
 
     path: str
@@ -46,6 +51,13 @@ class Piece:
     stop: int
     size: int
     ends: bool = True
+    first_row: int = 0
+    n_rows: int | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the piece before it is of the same row group, which can only be read from its start."""
+        return self.first_row > 0
 
 
 @dataclass(frozen=True)
@@ -90,11 +102,14 @@ def find_records(path: str) -> tuple[list[TextFile], Kind | None]:
     return records, next(iter(kinds))
 
 
-def cut(files: list[TextFile], kind: Kind | None, n_bytes: int | None = None) -> list[Piece]:
+def cut(
+    files: list[TextFile], kind: Kind | None, n_bytes: int | None = None, split_groups: bool = False
+) -> list[Piece]:
     """The pieces of all files, in order. Binary files among text are left out.
 
     Args:
         n_bytes: of text or JSON lines in a piece; None = `PIECE_BYTES`.
+        split_groups: cut large row groups of parquet into parts, which must be read in order; see `PieceReader`.
 
     Raises:
         DataError: a file cannot be read, is cut short, or is an array of JSON instead of lines.
@@ -102,11 +117,11 @@ def cut(files: list[TextFile], kind: Kind | None, n_bytes: int | None = None) ->
     pieces: list[Piece] = []
     for file in files:
         try:
-            pieces += _cut(file, kind or "text", n_bytes or PIECE_BYTES)
+            pieces += _cut(file, kind or "text", n_bytes or PIECE_BYTES, split_groups)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise unreadable(file.path, error) from error
-            raise _damaged(file.path, error) from error  # pyarrow's errors have no number
+            raise damaged(file.path, error) from error  # pyarrow's errors have no number
     return pieces
 
 
@@ -116,17 +131,15 @@ def encoded_bytes(files: list[TextFile]) -> int:
     return max(least, min(most, sum(file.size for file in files) // _SHARE))
 
 
-def _cut(file: TextFile, kind: Kind, n_bytes: int) -> list[Piece]:
+def _cut(file: TextFile, kind: Kind, n_bytes: int, split_groups: bool) -> list[Piece]:
     if kind == "parquet":
-        meta = parquet_file(file.path).metadata
-        sizes = [meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)]
-        return [Piece(file.path, kind, i, i + 1, size) for i, size in enumerate(sizes)]
+        return _cut_groups(file, split_groups)
     if kind == "arrow":
         return _cut_batches(file)
     if kind == "text" and not is_text(file):
         return []
     if kind == "jsonl":
-        _refuse_array(file)
+        refuse_array(file)
     cuts = [0]
     with open(file.path, "rb") as stream:
         while (at := cuts[-1] + n_bytes) < file.size:
@@ -141,6 +154,21 @@ def _cut(file: TextFile, kind: Kind, n_bytes: int) -> list[Piece]:
     ]
 
 
+def _cut_groups(file: TextFile, split: bool) -> list[Piece]:
+    pieces = []
+    meta = parquet_file(file.path).metadata
+    for i in range(meta.num_row_groups):
+        n_rows, size = meta.row_group(i).num_rows, meta.row_group(i).total_byte_size
+        n_parts = min(n_rows, max(-(-size // GROUP_BYTES), -(-n_rows // GROUP_ROWS))) if split else 1
+        if n_parts < 2:
+            pieces.append(Piece(file.path, "parquet", i, i + 1, size))
+            continue
+        for start, stop in pairwise(part * n_rows // n_parts for part in range(n_parts + 1)):
+            n_bytes = size * (stop - start) // n_rows
+            pieces.append(Piece(file.path, "parquet", i, i + 1, n_bytes, first_row=start, n_rows=stop - start))
+    return pieces
+
+
 def _cut_batches(file: TextFile) -> list[Piece]:
     pieces, start, size = [], 0, 0
     at = -1
@@ -152,7 +180,7 @@ def _cut_batches(file: TextFile) -> list[Piece]:
     return [*pieces, Piece(file.path, "arrow", start, at + 1, size)] if start <= at else pieces
 
 
-def _refuse_array(file: TextFile) -> None:
+def refuse_array(file: TextFile) -> None:
     with open(file.path, "rb") as stream:
         if stream.read(4096).lstrip()[:1] == b"[":
             raise DataError(
@@ -172,19 +200,18 @@ def rows(piece: Piece, columns: list[str] | None = None) -> Iterator[Any]:
     """
     try:
         if piece.kind == "parquet":
-            groups = list(range(piece.start, piece.stop))
-            for batch in parquet_file(piece.path).iter_batches(1024, row_groups=groups, columns=columns):
-                yield from batch.to_pylist()
+            for batch in parquet_batches(piece.path, range(piece.start, piece.stop), columns):
+                yield from to_dicts(batch)
         elif piece.kind == "arrow":
-            for batch in islice(arrow_batches(piece.path), piece.start, piece.stop):
-                yield from (batch.select(columns) if columns else batch).to_pylist()
+            for batch in islice(arrow_batches(piece.path, columns), piece.start, piece.stop):
+                yield from to_dicts(batch)
         else:
             data = _bytes_of(piece)
             yield from _lines(data) if piece.kind == "jsonl" else _text(data)
     except OSError as error:
-        raise _damaged(piece.path, error) from error
+        raise damaged(piece.path, error) from error
     except ValueError as error:  # pyarrow's ArrowInvalid is one
-        raise _damaged(piece.path, error) from error
+        raise damaged(piece.path, error) from error
 
 
 def _text(data: bytes) -> Iterator[Any]:
@@ -200,13 +227,19 @@ def _lines(data: bytes) -> Iterator[Any]:
 
 
 def parse_line(row: int, line: bytes) -> Any:
-    """The object on a line of JSON, or why there is none; None for a blank line."""
+    """The object on a line of JSON, or why there is none; None for a blank line.
+
+    Python's writers let numbers pass that are not finite. They make a bad row only where a column that is read holds
+    them: `Columns.values` refuses them for every format.
+    """
     if not line.strip():
         return None
     try:
-        found = parse_json(line.decode("utf-8"))
+        found = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(row, f"invalid UTF-8 at byte {error.start} of the line")
+    except RecursionError:
+        return BadRow(row, "not JSON: nested too deeply")
     except ValueError as error:
         return BadRow(row, f"not JSON: {error}")
     return found if isinstance(found, dict) else BadRow(row, f"not a JSON object but {type(found).__name__}")
@@ -234,12 +267,14 @@ def survey(pieces: list[Piece]) -> tuple[list[int], str]:
             if piece.path != path:
                 path, meta = piece.path, parquet_file(piece.path).metadata if piece.kind == "parquet" else None
                 digest.update(_samples(path, 0 if meta is None else meta.serialized_size + 8))  # its length, a mark
-            if meta is not None:
+            if piece.n_rows is not None:
+                n_rows.append(piece.n_rows)
+            elif meta is not None:
                 n_rows.append(sum(meta.row_group(i).num_rows for i in range(piece.start, piece.stop)))
             else:
                 n_rows.append(sum(batch.num_rows for batch in islice(arrow_batches(path), piece.start, piece.stop)))
         except (OSError, ValueError) as error:
-            raise _damaged(piece.path, error) from error
+            raise damaged(piece.path, error) from error
     return n_rows, digest.hexdigest()
 
 
@@ -270,14 +305,12 @@ def raw_rows(piece: Piece, columns: list[str] | None = None) -> Any:
     """
     try:
         if piece.kind == "parquet":
-            return parquet_file(piece.path).read_row_groups(list(range(piece.start, piece.stop)), columns=columns)
+            return to_table(list(parquet_batches(piece.path, range(piece.start, piece.stop), columns)), piece.path)
         if piece.kind == "arrow":
-            batches = list(islice(arrow_batches(piece.path), piece.start, piece.stop))
-            table = _pyarrow("pyarrow", piece.path).Table.from_batches(batches)
-            return table.select(columns) if columns else table
+            return to_table(list(islice(arrow_batches(piece.path, columns), piece.start, piece.stop)), piece.path)
         return [(number, line) for number, line in enumerate(io.BytesIO(_bytes_of(piece))) if line.strip()]
     except (OSError, ValueError) as error:
-        raise _damaged(piece.path, error) from error
+        raise damaged(piece.path, error) from error
 
 
 def row_at(raw: Any, index: int) -> tuple[int, Any]:
@@ -285,70 +318,57 @@ def row_at(raw: Any, index: int) -> tuple[int, Any]:
     if isinstance(raw, list):
         number, line = raw[index]
         return number, parse_line(number, line)
-    return index, raw.slice(index, 1).to_pylist()[0]
+    return index, to_dicts(raw.slice(index, 1))[0]
 
 
-def column_names(files: list[TextFile], kind: Kind) -> list[str]:
-    """The columns of a set of records: of its first table, or of the first object of its first JSON lines.
+class PieceReader:
+    """Gives the rows of any piece, and holds the last `window` pieces that it has read.
 
-    Raises:
-        DataError: the first file holds no object.
+    Parts of a row group can only be read from the group's start on: asked for a part, it also holds those parts before
+    it that are within the window, as an order that takes the group's parts window by window will ask for them.
     """
-    path = files[0].path
-    try:
-        if kind == "parquet":
-            return list(parquet_file(path).schema_arrow.names)
-        if kind == "arrow":
-            return list(next(iter(arrow_batches(path))).schema.names)
-        _refuse_array(files[0])
-        with open(path, "rb") as stream:
-            for row, line in enumerate(stream):
-                found = parse_line(row, line)
-                if isinstance(found, dict):
-                    return list(found)
-    except StopIteration:
-        return []
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-    raise DataError(f"{path} has no line with a JSON object", "write one JSON object a line")
 
+    def __init__(self, pieces: Sequence[Piece], columns: list[str], window: int) -> None:
+        self._pieces, self._columns, self._window = pieces, columns, window
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._readers: OrderedDict[tuple[str, int], GroupReader] = OrderedDict()
 
-def parquet_file(path: str) -> Any:
-    """An open parquet file.
+    def row(self, number: int, index: int) -> tuple[int, Any]:
+        """A row of a piece: its number within the piece, and a dict or a `BadRow`.
 
-    Raises:
-        DataError: pyarrow is not installed, or the file is damaged.
-    """
-    parquet = _pyarrow("pyarrow.parquet", path)
-    try:
-        return parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        Raises:
+            DataError: the file cannot be read, or is damaged.
+        """
+        if number not in self._held:
+            piece = self._pieces[number]
+            if piece.n_rows is not None:
+                self._read_parts(number)
+            else:
+                self._hold(number, raw_rows(piece, self._columns if piece.kind != "jsonl" else None))
+        self._held.move_to_end(number)
+        return row_at(self._held[number], index)
 
+    def _hold(self, number: int, raw: Any) -> None:
+        self._held[number] = raw
+        if len(self._held) > self._window:
+            self._held.popitem(last=False)
 
-def arrow_batches(path: str) -> Iterator[Any]:
-    """The record batches of an arrow file: the stream that `datasets` writes, or the file format (feather)."""
-    pyarrow = _pyarrow("pyarrow", path)
-    with open(path, "rb") as stream:
-        is_file = stream.read(6) == b"ARROW1"
-    with pyarrow.memory_map(path) as source:
-        if is_file:
-            reader = pyarrow.ipc.open_file(source)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            yield from pyarrow.ipc.open_stream(source)
-
-
-def _pyarrow(module: str, path: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        cause = f"{path} needs pyarrow, which does not import: {error}"
-        raise DataError(cause, "pip install shardkit[finetune]") from error
-
-
-def _damaged(path: str, error: Exception) -> DataError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DataError(f"{path} is damaged or cut short: {reason}", "copy or write the file again")
+    def _read_parts(self, number: int) -> None:
+        wanted = self._pieces[number]
+        reader = self._readers.pop((wanted.path, wanted.start), None)
+        if reader is None or reader.position > wanted.first_row:
+            reader = GroupReader(wanted.path, wanted.start, self._columns)
+        self._readers[wanted.path, wanted.start] = reader
+        if len(self._readers) > self._window:
+            self._readers.popitem(last=False)
+        first = number
+        while self._pieces[first].first_row > reader.position:
+            first -= 1
+        try:
+            for part in range(first, number + 1):
+                table = reader.read(self._pieces[part].n_rows or 0)
+                if part > number - self._window:
+                    self._hold(part, table)
+        except (OSError, ValueError) as error:
+            del self._readers[wanted.path, wanted.start]
+            raise damaged(wanted.path, error) from error

@@ -129,23 +129,28 @@ class WindowOrder:
 
     Args:
         sizes: int64, rows of each piece; the rows of all pieces are counted through.
+        goes_on: bool, which pieces stay behind the piece before them; None = no piece.
     """
 
     WINDOW = 4
 
-    def __init__(self, sizes: npt.NDArray[np.int64], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sizes: npt.NDArray[np.int64], seed: int, shuffle: bool, goes_on: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         self.n = int(sizes.sum())
         self.seed, self.shuffle = seed, shuffle
         self._sizes = sizes
         self._first = np.cumsum(sizes) - sizes
+        self._heads = np.arange(len(sizes)) if goes_on is None else np.flatnonzero(~goes_on)
         self._epoch = -1
 
     def _begin(self, epoch: int) -> None:
         """Lay out an epoch: its pieces in order, and where its windows end."""
         if epoch == self._epoch:
             return
-        order = EpochOrder(len(self._sizes), self.seed, self.shuffle)
-        self._pieces = order.indices(epoch, 0, len(self._sizes))
+        order = EpochOrder(len(self._heads), self.seed, self.shuffle)
+        chains = np.split(np.arange(len(self._sizes)), self._heads[1:])
+        self._pieces = np.concatenate([chains[i] for i in order.indices(epoch, 0, len(self._heads))])
         self._stops = np.cumsum(self._sizes[self._pieces])
         self._windows = np.append(self._stops[self.WINDOW - 1 : -1 : self.WINDOW], self.n)
         self._epoch = epoch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,18 +13,23 @@ import torch
 
 from ..config.schema import DataConfig, RunConfig
 from ..errors import ConfigError, DataError
-from .chat import TEMPLATE_S, RowError
+from .chat import TEMPLATE_S
+from .columns import RowError
 from .corpus import Corpus, unigram_cross_entropy
 from .documents import Documents, LongCounts, Split
 from .encode import Encoder
 from .loader import MapDataset
 from .packing import PackedDocuments, collate_packed, corpus_documents, plan_packed
-from .records import BadRow, raw_rows, row_at
+from .records import BadRow, PieceReader
 from .sampler import MixOrder, WindowOrder
 from .text import Sources, Stream, open_sources, open_stream, reads_documents
 from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows, windows
 
 _LOG = logging.getLogger(__name__)
+_SEVERAL = (
+    "the chat template changes earlier turns once later ones follow, so that it makes {} samples, and data.streaming "
+    "takes one of a row: train without data.streaming, or with data.loss_on=completion"
+)
 
 
 class Mixed:
@@ -73,7 +77,7 @@ class Streamed:
         self.stream, self.max_tokens, self.drop, self.max_bad_rows = stream, max_tokens, drop, max_bad_rows
         self._sizes = np.array(stream.sizes, dtype=np.int64)
         self._stops = np.cumsum(self._sizes)
-        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._reader: PieceReader | None = None
         self._encoder: Encoder | None = None
         self._n_read = self._n_bad = 0
         self._long = LongCounts()
@@ -83,23 +87,27 @@ class Streamed:
 
     def order(self, seed: int, shuffle: bool) -> WindowOrder:
         """The order in which a run takes the rows."""
-        return WindowOrder(self._sizes, seed, shuffle)
+        goes_on = np.array([piece.goes_on for piece in self.stream.pieces], dtype=np.bool_)
+        return WindowOrder(self._sizes, seed, shuffle, goes_on)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = int(np.searchsorted(self._stops, index, side="right"))
-        at, row = row_at(self._piece(number), index - int(self._stops[number] - self._sizes[number]))
-        if self._encoder is None:
+        if self._reader is None or self._encoder is None:
+            self._reader = PieceReader(self.stream.pieces, self.stream.recipe.columns.read, WindowOrder.WINDOW)
             self._encoder = Encoder(self.stream.recipe)
+        at, row = self._reader.row(number, index - int(self._stops[number] - self._sizes[number]))
         self._n_read += 1
         problem = row.reason if isinstance(row, BadRow) else ""
         tokens, targets = np.zeros(1, np.int64), np.zeros(0, np.bool_)
         if not problem:
             try:
                 with self._encoder.limits(TEMPLATE_S):
-                    text = self._encoder.text(row)
-                found = self._encoder.encode([text])
+                    texts = self._encoder.texts(row)
+                if len(texts) > 1:
+                    raise RowError(_SEVERAL.format(len(texts)))
+                found = self._encoder.encode(texts)
                 tokens = found.tokens[: self.max_tokens].astype(np.int64)
                 mask = found.is_target if found.is_target is not None else np.ones(len(found.tokens), np.bool_)
                 if not mask[1:].any():
@@ -119,16 +127,6 @@ class Streamed:
             "tokens": torch.from_numpy(tokens[:-1]),
             "targets": torch.from_numpy(np.where(targets, tokens[1:], IGNORE_INDEX)),
         }
-
-    def _piece(self, number: int) -> Any:
-        if number not in self._held:
-            piece = self.stream.pieces[number]
-            columns = self.stream.recipe.columns.read if piece.kind != "jsonl" else None
-            self._held[number] = raw_rows(piece, columns)
-            if len(self._held) > WindowOrder.WINDOW:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number]
 
     def _note(self, number: int, at: int, problem: str) -> None:
         where = self._where(number, at)
@@ -171,10 +169,12 @@ class Streamed:
 
     def _where(self, number: int, at: int) -> str:
         piece = self.stream.pieces[number]
+        if piece.n_rows is not None:
+            return f"{piece.path}, row {piece.first_row + at + 1} of group {piece.start}"
         return f"{piece.path}, row {at + 1} from {'byte' if piece.kind == 'jsonl' else 'group'} {piece.start} on"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": OrderedDict(), "_encoder": None}
+        return {**self.__dict__, "_reader": None, "_encoder": None}
 
 
 class TextData:
@@ -342,12 +342,12 @@ def _refuse_beside_streaming(config: RunConfig) -> None:
         ("packing", data.packing != "none", "packing needs the lengths of all documents"),
         ("sources", bool(data.sources), "it reads one set"),
         ("long_samples", data.long_samples == "split", "a row is one sample"),
-        ("val_path", data.val_path is None and config.train.eval_batches > 0, "it holds out no rows"),
+        ("val_path", data.val_path is None and config.train.eval_samples > 0, "it holds out no rows"),
     ):
         if refused:
             fix = f"remove data.streaming, or change data.{key}"
             if key == "val_path":
-                fix = "set data.val_path to validation data, or train.eval_batches=0"
+                fix = "set data.val_path to validation data, or train.eval_samples=0"
             given = f"data.{key}={getattr(data, key)}" if getattr(data, key) is not None else f"data.{key} unset"
             raise ConfigError(f"data.streaming=true with {given}: {why}", fix)
 
@@ -377,7 +377,16 @@ def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.
 def _refuse_keys_of_tokenizers(data: DataConfig) -> None:
     """Refuse keys that only documents read."""
     defaults = type(data).model_fields
-    for key in ("chat_template", "columns", "loss_on", "add_eos", "long_samples", "max_bad_rows", "tokenize_workers"):
+    for key in (
+        "chat_template",
+        "chat_date",
+        "columns",
+        "loss_on",
+        "add_eos",
+        "long_samples",
+        "max_bad_rows",
+        "tokenize_workers",
+    ):
         if getattr(data, key) != defaults[key].default:
             raise ConfigError(
                 f"data.{key}={getattr(data, key)} would be ignored: the data are read without a tokenizer",

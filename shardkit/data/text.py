@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from ..config.libraries import is_first_rank
 from ..config.load import load_config
 from ..config.schema import DataConfig, RunConfig, SourceConfig
 from ..errors import ConfigError, DataError, ShardkitError, printable, report
-from .chat import Columns, LossOn, Template, choose_columns, no_template
+from .chat import READS_CLOCK, LossOn, Template, at_date, no_template
+from .columns import Columns, choose_columns, column_names, names_to_find
 from .documents import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
 from .encode import Recipe, encode_all
-from .records import Kind, Piece, column_names, cut, encoded_bytes, find_records, survey
+from .records import Kind, Piece, cut, encoded_bytes, find_records, survey
 from .sources import TextFile, find_text_files
 from .tokenizer import check_vocabulary, load_tokenizer, more_rows, n_ids, tokenizer_digest, tokenizer_path
 from .tokens import META, build_entry, cached_entry, read_meta
 
 _LOG = logging.getLogger(__name__)
+_RULES = 2
+"""Version of the rules by which rows become tokens; another one makes other entries of the cache."""
+_LOOKED_AT_ONCE = 1 << 20
+"""Bytes of records whose columns are found faster than an entry of the cache."""
 
 
 def reads_documents(config: RunConfig) -> bool:
@@ -164,7 +170,7 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
     plan = plan_source(data, tokenizer, data.path, data.path)
     if plan.kind is None:
         raise DataError(f"data.streaming=true, but {data.path} is plain text", "give JSON lines, parquet or arrow")
-    pieces = cut(plan.files, plan.kind)
+    pieces = cut(plan.files, plan.kind, split_groups=True)
 
     def count(_: Path) -> dict[str, Any]:
         rows, contents = survey(pieces)
@@ -244,13 +250,9 @@ class Plan:
     def key(self) -> str:
         """A hash of the recipe, of every file's path, size and modification time, and of how records are cut: the data
         digest depends on it."""
-        listing = [[os.path.abspath(f.path), f.name, f.size, f.mtime_ns] for f in self.files]
         columns = [self.recipe.columns.kind, self.recipe.columns.names]
-        text = json.dumps(
-            [FORMAT_VERSION, self.kind, columns, self.facts, self.recipe.eos, self.recipe.loss_on, listing, self._cut],
-            sort_keys=True,
-        )
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+        recipe = [self.facts, self.recipe.eos, self.recipe.loss_on]
+        return _key([FORMAT_VERSION, _RULES, self.kind, columns, *recipe, _listing(self.files), self._cut])
 
     @property
     def _cut(self) -> int | None:
@@ -275,7 +277,9 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         files, kind = find_text_files(None), None
     else:
         files, kind = find_records(path)
-    columns = Columns("text", {}) if kind is None else choose_columns(column_names(files, kind), data.columns, called)
+    columns = Columns("text", {})
+    if kind is not None:
+        columns = choose_columns(_column_names(data, files, kind), data.columns, called)
     if kind is None and data.columns:
         raise DataError(f"data.columns is set, but {called} is plain text", "remove data.columns, or give records")
     source = None
@@ -285,8 +289,11 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         source = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
     if columns.kind == "messages" and source is None:
         raise no_template()
-    if columns.kind == "text" and data.chat_template is not None and is_first_rank():
-        _LOG.warning("data.chat_template=%s does not apply to %s: it has plain text", data.chat_template, called)
+    if source is not None and columns.kind != "text":
+        source = _dated(source, data, called)
+    for key in ("chat_template", "chat_date"):
+        if columns.kind == "text" and getattr(data, key) is not None and is_first_rank():
+            _LOG.warning("data.%s=%s does not apply to %s: it has plain text", key, getattr(data, key), called)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     template = None if source is None or columns.kind == "text" else Template(source, special)
     wide = n_ids(tokenizer) > 1 << 16
@@ -312,6 +319,52 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
     }
     workers = data.tokenize_workers or len(os.sched_getaffinity(0))
     return Plan(called, files, kind, recipe, facts, workers)
+
+
+def _dated(source: str, data: DataConfig, called: str) -> str:
+    """The template with the run's date, if it asks for one.
+
+    Raises:
+        ConfigError: it asks, and `data.chat_date` is unset; or it is set and nothing asks.
+    """
+    if READS_CLOCK not in source:
+        if data.chat_date is not None:
+            raise ConfigError(
+                f"data.chat_date={data.chat_date} would be ignored: the chat template for {called} writes no date "
+                f"({READS_CLOCK})",
+                "remove data.chat_date",
+            )
+        return source
+    if data.chat_date is None:
+        raise ConfigError(
+            f"the chat template for {called} writes the date of the day ({READS_CLOCK}) into the text, so that the "
+            "tokens would depend on when a node reads the data",
+            f"set the day that it takes for today, such as data.chat_date={date.today()}",
+        )
+    return at_date(source, data.chat_date)
+
+
+def _column_names(data: DataConfig, files: list[TextFile], kind: Kind) -> list[str]:
+    """The columns that any row has, looked for once a node where this takes a while."""
+    wanted = names_to_find(data.columns)
+    if sum(file.size for file in files) <= _LOOKED_AT_ONCE:
+        return column_names(files, kind, wanted)
+
+    def look(_: Path) -> dict[str, Any]:
+        return {"columns": column_names(files, kind, wanted)}
+
+    key = _key([_RULES, kind, sorted(wanted), _listing(files)])
+    names: list[str] = cached_entry(data.cache_dir, f"columns-{key}", look, [file.path for file in files])[1]["columns"]
+    return names
+
+
+def _listing(files: list[TextFile]) -> list[list[Any]]:
+    return [[os.path.abspath(file.path), file.name, file.size, file.mtime_ns] for file in files]
+
+
+def _key(values: list[Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def _loss_on(data: DataConfig, columns: Columns, called: str) -> LossOn:
@@ -367,6 +420,14 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
             _LOG.warning(
                 "%s: %s of %s %s are left out, the first: %s", called, f"{n_bad:,}", f"{n_rows:,}", unit, first
             )
+    n_several = manifest.get("n_several", 0)
+    if n_several and is_first_rank():
+        n_samples = manifest["n_documents"]
+        _LOG.warning(
+            "%s: the chat template changes earlier turns once later ones follow: %s of %s conversations are trained as "
+            "several samples (%s samples together), each of which ends with a reply as the model would have given it",
+            called, f"{n_several:,}", f"{n_rows - n_bad:,}", f"{n_samples:,}",
+        )  # fmt: skip
     if not manifest["n_documents"]:
         raise DataError(f"{called} has no document", "give data that are not empty")
 

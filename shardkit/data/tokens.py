@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from ..files import locked
+from ..files import group_of_new_files, locked, mode_like
 from .sources import TextFile, is_text, split_files, unreadable
 
 logger = logging.getLogger(__name__)
@@ -62,23 +62,10 @@ def cached_entry(
             meta = read_meta(entry)
             if meta is None:
                 _remove_abandoned(root)
-                meta = build_entry(entry, build, _visible(sources))
+                meta = build_entry(entry, build, mode_like(map(Path, sources), group_of_new_files(root)))
     except OSError as error:
         raise DataError(f"cache directory {root} cannot be used: {error.strerror or error}", _FIX) from error
     return entry, meta
-
-
-def _visible(sources: Iterable[str]) -> int:
-    """The mode of a folder with data from these files: closed to everyone who may not read all of them."""
-    mode, folders = 0o777, set[Path]()
-    for path in map(Path, sources):
-        readable = path.stat().st_mode
-        mode &= ~sum(bits for read, bits in ((0o040, 0o070), (0o004, 0o007)) if not readable & read)
-        folders |= set(path.resolve().parents)
-    for folder in folders:
-        enterable = folder.stat().st_mode
-        mode &= ~sum(bits for enter, bits in ((0o010, 0o070), (0o001, 0o007)) if not enterable & enter)
-    return mode
 
 
 def build_entry(entry: Path, build: Callable[[Path], dict[str, Any]], mode: int = 0o777) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 Batch = Any
-"""A micro-batch: a tensor, or nested dicts/lists/tuples of tensors; the trainer moves it to the device."""
+"""A micro-batch: a tensor, or a nest of mappings, lists, tuples and dataclasses; see `shardkit.strategies.batches`."""
 
 
 class Dataset(Sized, Protocol):

@@ -198,7 +198,7 @@ def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
             for `train.seq_len`.
     """
     train = config.train
-    if not train.sample_prompts or not train.eval_batches:
+    if not train.sample_prompts or not train.eval_samples:
         return None
     if not hasattr(task, "next_logits"):
         raise ConfigError(

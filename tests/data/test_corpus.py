@@ -369,3 +369,17 @@ def test_the_cache_shows_nobody_what_the_source_does_not(
         (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
         assert oct(entry.stat().st_mode & 0o777) == oct(shown)
         assert all(path.stat().st_mode & ~umask & 0o777 == path.stat().st_mode & 0o777 for path in entry.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may give files to other groups")
+@pytest.mark.parametrize(("file", "shown"), [(0o640, 0o700), (0o644, 0o755)])
+def test_the_cache_is_closed_to_another_group_than_the_sources(file: int, shown: int, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as outside:
+        Path(outside).chmod(0o755)
+        source = Path(outside) / "a.txt"
+        source.write_text("a secret " * 100)
+        os.chown(source, -1, os.getegid() + 1)
+        source.chmod(file)
+        open_corpus(DataConfig(path=str(source), cache_dir=str(tmp_path / "cache")))
+    (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert oct(entry.stat().st_mode & 0o777) == oct(shown)

@@ -119,18 +119,22 @@ def test_own_collate() -> None:
     assert [batch for batch, _ in next(loader).micro_batches] == [2, 2]
 
 
-@pytest.mark.parametrize(("n", "world", "limit"), [(10, 3, None), (7, 1, None), (1, 4, None), (100, 2, 3), (100, 2, 0)])
-def test_evaluation_takes_each_sample_at_most_once_and_ranks_in_step(n: int, world: int, limit: int | None) -> None:
-    ranks = [list(eval_batches(Squares(n), 2, rank, world, limit)) for rank in range(world)]
-    assert len({len(rank) for rank in ranks}) == 1
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("n", "world", "limit"),
+    [(10, 3, None), (7, 1, None), (1, 4, None), (100, 2, 12), (100, 3, 7), (10, 4, 50), (9, 2, 0)],
+)
+def test_evaluation_takes_the_same_samples_once_whatever_the_ranks(
+    n: int, world: int, limit: int | None, micro_batch: int
+) -> None:
+    ranks = [list(eval_batches(Squares(n), micro_batch, rank, world, limit)) for rank in range(world)]
+    assert len({len(rank) for rank in ranks}) == 1, "ranks stay in step"
     taken = sorted(s for rank in ranks for batch, is_filler in rank if not is_filler for s in batch.tolist())
-    if limit is None:
-        assert taken == [i**2 for i in range(n)]
-    else:
-        assert all(len(rank) == limit for rank in ranks)
-        assert len(taken) == len(set(taken)) == limit * 2 * world
+    alone = [s for batch, _ in eval_batches(Squares(n), n, 0, 1, limit) for s in batch.tolist()]
+    assert taken == alone
+    assert len(taken) == len(set(taken)) == (n if limit is None else min(n, limit))
 
 
 def test_limited_evaluation_covers_the_whole_dataset() -> None:
-    taken = [s**0.5 for batch, _ in eval_batches(Squares(100), 5, 0, 1, limit=2) for s in batch.tolist()]
+    taken = [s**0.5 for batch, _ in eval_batches(Squares(100), 5, 0, 1, limit=10) for s in batch.tolist()]
     assert taken == pytest.approx(list(range(0, 100, 10)))

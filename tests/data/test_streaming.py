@@ -120,7 +120,7 @@ def test_real_jobs_of_other_sizes_count_each_row_once_over_three_interruptions(t
     keys = {
         "task.factory": "tests.data.counting:Counting", "model.vocab_size": 512, "model.d_model": 32,
         "model.n_layers": 1, "model.n_heads": 2, "train.seq_len": 64, "train.micro_batch_size": 2,
-        "train.global_batch_size": per_step, "train.eval_batches": 0, "train.max_steps": 13, "data.streaming": "true",
+        "train.global_batch_size": per_step, "train.eval_samples": 0, "train.max_steps": 13, "data.streaming": "true",
         "data.path": tmp_path / "shards", "data.tokenizer": tmp_path / "tok", "data.cache_dir": tmp_path / "cache",
         "parallel.strategy": "fsdp", "run.dir": tmp_path / "run", "run.device": "cpu", "run.resume": "true",
         "checkpoint.every_steps": 2, "logging.tensorboard": "false",
@@ -295,3 +295,85 @@ def test_settings_that_streaming_cannot_have_are_refused(keys: dict[str, Any], t
     settings = config(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
     with pytest.raises(ConfigError, match=r"data.streaming=true with data\."):
         TextData(settings, 512, "model.vocab_size").dataset("train")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_parts_of_a_row_group_are_read_once_and_in_order(
+    shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row groups of several parts between small ones: every row once, each group decoded once an epoch."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    from shardkit.data import tables
+
+    rows = [{"messages": conversation(i)} for i in range(300)]
+    path = tmp_path / "rows.parquet"
+    writer = parquet.ParquetWriter(path, pa.Table.from_pylist(rows).schema)
+    for start, stop in ((0, 5), (5, 130), (130, 135), (135, 140), (140, 290), (290, 300)):
+        writer.write_table(pa.Table.from_pylist(rows[start:stop]))
+    writer.close()
+    whole = [tokens[:-1] for tokens, _ in everything(opened(tmp_path, path, seq_len=200))]
+    monkeypatch.setattr(records, "GROUP_ROWS", 20)
+    decoded: list[int] = []
+    batches = tables.parquet_batches
+
+    def counted(path: str, groups: Any, columns: Any) -> Any:
+        decoded.extend(groups)
+        yield from batches(path, groups, columns)
+
+    monkeypatch.setattr(tables, "parquet_batches", counted)
+    monkeypatch.setattr(records, "parquet_batches", counted)
+    data = stream_of(tmp_path, path, monkeypatch, seq_len=200)
+    assert [piece.n_rows is not None for piece in data.stream.pieces] == [False, *[True] * 7, False, False] + [
+        True
+    ] * 8 + [False]
+    decoded.clear()
+    order = data.order(3, shuffle)
+    for epoch in range(2):
+        taken = order.indices(epoch, 0, order.n).tolist()
+        assert sorted(taken) == list(range(300))
+        assert all(data[i]["tokens"].tolist() == whole[i] for i in taken)
+        assert sorted(decoded) == list(range(6)), "no row group is read from its start again"
+        decoded.clear()
+        data = stream_of(tmp_path, path, monkeypatch, seq_len=200)
+        decoded.clear()
+    assert [data[i]["tokens"].tolist() for i in (289, 6, 139, 100)] == [whole[i] for i in (289, 6, 139, 100)]
+
+
+_STREAMED = """
+import json, os, resource, sys
+from shardkit.data.records import Piece, PieceReader, cut, find_records
+def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+files, kind = find_records(sys.argv[1])
+pieces = cut(files, kind, split_groups=sys.argv[2] == "parts")
+reader = PieceReader(pieces, ["text"], 4)
+reader.row(0, 0)
+open("/proc/self/clear_refs", "w").write("5")
+start = peak()
+for number, piece in enumerate(pieces):
+    reader.row(number, 0)
+print(json.dumps([len(pieces), peak() - start]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_row_groups(tmp_path: Path) -> None:
+    """A million rows in one group, 1 GB: without parts a loader holds it whole."""
+    import subprocess
+    import sys
+
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rng = np.random.default_rng(0)
+    letters = rng.integers(97, 123, size=1 << 30, dtype=np.uint8)
+    offsets = np.linspace(0, 1 << 30, 10**6 + 1).astype(np.int32)
+    text = pa.StringArray.from_buffers(10**6, pa.py_buffer(offsets), pa.py_buffer(letters))
+    parquet.write_table(pa.table({"text": text}), tmp_path / "rows.parquet", row_group_size=10**6, use_dictionary=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _STREAMED, str(tmp_path / "rows.parquet"), "parts"],
+        capture_output=True, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    n_pieces, grown = json.loads(done.stdout)
+    assert n_pieces > 30 and grown < 300 << 20, f"{grown >> 20} MiB"

@@ -115,7 +115,7 @@ def test_every_format_and_convention_gives_the_same_documents(tmp_path: Path) ->
 
 
 def test_prompts_are_masked_and_completions_end(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i} plus {i} is ", "completion": str(2 * i)} for i in range(20)]
+    rows = [{"prompt": f"{i} plus {i} is", "completion": f" {2 * i}"} for i in range(20)]
     path = write_lines(tmp_path / "sums.jsonl", rows)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tok"))
     for row, (tokens, mask) in zip(rows, everything(opened(tmp_path, path)), strict=True):
@@ -313,7 +313,7 @@ def write_case(tmp_path: Path, case: str) -> tuple[Path | None, dict[str, Any]]:
     ("case", "cause", "fix"),
     [
         ("json", r"bad.jsonl:5: not JSON", "max_bad_rows"),
-        ("number", r"bad.jsonl:5: message 1 has no text", "max_bad_rows"),
+        ("number", r"bad.jsonl:5: column messages holds the number inf", "max_bad_rows"),
         ("empty", r"bad.jsonl:5: column messages is an empty conversation", "max_bad_rows"),
         ("role", r"bad.jsonl:5: the chat template rejects it: unknown role tool", "max_bad_rows"),
         ("reply", r"bad.jsonl:5: no turn of the assistant", "max_bad_rows"),
