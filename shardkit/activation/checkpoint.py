@@ -16,6 +16,7 @@ from ..config.schema import ActivationConfig
 from ..errors import ConfigError
 from ..parallel import compat
 from ..parallel.blocks import attention_modules, chosen_blocks
+from .buffers import BufferRecord, has_buffers
 from .products import contexts, keep_products
 from .segments import recompute_together
 
@@ -55,7 +56,9 @@ def checkpoint_activations(
         options["context_fn"] = torchs if compiled else contexts
     recompute = _recompute(options)
     for module in _regions(blocks, config, attention_classes):
-        if "forward" in vars(module):  # replaced before: not the class's method
+        if has_buffers(module) and not compiled:  # compiled code takes buffers as inputs, and changes them once
+            module.forward = MethodType(_recompute_with_buffers(vars(module).get("forward"), options), module)
+        elif "forward" in vars(module):  # replaced before: not the class's method
             module.forward = partial(checkpoint, module.forward, **options)
         else:
             module.forward = MethodType(recompute, module)
@@ -67,6 +70,19 @@ def _recompute(options: dict[str, Any]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(type(self).forward, self, *args, **options, **kwargs)
+
+    return forward
+
+
+def _recompute_with_buffers(replaced: Callable[..., Any] | None, options: dict[str, Any]) -> Callable[..., Any]:
+    """A recomputing `forward` that treats the buffers which it changes as `BufferRecord` says."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        contexts = options.get("context_fn", lambda: None)
+        record = BufferRecord(self)
+        inner = replaced or MethodType(type(self).forward, self)
+        settings = options | {"context_fn": lambda: record.contexts(contexts())}
+        return checkpoint(inner, *args, **settings, **kwargs)
 
     return forward
 

@@ -23,7 +23,15 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..errors import TrainingError
 from ..parallel.blocks import Around
-from ..parallel.compat import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, version_of
+from ..parallel.compat import (
+    TreeSpec,
+    caller_recomputes,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
+from .buffers import BufferRecord
 
 
 def recompute_together(blocks: Sequence[nn.Module]) -> None:
@@ -42,7 +50,7 @@ class _Segment:
     def forward(self, position: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.replay is not None:
             return self.replay.forward(position)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or caller_recomputes():  # then nothing is kept here
             return inner(*args, **kwargs)
         current = self._open() if self._open is not None else None
         if current is None or current.calls[-1].position + 1 != position:
@@ -76,9 +84,10 @@ class _Pass:
     def forward(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         previous = [self._output_index(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        self.calls.append(_Call.record(position, leaves, spec, previous))
+        call = _Call.record(position, leaves, spec, previous, BufferRecord(self.segment.blocks[position]))
+        self.calls.append(call)
         self._outputs = []  # only the comparison above needed them
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with call.buffers.recording(), saved_tensors_hooks(self._pack, self._unpack):
             out = self.segment.forwards[position].inner(*args, **kwargs)
         if position + 1 < len(self.segment.blocks):
             self._outputs = [_Seen(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -142,9 +151,12 @@ class _Call:
     device_states: tuple[list[int], list[torch.Tensor]]
     device_type: str
     autocast: list[torch.autocast]
+    buffers: BufferRecord
 
     @classmethod
-    def record(cls, position: int, leaves: list[Any], spec: TreeSpec, previous: list[int | None]) -> _Call:
+    def record(
+        cls, position: int, leaves: list[Any], spec: TreeSpec, previous: list[int | None], buffers: BufferRecord
+    ) -> _Call:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         keep = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and previous[i] is None]
         kinds = sorted({t.device.type for t in tensors} - {"cpu"})
@@ -160,6 +172,7 @@ class _Call:
             device_states=get_device_states(*tensors),
             device_type=kinds[0] if kinds else "cuda",
             autocast=[_autocast(kind) for kind in {"cpu", *kinds} if torch.amp.is_autocast_available(kind)],
+            buffers=buffers,
         )
 
     def arguments(self, outputs: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -219,7 +232,7 @@ class _Replay:
             with torch.enable_grad(), torch.random.fork_rng(first.device_states[0], device_type=first.device_type):
                 for call in self._pass.calls:
                     args, kwargs = self._arguments = call.arguments(self._outputs)
-                    with call.surroundings():
+                    with call.surroundings(), call.buffers.restored():
                         # Call the module, not its forward: the engine's hooks gather a sharded block.
                         segment.blocks[call.position](*args, **kwargs)
         except _Done:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from ..config.schema import ActivationConfig, CompileConfig
 from ..errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
+Kind = Literal["block", "shared", "tied", "rest"]
 
 
 def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> list[nn.Module]:
@@ -37,73 +40,200 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
     """The members of one type with parameters, for each list that is not inside a member of another list."""
     inside = [*module.children()]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        counted = Counter(type(m) for m in module)
+        counted = Counter(plain_type(m) for m in module)
         for repeated in (kind for kind, count in counted.items() if count > 1):
-            members = [m for m in inside if type(m) is repeated]
+            members = [m for m in inside if plain_type(m) is repeated]
             is_layer = not any(True for _ in members[0].children())
             # Nothing calls a list inside a list: it has no forward.
             called = repeated.forward is not nn.Module.forward
             if any(True for _ in members[0].parameters()) and called and not (is_layer and len(members) < len(inside)):
                 yield members
         # A Sequential calls each member, so a type that occurs once is an ordinary part.
-        inside = [m for m in inside if counted[type(m)] == 1] if isinstance(module, nn.Sequential) else []
+        inside = [m for m in inside if counted[plain_type(m)] == 1] if isinstance(module, nn.Sequential) else []
     for child in inside:
         yield from _stacks(child)
 
 
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """A module's class in the model's code; FSDP2 makes a subclass of it."""
+    kind = type(module)
+    return kind.__mro__[2] if is_sharded(module) else kind
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module is a unit of FSDP2; tested without importing FSDP2, which other engines do not need."""
+    return type(module).__mro__[1].__name__ == "FSDPModule"
+
+
 def chosen_by_data(model: nn.Module, blocks: Sequence[nn.Module]) -> set[str]:
-    """Names of the trained parameters that a rank may skip in a step: members of lists (experts) that are not blocks.
+    """Names of the trained parameters that a rank may skip in a step: those in `chosen_members`.
+
+    A parameter with several names is listed by the first of them, as in `named_parameters`.
+    """
+    ids = {id(param) for member in chosen_members(model, blocks).values() for param in member.parameters()}
+    return {name for name, param in model.named_parameters() if id(param) in ids and param.requires_grad}
+
+
+def chosen_members(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The list members (experts) that a rank may skip in a step, by name: they neither are blocks nor hold blocks.
 
     Such a list has at least two members of one type. A `Sequential` is never one: it calls every member.
     """
-    whole = {id(block) for block in blocks}
-    found: set[str] = set()
+    block_ids = {id(block) for block in blocks}
+    members: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            counted = Counter(type(m) for m in module.children())
+            counted = Counter(plain_type(m) for m in module.children())
             for name, member in module.named_children():
-                if counted[type(member)] > 1 and id(member) not in whole:
-                    found |= {f"{prefix}.{name}.{fqn}" for fqn, p in member.named_parameters() if p.requires_grad}
-    return found
+                if counted[plain_type(member)] > 1 and not any(id(inner) in block_ids for inner in member.modules()):
+                    members[f"{prefix}.{name}" if prefix else name] = member
+    return members
+
+
+def may_leave_out(find_unused: bool | None, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether ranks may use different parameters in a step: `parallel.find_unused`, or where the data may choose."""
+    return bool(chosen_by_data(model, blocks)) if find_unused is None else find_unused
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Modules whose parameters are sharded, gathered and freed together.
+
+    Attributes:
+        modules: one module, or several that hold one tied parameter.
+        kind: a block; a module that several units share; modules whose tied parameters would belong to several units;
+            or the model with all the rest.
+        names: the names of its parameters, as in `named_parameters`.
+    """
+
+    modules: tuple[nn.Module, ...]
+    kind: Kind
+    names: tuple[str, ...] = ()
+
+
+def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
+    """Which unit owns which parameter, for engines that shard a model by units; innermost first, the model last.
+
+    Each block is a unit. A module that two units hold becomes a unit of its own. The modules that hold a parameter of
+    two units become one unit together. The model owns the rest.
+
+    Raises:
+        ConfigError: a tied parameter has no such unit, because one of its modules is inside another.
+    """
+    users = _users(model, blocks)
+    heads = {module: kind for module, (kind, _) in users.items() if kind is not None}
+    holders: dict[int, list[nn.Module]] = defaultdict(list)
+    for module in users:
+        for param in module.parameters(recurse=False):
+            holders[id(param)].append(module)
+    groups: list[set[nn.Module]] = []
+    for modules in holders.values():
+        homes = {unit for module in modules for unit in ({module} if module in heads else users[module][1])}
+        if len(homes) > 1:
+            group = set(modules).union(*(other for other in groups if other & set(modules)))
+            groups = [other for other in groups if not other & group] + [group]
+    for group in groups:
+        if any(inner in group for module in group for inner in module.modules() if inner is not module):
+            raise _nested_tie(model, group)
+    grouped = set().union(*groups)
+    units = [Unit(tuple(module for module in users if module in group), "tied") for group in groups]
+    units += [Unit((module,), kind) for module, kind in heads.items() if module not in grouped]
+    return _innermost_first(model, units)
+
+
+def _users(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, tuple[Kind | None, set[nn.Module]]]:
+    """Module → what kind of unit it is, if any, and the units that hold it; parents come before their children."""
+    parents: dict[nn.Module, list[nn.Module]] = {model: []}
+    for module in model.modules():
+        for child in module.children():
+            parents.setdefault(child, []).append(module)
+    users: dict[nn.Module, tuple[Kind | None, set[nn.Module]]] = {}
+    for module in TopologicalSorter(parents).static_order():
+        held_by = {unit for parent in parents[module] for unit in _nearest(parent, users)}
+        kind: Kind | None = None
+        if module is model:
+            kind = "rest"
+        elif any(module is block for block in blocks):
+            kind = "block"
+        elif (
+            len(held_by) > 1
+            and type(module).forward is not nn.Module.forward
+            and any(True for _ in module.parameters())
+        ):
+            kind = "shared"  # a list has no forward: its members are shared instead
+        users[module] = kind, held_by
+    return users
+
+
+def _nearest(module: nn.Module, users: dict[nn.Module, tuple[Kind | None, set[nn.Module]]]) -> set[nn.Module]:
+    kind, held_by = users[module]
+    return held_by if kind is None else {module}
+
+
+def _innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """The units with the names of their parameters, each after those inside it."""
+    unit_of = {module: index for index, unit in enumerate(units) for module in unit.modules}
+    names = {id(param): name for name, param in model.named_parameters()}
+    inside: dict[int, set[int]] = {}
+    owned: dict[int, list[str]] = {}
+    for index, unit in enumerate(units):
+        inside[index], waiting, seen = set(), list(unit.modules), set(unit.modules)
+        param_ids: dict[int, None] = {}
+        while waiting:
+            module = waiting.pop()
+            param_ids |= dict.fromkeys(map(id, module.parameters(recurse=False)))
+            for child in module.children():
+                if child in unit_of and child not in unit.modules:
+                    inside[index].add(unit_of[child])
+                elif child not in seen:
+                    seen.add(child)
+                    waiting.append(child)
+        owned[index] = [names[key] for key in names if key in param_ids]
+    try:
+        order = list(TopologicalSorter(inside).static_order())
+    except CycleError as error:
+        raise _nested_tie(model, [module for index in error.args[1] for module in units[index].modules]) from None
+    return [Unit(units[index].modules, units[index].kind, tuple(owned[index])) for index in order]
+
+
+def _nested_tie(model: nn.Module, modules: Iterable[nn.Module]) -> ConfigError:
+    names = {module: name for name, module in model.named_modules()}
+    listed = ", ".join(sorted(names[module] or "the model" for module in modules))
+    return ConfigError(
+        f"a parameter is tied between modules of which one is inside another ({listed}), and a block is among them",
+        "name block_classes that hold both, or neither; or set parallel.strategy to ddp or a ZeRO stage",
+    )
 
 
 def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are in none: shared, …`."""
+    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are in none: shared, …`.
+
+    Of a model that is sharded by units, it also names the units beside the blocks, each with its share.
+    """
     if not blocks:
         return f"{type(model).__name__} has no blocks: it is one unit"
     names = {id(module): name.removeprefix("module.") for name, module in model.named_modules()}  # DDP's
-    stacks = Counter((names[id(b)].rpartition(".")[0] or "the model", type(b).__name__) for b in blocks)
+    stacks = Counter((names[id(b)].rpartition(".")[0] or "the model", plain_type(b).__name__) for b in blocks)
     listed = ", ".join(f"{count} {kind} in {where}" for (where, kind), count in stacks.items())
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside: Counter[str] = Counter()
-    total = 0
+    sizes: dict[str, int] = {}
     for name, param in model.named_parameters():
         numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 empties the tensor itself
-        total += numel
+        sizes[name] = numel
         if id(param) not in inside:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
     shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
-    rest = f"{sum(outside.values()) / max(total, 1):.0%} of the parameters are in none: {shown}"
-    return f"{listed}; {rest if outside else 'every parameter is in one'}"
-
-
-def refuse_ties_across_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Refuse tied parameters in two blocks: sharding a block replaces its parameters and would silently untie them.
-
-    Raises:
-        ConfigError: a parameter belongs to two blocks, or to a block and the rest of the model.
-    """
-    owner = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
-    first: dict[int, tuple[str, int]] = {}
-    for prefix, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            fqn, block = f"{prefix}.{name}".lstrip("."), owner.get(id(module), -1)
-            seen_fqn, seen_block = first.setdefault(id(param), (fqn, block))
-            if seen_block != block:
-                raise ConfigError(
-                    f"{seen_fqn} and {fqn} are one tied parameter in two blocks that are sharded apart",
-                    "name block_classes that hold both, or neither; or set parallel.strategy to ddp or a ZeRO stage",
-                )
+    total = max(sum(sizes.values()), 1)
+    rest = f"{sum(outside.values()) / total:.0%} of the parameters are in none: {shown}"
+    units = find_units(model, blocks) if is_sharded(model) else []
+    apart = "".join(
+        f"; {unit.kind}: {' + '.join(names[id(module)] for module in unit.modules)}"
+        f" ({sum(sizes[name] for name in unit.names) / total:.0%})"
+        for unit in units
+        if unit.kind in ("shared", "tied")
+    )
+    return f"{listed}; {rest if outside else 'every parameter is in one'}{apart}"
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:

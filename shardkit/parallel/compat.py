@@ -31,12 +31,14 @@ OFFLOAD = Feature("activation.offload")
 TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
 ABORT = Feature("leaving a failed job without waiting for its ranks")
 GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
+REACH = Feature("FSDP2 with parameters that are used outside of their unit's forward")
 EMA = Feature("train.ema_decay in one kernel")
 FP8_SPEED = Feature("fp8 in shardkit doctor --calibrate")
 FLIGHT = Feature("NCCL's last collectives in the report of a hang")
 META = Feature("building models without memory (init_parameter)")
 HF = Feature("the tasks on transformers models")
 BUFFERS = Feature("leaving non-persistent buffers out of checkpoints")
+GRAD_HOOKS = Feature("a model's own hooks of its parameters where these are built anew")
 PICKLE = Feature("shardkit checkpoint to a torch file")
 PACKING = Feature("data.packing with transformers models")
 FLASH = Feature("fused attention by documents on GPUs (data.packing)")
@@ -80,6 +82,7 @@ PRODUCTS.take("torch.utils._pytree.tree_leaves", _PYTREE)
 PRODUCTS.take("torch.ops.aten.add.Tensor._schema")
 SEGMENTS.take("torch.Tensor._version")
 OFFLOAD.take("torch.Tensor._version")
+SEGMENTS.take("torch._C._autograd._top_saved_tensors_default_hooks")
 OFFLOAD.take("torch.Tensor._base")
 
 _budget = BUDGET.use("torch._functorch.config.activation_memory_budget")
@@ -95,6 +98,15 @@ _fsdp = [
     GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs"),
     GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad"),
 ]
+_reach = [
+    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._training_state"),
+    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._state_ctx"),
+    REACH.use(f"{_FSDP}._fsdp_state.FSDPStateContext.post_backward_final_callback_queued"),
+    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state"),
+    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward"),
+    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward"),
+]
+REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
 _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
@@ -102,6 +114,7 @@ META.take("torch.nn.Module.register_parameter")  # replaced in weights.py
 _truncated = META.use("torch.nn.init._no_grad_trunc_normal_")
 _storage_uses = META.use("torch._C._storage_Use_Count")
 META.take("torch.UntypedStorage._cdata")
+META.take("torch.Generator._cdata")
 HF.use("transformers.PreTrainedModel._from_config")
 HF.use("transformers.PreTrainedModel._init_weights")
 # Under ZeRO-3 parameters are empty when transformers would draw weights into them.
@@ -110,6 +123,8 @@ PACKING.use("transformers.PreTrainedModel._supports_flash_attn")
 PACKING.use("transformers.PreTrainedModel._is_stateful")
 # The public varlen_attn has no dropout, and in torch 2.9 no windows and no shared heads.
 _flash_varlen = FLASH.take("torch.ops.aten._flash_attention_forward")
+_grad_hooks = GRAD_HOOKS.use("torch.Tensor._backward_hooks")
+_accumulated_hooks = GRAD_HOOKS.use("torch.Tensor._post_accumulate_grad_hooks")
 _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
 _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
@@ -150,6 +165,12 @@ def schema(op: Any) -> Any:
 def version_of(tensor: torch.Tensor) -> int:
     """How many times a tensor's memory was written in place."""
     return tensor._version
+
+
+def caller_recomputes() -> bool:
+    """Whether what runs here is part of a region that the caller recomputes by torch.utils.checkpoint."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,6 +250,53 @@ def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
             yield grad
 
 
+def reduce_gradients(module: Any) -> None:
+    """Reduce the gradients of FSDP2's unit `module` as the end of its backward does, and free its parameters."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.post_backward()
+        group.finalize_backward()
+
+
+def has_gradients(module: Any) -> bool:
+    """Whether FSDP2's unit `module` has gradients of gathered parameters, which it has not reduced."""
+    params = (getattr(param, "_unsharded_param", None) for param in _fsdp_params(module))
+    return any(param is not None and param.grad is not None for param in params)
+
+
+@contextmanager
+def backward_inside_forward(root: Any, units: Sequence[Any]) -> Iterator[list[Any]]:
+    """Inside, a backward leaves FSDP2 as it was; at the end the list holds those of `units` that it went through.
+
+    Else torch would end the step with that backward: it would free the model's own parameters in mid-forward.
+    """
+    entered: list[Any] = []
+    states = [unit._get_fsdp_state() for unit in units]
+    parts = [(state, *([state._fsdp_param_group] if state._fsdp_param_group else [])) for state in states]
+    before = [[part._training_state for part in both] for both in parts]
+    context = root._get_fsdp_state()._state_ctx
+    queued, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, True
+    try:
+        yield entered
+    finally:
+        context.post_backward_final_callback_queued = queued
+        for unit, both, earlier in zip(units, parts, before, strict=True):
+            if [part._training_state for part in both] != earlier:
+                entered.append(unit)
+            for part, state in zip(both, earlier, strict=True):
+                part._training_state = state
+
+
+def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks that change a parameter's gradient, in the order they run."""
+    return list((getattr(param, "_backward_hooks", None) or {}).values())
+
+
+def accumulated_hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks that run when a parameter's gradient is complete."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def _fsdp_params(module: Any) -> Sequence[Any]:
     try:
         group = module._get_fsdp_state()._fsdp_param_group
@@ -266,6 +334,21 @@ def nccl_trace() -> bytes | None:
     except NameGone:
         return None
     return found
+
+
+def copy_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Register the hooks of one parameter's gradient on another."""
+    for private, register in (
+        (_grad_hooks, target.register_hook),
+        (_accumulated_hooks, target.register_post_accumulate_grad_hook),
+    ):
+        try:
+            hooks = getattr(source, private.path.rpartition(".")[2])
+        except AttributeError:
+            GRAD_HOOKS.lost(private)
+            continue
+        for hook in (hooks or {}).values():
+            register(hook)  # type: ignore[no-untyped-call]
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
@@ -342,6 +425,11 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
         yield
     finally:
         torch.nn.init._no_grad_trunc_normal_ = whole
+
+
+def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: torch makes a new object for each operator that it dispatches."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

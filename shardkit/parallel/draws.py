@@ -5,7 +5,8 @@ index, so a rank draws the chunks that its shard touches, and every rank and eng
 
 The recorder takes writes of constants, `normal_`, `uniform_`, `nn.init.trunc_normal_`, and operators that change each
 value by a number (`mul_`, `clamp_`), on the whole tensor or on a contiguous range of it. `nn.init` needs nothing else,
-except in `orthogonal_`, `dirac_`, `eye_` and `sparse_`.
+except in `orthogonal_`, `dirac_`, `eye_` and `sparse_`. A call that draws with a generator of the model's own is not
+recorded either: its values are those of that generator, on the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
-from .compat import DispatchMode, is_held_elsewhere, replaced_truncated_normal, tree_leaves
+from .compat import DispatchMode, is_held_elsewhere, is_same_generator, replaced_truncated_normal, tree_leaves
 
 CHUNK = 2**18
 """Values of a chunk: 1 MiB of fp32. Smaller tensors are drawn whole."""
 
 _MARK = -1.9375 * 2.0**-12
 """Stands at the start of memory that nobody has written to; every floating-point type has it."""
+
+OWN_GENERATOR = "draws with a generator of its own"
+"""The reason to run a call on the whole tensor, whose values only that generator has."""
 
 _aten = torch.ops.aten
 _CONSTANTS = {_aten.fill_.Scalar, _aten.zero_.default}
@@ -133,15 +137,20 @@ class Uncut(Exception):
 
 
 @torch.no_grad()
-def record(shape: torch.Size, init: Callable[[torch.Tensor], object]) -> Recipe:
+def record(
+    shape: torch.Size, init: Callable[[torch.Tensor], object], generator: torch.Generator | None = None
+) -> Recipe:
     """Run `init` on an fp32 CPU tensor of this shape without computing or touching memory.
+
+    Args:
+        generator: the one that `init` is given to draw with; the replay puts its own in its place.
 
     Raises:
         Uncut: it does something else than what is recorded, or does not write every value.
     """
     with untouched_memory():
         full = torch.empty(shape, dtype=torch.float32)
-    recorder = Recorder()
+    recorder = Recorder(generator)
     tensor = recorder.defer(full)
     with recorder:
         try:
@@ -182,10 +191,14 @@ class Recorder(DispatchMode):
 
     A call that cannot be recorded, or random numbers for another tensor, end the recording with `Uncut`: the next call
     could depend on them.
+
+    Args:
+        generator: the one, beside torch's global one, whose draws a replay may make with its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._replaceable = [torch.default_generator, *([] if generator is None else [generator])]
         self.problem = ""
         self.deferred: dict[int, Deferred] = {}
         """Address of the memory → the tensor."""
@@ -228,9 +241,9 @@ class Recorder(DispatchMode):
         finally:
             self.busy = was
 
-    def refuse(self, func: Any, touched: list[Deferred]) -> None:
+    def refuse(self, reason: str, touched: list[Deferred]) -> None:
         """Called before an operator that is not recorded works on deferred tensors."""
-        self.problem = _needs_whole(func)
+        self.problem = reason
         raise Uncut(self.problem)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,10 +256,16 @@ class Recorder(DispatchMode):
             return self._other(func, args, kwargs)
         if func.is_view or func in _SIZES_ONLY:
             return func(*args, **kwargs)
+        if not self._is_replaceable(kwargs.get("generator")):
+            self.refuse(OWN_GENERATOR, touched)
+            return func(*args, **kwargs)
         if self._recorded(func, args, kwargs):
             return args[0]
-        self.refuse(func, touched)
+        self.refuse(_needs_whole(func), touched)
         return func(*args, **kwargs)
+
+    def _is_replaceable(self, generator: torch.Generator | None) -> bool:
+        return generator is None or any(is_same_generator(generator, other) for other in self._replaceable)
 
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator on tensors that are not deferred."""
@@ -268,8 +287,10 @@ class Recorder(DispatchMode):
 
     def _truncated(self, whole: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Stands for `nn.init.trunc_normal_`, which rejects values until none is left: it may do so in each chunk."""
-        kwargs.pop("generator", None)
-        if self.found(tensor) and self._step(tensor, partial(whole, **kwargs), args[:4], True, True):
+        options = {key: value for key, value in kwargs.items() if key != "generator"}
+        generator = args[4] if len(args) > 4 else kwargs.get("generator")
+        can_replay = self._is_replaceable(generator) and self.found(tensor)
+        if can_replay and self._step(tensor, partial(whole, **options), args[:4], True, True):
             return tensor
         return whole(tensor, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -294,7 +315,7 @@ class _Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ESCAPES and not self._recorder.busy and (deferred := self._recorder.found(args[0])):
-            self._recorder.refuse(f"Tensor.{func.__name__}", [deferred])
+            self._recorder.refuse(_needs_whole(f"Tensor.{func.__name__}"), [deferred])
         return func(*args, **(kwargs or {}))
 
 
@@ -317,10 +338,14 @@ class Construction(Recorder):  # type: ignore[no-untyped-call]
         self.made_whole: dict[str, str] = {}
         """Name of a large parameter that `replay` finds initialised, or has to initialise → the reason."""
 
-    def refuse(self, func: Any, touched: list[Deferred]) -> None:
+    def refuse(self, reason: str, touched: list[Deferred]) -> None:
         for deferred in touched:
-            self._reasons[deferred.base.untyped_storage().data_ptr()] = _needs_whole(func)
-            self._write(deferred)
+            address = deferred.base.untyped_storage().data_ptr()
+            self._reasons[address] = reason
+            if reason == OWN_GENERATOR and self._strict:  # the values are written, and nothing has read them
+                del self.deferred[address]
+            else:
+                self._write(deferred)
 
     def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _FACTORIES or len(args) != 1 or math.prod(args[0]) < CHUNK or _has_no_memory(kwargs):

@@ -35,7 +35,8 @@ def make_optimizer(
     adam: dict[str, Any] = dict(lr=lr, betas=config.betas, eps=config.eps, weight_decay=weight_decay)
     if config.name == "adamw8bit":
         return _adamw8bit(groups, adam)
-    kernel = _kernel(config, groups[0]["params"][0])
+    params = [param for group in groups for param in group["params"]]
+    kernel = _kernel(config, next((param for param in params if param.is_complex()), params[0]))
     if config.name == "muon":
         return MuonAdamW(groups, matrices_of_blocks(model, block_classes), adam, kernel)
     if config.name == "adamw":
@@ -116,11 +117,13 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     # On the CPU that kernel leaves most half-precision weights unchanged (torch 2.13).
     half_on_cpu = param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16)
     has_fused = config.name == "adamw" or not (hasattr(param, "placements") or half_on_cpu)
+    has_fused = has_fused and not param.is_complex()
     if config.implementation == "auto":
         return {"fused": True if has_fused else None, "foreach": None}
     if config.implementation == "fused" and not has_fused:
         raise ConfigError(
-            "optim.implementation=fused, but torch has no fused sgd for FSDP2's shards or half precision on the CPU",
+            f"optim.implementation=fused, but torch has no fused {config.name} for complex parameters, nor a fused sgd "
+            "for FSDP2's shards or half precision on the CPU",
             "set optim.implementation=auto",
         )
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}

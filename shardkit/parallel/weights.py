@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
+from .compat import copy_grad_hooks
 from .draws import CHUNK, Construction, Recipe, Uncut, record
 from .world import World
 
@@ -40,9 +42,11 @@ def parameters_on_meta() -> Iterator[None]:
     shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        refuse_uninitialised(module, name, param)
         if param is not None and not param.is_meta and not hasattr(param, "ds_id"):  # ZeRO-3's is a partition already
             if param not in shared:
-                shared[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                shared[param] = _on_meta(param)
+                copy_grad_hooks(param, shared[param])
             param = shared[param]
         register(module, name, param)
 
@@ -51,6 +55,19 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def refuse_uninitialised(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse a parameter of a lazy module (`nn.LazyLinear`), which has no size before the first forward.
+
+    Raises:
+        ConfigError: the parameter has no size.
+    """
+    if param is not None and is_lazy(param):
+        raise ConfigError(
+            f"{name} of {type(module).__name__} has no size before the first forward, so nothing can hold or draw it",
+            "give the layer its input size, or call the model on one batch where it is built",
+        )
 
 
 @contextmanager
@@ -231,7 +248,7 @@ class Weights:
             return ""
         init, generator = self.init_parameter, torch.Generator()
         try:
-            return record(shape, lambda full: init(fqn, full, generator))
+            return record(shape, lambda full: init(fqn, full, generator), generator)
         except Uncut as why:
             return str(why)
 
@@ -306,15 +323,20 @@ class Weights:
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """The parameter without its memory, with what the model's code has noted on it."""
     meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    vars(meta).update(vars(param))
+    noted = {name: note for name, note in vars(param).items() if name not in vars(meta)}  # a fake tensor's are its own
+    vars(meta).update(noted)
     return meta
 
 
 def replace_parameters(model: nn.Module, by: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by another of the caller's choice, wherever the model holds it."""
+    """Replace each parameter by another of the caller's choice, wherever the model holds it, and keep its hooks."""
+    replaced: set[int] = set()
     for module in model.modules():
         for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if (other := by(held)) is not held:
+                if id(other) not in replaced:
+                    copy_grad_hooks(held, other)
+                replaced.add(id(other))
                 setattr(module, name, other)
 
 

@@ -166,6 +166,8 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     try:
         # Made before anything can hang: bookkeeping must work while the engine's group is stuck.
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        if env.rank == 0:  # every rank has found it
+            rendezvous.withdraw(_meeting_place(config))
         yield World(env, device, control_group, ledger, others)
         failed = False
     finally:
@@ -257,7 +259,7 @@ def _agent_serves() -> bool:
 
 
 def _meeting_place(config: RunConfig) -> Path:
-    return Path(config.run.dir) / ".rendezvous" / job_name()
+    return Path(config.run.dir) / rendezvous.FOLDER / job_name()
 
 
 def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -104,8 +104,12 @@ class Strategy(Protocol):
         """This rank's ranges of every weight, optimizer moment and persistent buffer, for saving."""
         ...
 
-    def create_optimizer_state(self) -> None:
-        """Create the optimizer state that exists from the first step on: a load writes into it."""
+    def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
+        """Create the optimizer state that exists from the first step on: a load writes into it.
+
+        Args:
+            stateless: names of parameters that had no state when it was saved (no step had used them): they get none.
+        """
         ...
 
     def load_targets(self) -> Iterator[Shard]:

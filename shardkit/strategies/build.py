@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,10 +11,12 @@ from torch import nn
 from ..activation import checkpoint_activations, offload_activations
 from ..config.capability import ZERO
 from ..config.schema import RunConfig
+from ..errors import ConfigError
 from ..parallel.batchnorm import prepare_batchnorm
 from ..parallel.blocks import compile_blocks, find_blocks
+from ..parallel.compat import is_persistent
 from ..parallel.precision import cast_parameters, convert_to_fp8
-from ..parallel.weights import Weights
+from ..parallel.weights import Weights, refuse_uninitialised
 from .base import OptimizerFactory, Strategy
 
 
@@ -29,11 +32,12 @@ def parallelize(
 ) -> None:
     """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
     model = weights.build(
-        make_model,
+        lambda: refuse_parameters(make_model(), strategy.name),
         strategy.construction(),
         cut_up=strategy.name not in ("single", "ddp"),
         later="on meta" if strategy.name in ("fsdp", "hsdp", "zero3") else "unwritten",
     )
+    make_contiguous(model, strategy.name)
     model.train()
     prepare_batchnorm(model, config, device)
     cast_parameters(model, config.precision, weights.unwritten)
@@ -43,3 +47,60 @@ def parallelize(
     offload_activations(model, blocks, config.activation, device)
     compile_blocks(model, blocks, config.compile, device, hooks_outside=strategy.name in ZERO)
     strategy.setup(model, blocks, make_optimizer, weights)
+
+
+def refuse_parameters(model: nn.Module, strategy: str) -> nn.Module:
+    """Return the model if the engine can hold each of its parameters.
+
+    Raises:
+        ConfigError: a parameter has no size yet, is complex, has several elements in one place of memory, or gets
+            sparse gradients; names it and its module.
+    """
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            fqn = f"{prefix}.{name}".lstrip(".")
+            refuse_uninitialised(module, fqn, param)
+            if param.requires_grad and name == "weight" and getattr(module, "sparse", None) is True:
+                raise ConfigError(
+                    f"{fqn} is an {type(module).__name__} with sparse=True: its gradients are sparse tensors, which "
+                    "shardkit can neither reduce nor clip",
+                    f"build {prefix or 'the model'} with sparse=False",
+                )
+            if param.is_complex() and strategy not in ("single", "ddp"):
+                dtype = str(param.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{fqn} is {dtype}, and parallel.strategy={strategy} cannot shard complex parameters",
+                    "hold it as real numbers (torch.view_as_real) and view it as complex in forward, or set "
+                    "parallel.strategy=ddp",
+                )
+            if any(stride == 0 < size - 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+                raise ConfigError(
+                    f"{fqn} is expanded: its {param.numel()} elements share memory, which no optimizer updates",
+                    "register what is expanded as the parameter, and expand it in forward",
+                )
+    return model
+
+
+def make_contiguous(model: nn.Module, strategy: str) -> None:
+    """Lay out parameters and saved buffers in memory in the order of their elements, as engines and checkpoints do.
+
+    Raises:
+        ConfigError: the parameter is a view of another one, which a sharding engine would part.
+    """
+    plain = {fqn: param for fqn, param in model.named_parameters() if not hasattr(param, "ds_id")}
+    addresses = Counter(param.untyped_storage().data_ptr() for param in plain.values() if not param.is_meta)
+    for fqn, param in plain.items():
+        if param.is_contiguous():
+            continue
+        if not param.is_meta and addresses[param.untyped_storage().data_ptr()] > 1:
+            if strategy in ("single", "ddp"):
+                continue
+            raise ConfigError(
+                f"{fqn} is a view of another parameter's memory, and parallel.strategy={strategy} holds each apart",
+                "tie the modules to one parameter, or set parallel.strategy=ddp",
+            )
+        param.data = param.data.contiguous()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_contiguous() and is_persistent(module, name):
+                buffer.data = buffer.data.contiguous()

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import RunConfig
+from ..parallel.blocks import may_leave_out
 from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
@@ -68,7 +69,7 @@ class DDP(TorchStates):
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets, which saves 4P bytes
-            find_unused_parameters=self._config.parallel.find_unused,
+            find_unused_parameters=may_leave_out(self._config.parallel.find_unused, model, blocks),
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model

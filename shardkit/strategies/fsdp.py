@@ -18,17 +18,20 @@ from ..config.capability import mesh_shape
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
-from ..parallel.blocks import chosen_by_data, refuse_ties_across_blocks
-from ..parallel.compat import gathered_params, unreduced_grads
+from ..parallel.blocks import Unit, chosen_by_data, find_units
+from ..parallel.compat import accumulated_hooks_of, gathered_params, hooks_of, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard
+from .reach import Reach, explained, slots, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 """Whether a gradient that a rank lacks can count as zero; else FSDP2 would mix it up with another parameter's."""
+
+Hook = Callable[[torch.Tensor], Any]
 
 
 class FSDP(TorchStates):
@@ -45,6 +48,8 @@ class FSDP(TorchStates):
         self._scaler = loss_scaler(config.precision, world.device)
         self._no_sync = config.parallel.no_sync is True
         self._offload = config.parallel.offload_param == "cpu"
+        self._reduces = True
+        """Whether the present micro-batch's backward reduces gradients."""
         self._used: dict[str, bool] = {}
         """Whether this rank used each parameter that the data may choose (experts) in this step."""
 
@@ -53,29 +58,48 @@ class FSDP(TorchStates):
     ) -> None:
         self._scalars = weights.scalars
         on_meta = any(p.is_meta for p in model.parameters())
-        options: dict[str, Any] = {
-            "mesh": self._mesh(),
-            "mp_policy": self._mixed_precision(),
-            "offload_policy": self._offload_policy(),
-        }
-        refuse_ties_across_blocks(model, blocks)
+        units = find_units(model, blocks)
+        hooks = take_hooks(model)
         engine_forward(model, self._world.device, self._config.precision, self.name)
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=self.reshards, **options)
-        if self._config.precision.output_dtype == "fp32":
-            options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
-        self.shard_rest(model, options)
-        assert isinstance(model, FSDPModule)
+        self.reach = Reach(model, self.name, observes=not self._config.compile.enabled)
+        self._shard(model, blocks, units)
+        refuse_plain_parameters(model, self.name)
         self._prefetch(blocks)
         if self._world.size > 1:
             self._used = dict.fromkeys(sorted(chosen_by_data(model, blocks)), False)
-            self._let_ranks_choose(model)
+            hooks = self._let_ranks_choose(model) | hooks
+        self._hook_gathered(model, hooks)
         if on_meta:
             self._materialise(model, weights)
         self._wrapped = model
         self.model = self._bare = model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
+
+    def _shard(self, model: nn.Module, blocks: Sequence[nn.Module], units: Sequence[Unit]) -> None:
+        """Shard the units, innermost first: what is inside a sharded module stays a unit of its own."""
+        options: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "mp_policy": self._mixed_precision(),
+            "offload_policy": self._offload_policy(),
+        }
+        # FSDP2's hooks are not compiled with a block, and this one must not become a graph of its own beside it.
+        copy_views: Callable[..., Any] = without_views
+        if self._config.compile.enabled:
+            copy_views = torch.compiler.disable(without_views)  # type: ignore[no-untyped-call]
+        for unit in units[:-1]:
+            for module in unit.modules:
+                module.register_forward_hook(copy_views)
+            modules = unit.modules[0] if len(unit.modules) == 1 else [*unit.modules]
+            fully_shard(modules, reshard_after_forward=self.reshards, **options)
+        if self._config.precision.output_dtype == "fp32":
+            options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
+        self.shard_rest(model, options)
+        self.reach.watch(model)
+        chosen = chosen_by_data(model, blocks)
+        for unit in units:
+            if unit.kind == "tied" or (unit.kind == "shared" and not chosen.isdisjoint(unit.names)):
+                self.reach.hold(unit.modules[0])  # in whatever order the modules are called, and by whichever rank
 
     @property
     def reshards(self) -> bool:
@@ -100,29 +124,34 @@ class FSDP(TorchStates):
                 assert isinstance(block, FSDPModule)
                 prefetch(block, [b for b in order[index + 1 : index + 1 + ahead] if isinstance(b, FSDPModule)])
 
-    def _let_ranks_choose(self, model: nn.Module) -> None:
-        """Count missing gradients as zero in units with parameters that the data may choose."""
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        unit_of = {id(inner): unit for unit in units for inner in unit.modules()}  # the innermost unit comes last
-        chosen: dict[FSDPModule, list[tuple[str, nn.Module, str]]] = {}
-        for prefix, module in model.named_modules():
-            for name, _ in module.named_parameters(recurse=False):
-                if (fqn := f"{prefix}.{name}") in self._used:
-                    chosen.setdefault(unit_of[id(module)], []).append((fqn, module, name))
-        for unit, parameters in chosen.items():
-            if REDUCES_UNUSED:
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-            self._note_uses(unit, parameters)
+    def _let_ranks_choose(self, model: nn.Module) -> dict[str, list[Hook]]:
+        """Count missing gradients as zero in units with parameters that the data may choose; returns hooks by name."""
+        for module in model.modules():
+            if REDUCES_UNUSED and isinstance(module, FSDPModule):
+                names = {id(param): name for name, param in model.named_parameters()}
+                if any(names.get(id(param)) in self._used for _, _, param in slots(module)):
+                    module.set_reduce_scatter_unused_params(True, recurse=False)
+        return {fqn: [partial(self._note_use, fqn)] for fqn in self._used}
 
-    def _note_uses(self, unit: Any, chosen: list[tuple[str, nn.Module, str]]) -> None:
-        """Hook the unit's gathered parameters, which exist from its first forward on, to note their use."""
+    def _hook_gathered(self, model: nn.Module, hooks: dict[str, list[Hook]]) -> None:
+        """Register hooks of gradients on the gathered parameters, which exist from their first gather on."""
+        waiting: dict[str, list[Hook]] = dict(hooks)
+        places = {fqn: (model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in hooks}
 
-        def first_forward(*_: Any) -> None:
-            handle.remove()
-            for fqn, module, name in chosen:
-                getattr(module, name).register_hook(partial(self._note_use, fqn))
+        def register(*_: object) -> None:
+            for fqn in [*waiting]:
+                module, name = places[fqn]
+                param = dict(module.named_parameters(recurse=False))[name]
+                if not isinstance(param, DTensor):
+                    for hook in waiting.pop(fqn):
+                        param.register_hook(hook)  # type: ignore[no-untyped-call]
+            if not waiting:
+                for handle in handles:
+                    handle.remove()
 
-        handle = unit.register_forward_pre_hook(first_forward)
+        units = [module for module in model.modules() if hooks and isinstance(module, FSDPModule)]
+        handles = [unit.register_forward_pre_hook(register) for unit in units]
+        self.reach.gathered = register
 
     def _note_use(self, fqn: str, grad: torch.Tensor) -> None:
         self._used[fqn] = True
@@ -134,7 +163,7 @@ class FSDP(TorchStates):
             ConfigError: only some ranks used a parameter, and this torch would mix up its gradients with another's.
         """
         used = self._world.sum([float(value) for value in self._used.values()])
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = dict(self.model.named_parameters())
         for fqn, count in zip(self._used, used, strict=True):
             if not REDUCES_UNUSED and 0 < count < self._world.size:
                 raise ConfigError(
@@ -178,14 +207,21 @@ class FSDP(TorchStates):
             weights.fill(fqn, param.shape, _local(param.detach()).view(-1), _first_row(param) * row)
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
+        self._reduces = is_last or not self._no_sync
         if self._no_sync:
-            self._wrapped.set_requires_gradient_sync(is_last)
+            self._wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            self.reach.keep_held()
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        try:
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.reach.finish_backward(self._reduces)
+        except (RuntimeError, AssertionError) as error:
+            raise explained(error, self.model, self.name) from error
 
     def step(self, max_norm: float | None) -> torch.Tensor:
+        self.reach.finish_step()
         if self._used:
             self.forget_unused()
         return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
@@ -231,6 +267,37 @@ class FSDP(TorchStates):
 
     def load_targets(self) -> Iterator[Shard]:
         return self.shards()
+
+
+def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:
+    """The hooks that the model's own code has put on its parameters, by name: sharding replaces the parameters.
+
+    Raises:
+        ConfigError: a hook waits for the complete gradient, which is sharded.
+    """
+    for fqn, param in model.named_parameters():
+        if accumulated_hooks_of(param):
+            raise ConfigError(
+                f"{fqn} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which "
+                "parallel.strategy=fsdp and hsdp do not call: they shard the gradient",
+                "use register_hook, or set parallel.strategy=ddp",
+            )
+    return {fqn: hooks for fqn, param in model.named_parameters() if (hooks := hooks_of(param))}
+
+
+def refuse_plain_parameters(model: nn.Module, strategy: str) -> None:
+    """Raise if a parameter is in no unit: its gradient would never be reduced.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    for fqn, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            raise ConfigError(
+                f"parallel.strategy={strategy} does not shard {fqn}: no unit owns it, and its gradient would not be "
+                "reduced over ranks",
+                "register it in a module that the model calls, or set parallel.strategy=ddp or a ZeRO stage",
+            )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

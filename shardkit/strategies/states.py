@@ -72,10 +72,14 @@ class TorchStates:
                 yield Shard(f"optim.{fqn}.{key}", tuple(value.shape), first, flat(fqn, value)[first:last])
         yield from buffer_shards(self._bare, part)
 
-    def create_optimizer_state(self) -> None:
+    def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
+        names = {id(param): fqn for fqn, param in self._bare.named_parameters()}
         for group in self.optimizer.param_groups:
             for param in group["params"]:  # one at a time: only one gradient exists
-                create_states(self.optimizer, group, param)
+                if names.get(id(param)) in stateless:
+                    self.optimizer.state.pop(param, None)
+                else:
+                    create_states(self.optimizer, group, param)
 
     def scalars(self) -> dict[str, float]:
         found: dict[str, float] = {}

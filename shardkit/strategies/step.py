@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..memory.phases import Phases
 from ..parallel.blocks import release_graph_outputs
 from . import Strategy
+from .batches import to_device
 
 Loss = TypeVar("Loss")
 Found = TypeVar("Found")
@@ -349,16 +350,3 @@ def skipping(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> Iterator[No
         yield
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device` (asynchronously from pinned memory)."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

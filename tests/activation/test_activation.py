@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from shardkit.activation import checkpoint_activations, offload_activations
 from shardkit.activation.checkpoint import segments
@@ -117,6 +118,70 @@ def test_backward_twice_and_no_grad(policy: str) -> None:
         value = model(torch.ones(5, 8))
         torch.manual_seed(3)
         assert torch.equal(value, want(torch.ones(5, 8)))
+
+
+class Counting(nn.Module):
+    """Writes to buffers in forward, in place and by assignment, and computes with them; so does its spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = spectral_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = x + self.norm(self.linear(x)) * (1 + self.calls) + self.last
+        self.last = out.detach().mean(0)
+        return out
+
+
+class Counters(nn.Module):
+    """Calls one of its blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(Counting() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 2, 1, 3):
+            x = self.layers[index](x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
+def test_buffers_that_forward_changes_are_changed_once(policy: str) -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+        return out
+
+    model, plain = technique(Counters(), **POLICIES[policy]), Counters()
+    assert_same(gradients(model, loss), gradients(plain, loss))
+    assert plain.layers[1].calls == 4
+    for (name, buffer), (_, want) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(buffer, want), name
+
+
+@pytest.mark.parametrize("policy", ["full", "sqrt"])
+def test_a_buffer_that_changes_only_later_is_an_error(policy: str) -> None:
+    class Late(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+            if scale.max() > 1:
+                self.seen += 1
+            return super().forward(x, scale=scale)
+
+    model = Chain(BETWEEN["nothing"])
+    model.layers = nn.ModuleList(Late() for _ in range(2))
+    technique(model, policy=policy)
+    model(torch.ones(5, 8)).backward()
+    with pytest.raises(TrainingError, match="changes its buffer seen, which it left alone in the first step"):
+        model(2 * torch.ones(5, 8))
 
 
 # What is kept
@@ -241,6 +306,28 @@ def test_sqrt_with_skipped_and_repeated_blocks() -> None:
 
     plain = BETWEEN["nothing"]
     assert_same(gradients(technique(Jumping(plain), policy="sqrt"), loss), gradients(Jumping(plain), loss))
+
+
+class Recomputing(Chain):
+    """Recomputes two of three blocks itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            scale = x.abs()
+            out = checkpoint(layer, x, scale=scale, use_reentrant=False) if index % 3 else layer(x, scale=scale)
+            x = out["out"]
+        return x.sum()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_op"])
+def test_a_model_that_recomputes_its_blocks_itself(policy: str, offload: str) -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        out: torch.Tensor = model(torch.linspace(-1, 1, 40).view(5, 8))
+        return out
+
+    model = technique(Recomputing(BETWEEN["nothing"]), **POLICIES[policy], offload=offload, offload_min_bytes=0)
+    assert_same(gradients(model, loss), gradients(Recomputing(BETWEEN["nothing"]), loss))
 
 
 def test_sqrt_with_hooks_that_change_values() -> None:

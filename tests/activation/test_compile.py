@@ -16,7 +16,7 @@ from shardkit.errors import ConfigError
 from shardkit.parallel.blocks import compile_blocks
 from tests.activation.test_activation import CPU, MODEL, POLICIES, batch, gradients, reference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(autouse=True)

@@ -73,14 +73,14 @@ def check(got: dict[str, dict[str, Any]]) -> None:
     "strategies",
     [
         pytest.param(["ddp", "zero2"], marks=pytest.mark.slow, id="ddp+zero2"),
-        pytest.param(["fsdp", "zero3"], id="fsdp+zero3"),
+        pytest.param(["fsdp", "zero3"], marks=pytest.mark.slow, id="fsdp+zero3"),
     ],
 )
 def test_losses_and_norms_are_those_of_keeping_everything(strategies: list[str]) -> None:
     check(run_ranks(2, "tests.activation.test_strategies:curves", strategies=strategies, techniques=QUICK)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

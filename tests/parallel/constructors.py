@@ -56,8 +56,21 @@ def swin2sr() -> nn.Module:
     return Swin2SRForImageSuperResolution(Swin2SRConfig(**sizes, mlp_ratio=4.0))
 
 
+OWN_SHAPES = {"below": (511, 512), "at_the_limit": (512, 512), "above": (600, 601)}
+
+
+def of_own_generator() -> dict[str, torch.Tensor]:
+    """Values of one generator that draws a tensor after the other."""
+    generator, values = torch.Generator().manual_seed(5), {}
+    for name, shape in OWN_SHAPES.items():
+        values[name] = nn.init.xavier_normal_(torch.empty(shape), generator=generator)
+        nn.init.trunc_normal_(values[name][:100], std=0.3, generator=generator)
+    return values
+
+
 class Own(Layers):
-    """`Layers`, an LSTM that lists its parameters, a copy of another parameter, a norm of the weights."""
+    """`Layers`, an LSTM that lists its parameters, a copy of another parameter, a norm of the weights, and parameters
+    that a generator of the model's own draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +81,7 @@ class Own(Layers):
         self.turned_too = nn.utils.parametrizations.orthogonal(nn.Linear(600, 600))
         with torch.no_grad():
             self.down.weight[:7].fill_(1.5)
+        self.seeded = nn.ParameterDict(of_own_generator())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

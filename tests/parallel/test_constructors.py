@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from shardkit.errors import ConfigError
 from shardkit.parallel.draws import CHUNK
 from shardkit.parallel.weights import BUCKET_BYTES, Weights
-from tests.parallel.constructors import MODELS, SEED, digests, large
+from tests.parallel.constructors import MODELS, SEED, digests, large, of_own_generator
 from tests.ranks import run_ranks
 
 
@@ -46,6 +48,16 @@ def test_what_waits_for_its_values_gets_those_of_a_plain_start(name: str) -> Non
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert digests(model) == wanted
     assert in_parts > 0
+
+
+@pytest.mark.parametrize("later", [None, "unwritten", "on meta"])
+def test_a_generator_of_the_models_own_is_honoured(later: Literal["unwritten", "on meta"] | None) -> None:
+    """Whatever the size, as it is without shardkit: the draws before and after it come from that generator too."""
+    weights = Weights(SEED)
+    model = weights.build(MODELS["own"], None, later=later)
+    weights.materialise(model, torch.device("cpu"))
+    for name, wanted in of_own_generator().items():
+        assert torch.equal(model.get_parameter(f"seeded.{name}"), wanted), name
 
 
 def test_small_models_start_as_without_shardkit() -> None:

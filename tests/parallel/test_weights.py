@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,9 @@ def test_chunks_names_and_seeds_are_independent() -> None:
         (lambda full: (full.normal_(), full[:, 3].zero_()), "aten.zero_"),
         (lambda full: full.numpy(), "numpy"),
         (lambda full: full.normal_() if full.sum() == 0 else None, "aten.sum"),
+        (lambda full: full.normal_(generator=torch.Generator()), "draws with a generator of its own"),
+        (lambda full: nn.init.trunc_normal_(full, generator=torch.Generator()), "draws with a generator of its own"),
+        (lambda full: nn.init.trunc_normal_(full, 0.0, 1.0, -2.0, 2.0, torch.Generator()), "a generator of its own"),
         (lambda full: full[:5].normal_(), "does not write the whole tensor"),
     ],
 )
@@ -104,6 +108,19 @@ def test_what_cannot_be_cut_is_drawn_whole_and_said_once(caplog: pytest.LogCaptu
         "turned, and each parameter like it, is drawn whole on every rank: its initialisation calls aten.normal_ for "
         "another tensor"
     ]
+
+
+@pytest.mark.parametrize("shape", [(511, 512), (512, 512), SHAPE], ids=["below", "at the limit", "above"])
+def test_a_generator_of_a_tasks_own_is_honoured_below_and_above_the_limit(shape: tuple[int, ...]) -> None:
+    def init(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        nn.init.xavier_uniform_(full, generator=torch.Generator().manual_seed(11))
+
+    whole, part = torch.empty(math.prod(shape)), torch.empty(1000)
+    weights = Weights(0, init)
+    weights.fill("w", torch.Size(shape), whole)
+    weights.fill("w", torch.Size(shape), part, 5000)
+    wanted = nn.init.xavier_uniform_(torch.empty(shape), generator=torch.Generator().manual_seed(11)).flatten()
+    assert torch.equal(whole, wanted) and torch.equal(part, wanted[5000:6000])
 
 
 @pytest.mark.parametrize("shape", [(3, 4), SHAPE])

@@ -131,22 +131,26 @@ def train(
     block_classes: tuple[type[nn.Module], ...] = (),
     init: Any = None,
     steps: int = 4,
+    micro_batches: int = 1,
     **extra: Any,
 ) -> list[float] | str:
-    """Losses of each step over the same global batches, or the words of the refusal."""
+    """Losses of each step over the same global batches, then the last step's norm; or the words of the refusal."""
     import torch.distributed as dist
 
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     try:
+        if micro_batches > 1:
+            extra |= {"train.grad_accum_steps": micro_batches}
         with start(None, settings(strategy, **extra)) as job:
             job.wrap(build, block_classes=block_classes, init_parameter=init)
             found = []
             for step in range(steps):
-                whole = batches(step, ROWS)
-                mine = _rows(whole, rank, world)
-                found.append(job.step([mine], loss, lambda batch: _first(batch).numel()).loss)
-            return found
+                mine = _rows(batches(step, ROWS), rank, world)
+                parts = [_rows(mine, index, micro_batches) for index in range(micro_batches)]
+                done = job.step(parts, loss, lambda batch: _first(batch).numel())
+                found.append(done.loss)
+            return [*found, done.grad_norm]
     except ConfigError as error:
         return str(error)
     finally:
@@ -164,7 +168,19 @@ def _first(batch: Any) -> torch.Tensor:
     return found
 
 
-CHOOSING = {"nested": Experts, "top": TopExperts, "leaver": Leaver}
+class Together(Plain):
+    """Every rank leaves the model after the same block, from the third step on before the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def chosen(self, tokens: torch.Tensor) -> list[nn.Module]:
+        self.calls += 1
+        return list(self.blocks[: 4 if self.calls < 4 else 3])
+
+
+CHOOSING = {"nested": Experts, "top": TopExperts, "leaver": Leaver, "together": Together}
 
 
 def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
@@ -172,12 +188,49 @@ def by_expert(strategies: list[str], cases: list[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in strategies:
         for case in cases:
-            out[f"{name} {case}"] = train(CHOOSING[case], name)
+            out[f"{name} {case}"] = train(CHOOSING[case], name, steps=6 if case == "together" else 4)
             if name == "ddp":
                 out[f"ddp+unused {case}"] = train(CHOOSING[case], name, **{"parallel.find_unused": True})
+        out[f"{name}+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
         if name == "fsdp":
-            out["fsdp+class top"] = train(TopExperts, name, block_classes=(ExpertLayer,))
             out["fsdp late"] = train(Late, name, batches=late, steps=5)
+    return out
+
+
+def idle(step: int, rows: int) -> torch.Tensor:
+    """Tokens by which each step leaves out another of four experts on all ranks."""
+    found = tokens(step, rows)
+    found[:, 0] = torch.arange(rows) % 3 + step % 2
+    return found
+
+
+class RareExperts(nn.Module):
+    """Experts in a list of the model's own beside its blocks: no block holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(2)])
+        self.experts = nn.ModuleDict({str(index): nn.Linear(WIDTH, WIDTH) for index in range(4)})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        expert = self.experts[str(int(tokens[0, 0]) % 4)]  # a whole micro-batch goes to one of them
+        logits: torch.Tensor = self.head(x + expert(x))
+        return logits
+
+
+def idle_experts(strategies: list[str]) -> dict[str, Any]:
+    """Losses and last norm by AdamW with weight decay, where no rank uses an expert in some steps; also accumulated."""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        out[name] = train(Experts, name, batches=idle, steps=6)
+        out[f"{name} accumulated"] = train(Experts, name, batches=idle, steps=6, micro_batches=2)
+        out[f"{name} clipped"] = train(Experts, name, batches=idle, steps=3, **{"train.max_norm": 0.1})
+        rows_apart = {"micro_batches": ROWS // torch.distributed.get_world_size()}
+        out[f"{name} rare"] = train(RareExperts, name, batches=idle, steps=6, **rows_apart)
     return out
 
 
@@ -226,35 +279,51 @@ def draw(fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
         full.normal_(std=0.1, generator=generator)
 
 
-def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
-    """Losses with 0-d parameters, drawn or built; and those of step 3 of each strategy from every one's checkpoint."""
+def resumed(
+    build: Callable[[], nn.Module], name: str, init: Any, source: str | None, target: str | None, numbers: range,
+    batches: Callable[[int, int], Any] = tokens,
+) -> list[float]:  # fmt: skip
+    """Losses of some steps, from a checkpoint at `source` if any, saved at `target` if given."""
     import torch.distributed as dist
 
     from shardkit.checkpoint.format.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    with start(None, settings(name)) as job:
+        job.wrap(build, init_parameter=init)
+        checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, source or target, timeout_s=60)
+        if source is not None:
+            assert checkpoints.resume(source) is not None
+        found = [job.step([_rows(batches(i, ROWS), rank, world)], next_token, torch.numel).loss for i in numbers]
+        if target is not None:
+            checkpoints.save(RunState(step=2, seed=0))
+        checkpoints.close()
+    gc.collect()
+    return found
+
+
+def scalars(root: str, strategies: list[str]) -> dict[str, Any]:
+    """Losses with 0-d parameters, drawn or built; and those of step 3 of each strategy from every one's checkpoint."""
     out: dict[str, Any] = {}
-
-    def steps(name: str, init: Any, source: str | None, target: str | None, numbers: range) -> list[float]:
-        with start(None, settings(name)) as job:
-            job.wrap(Scaled, init_parameter=init)
-            checkpoints = Checkpointer(job.strategy, job.world, job.config.checkpoint, source or target, timeout_s=60)
-            if source is not None:
-                assert checkpoints.resume(source) is not None
-            found = [job.step([_rows(tokens(i, ROWS), rank, world)], next_token, torch.numel).loss for i in numbers]
-            if target is not None:
-                checkpoints.save(RunState(step=2, seed=0))
-            checkpoints.close()
-        gc.collect()
-        return found
-
     for name in strategies:
         out[f"{name} built"] = train(Scaled, name)
-        out[f"{name} drawn"] = steps(name, draw, None, f"{root}/{name}", range(2))
+        out[f"{name} drawn"] = resumed(Scaled, name, draw, None, f"{root}/{name}", range(2))
     for name in strategies:
         for saver in strategies:
-            out[f"{saver} to {name}"] = steps(name, draw, f"{root}/{saver}", None, range(2, 3))
+            out[f"{saver} to {name}"] = resumed(Scaled, name, draw, f"{root}/{saver}", None, range(2, 3))
+    return out
+
+
+def idle_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
+    """Losses after a checkpoint that was saved before any step had used the last expert, under every strategy."""
+    out: dict[str, Any] = {}
+    for saver in strategies:
+        resumed(Experts, saver, None, None, f"{root}/{saver}", range(1), idle)
+    for name in strategies:
+        for saver in strategies:
+            out[f"{saver} to {name}"] = resumed(Experts, name, None, f"{root}/{saver}", None, range(1, 4), idle)
     return out
 
 
@@ -529,4 +598,156 @@ def foreign(models: list[str], strategies: list[str]) -> dict[str, dict[str, Any
         for name in strategies:
             extra = plain | batch_norm.get(model, {})
             out.setdefault(model, {})[name] = train(build, name, batches, loss, **extra)
+    return out
+
+
+class Sparse(Recurrent):
+    """Embeddings whose gradients are sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, sparse=True)
+
+
+class SparseBag(Recurrent):
+    """A bag of embeddings whose gradients are sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(VOCAB, VOCAB, mode="sum", sparse=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.bag(tokens)[:, None]
+
+
+class Complex(Plain):
+    """Multiplies by complex numbers, as a filter in frequencies does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, dtype=torch.complex64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(self.embed(tokens), dim=1) * self.filter, dim=1)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Uninitialised(Plain):
+    """Has a layer whose size follows the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(VOCAB)
+
+
+class Expanded(Plain):
+    """A bias of one number, seen as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias = nn.Parameter(torch.zeros(1).expand(VOCAB))
+
+
+class Transposed(Plain):
+    """Weights that are not contiguous: a view of their memory, channels_last, and one that is drawn in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().t().contiguous().t())
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.wide = nn.Parameter(torch.empty(WIDTH, 2**15).t())
+        nn.init.normal_(self.wide, std=0.02)
+        self.layer = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.embed(tokens)) + self.wide[:LENGTH]
+        x = x + self.conv(x[:, None].expand(-1, 2, -1, -1)).mean(1)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Hooked(Plain):
+    """Halves the gradients of its own head, and of a block after they are complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda grad: 0.5 * grad)
+        expert = self.blocks[1]
+        assert isinstance(expert, Expert)
+        expert[0].weight.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+class Recursive(Plain):
+    """Blocks that call themselves, a gradient penalty through the last one, and a step along an energy's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SelfCalling() for _ in range(3)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        (slope,) = torch.autograd.grad(self.blocks[2](x).square().sum(), x, create_graph=True)
+        logits: torch.Tensor = self.head(x - 0.01 * slope)
+        return logits
+
+
+class SelfCalling(Expert):
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        out = x + super().forward(x)
+        again: torch.Tensor = self(out, depth - 1) if depth else out
+        return again
+
+
+UNUSUAL = {
+    "sparse": Sparse, "bag": SparseBag, "complex": Complex, "lazy": Uninitialised, "expanded": Expanded,
+    "transposed": Transposed, "hooked": Hooked, "recursive": Recursive,
+}  # fmt: skip
+
+
+def unusual(strategies: list[str], cases: list[str]) -> dict[str, Any]:
+    """ "<strategy> <case>" → losses or refusal, of models with unusual parameters or calls.
+
+    "<strategy> <case> drawn" is the same model with weights that are drawn by name.
+    """
+    plain = {"optim.name": "sgd", "optim.lr": 0.1, "optim.momentum": 0.0, "optim.weight_decay": 0.0}
+    out: dict[str, Any] = {}
+    for name in strategies:
+        for case in cases:
+            if name == "fsdp" and case in ("hooked", "recursive"):
+                continue
+            out[f"{name} {case}"] = train(UNUSUAL[case], name, **plain)
+            if case in ("lazy", "hooked"):
+                out[f"{name} {case} drawn"] = train(UNUSUAL[case], name, init=normal, **plain)
+    return out
+
+
+def transposed_resumed(root: str, strategies: list[str], others: list[str]) -> dict[str, Any]:
+    """Losses after a checkpoint of weights that were not contiguous when they were built."""
+    out: dict[str, Any] = {}
+    for saver in strategies:
+        resumed(Transposed, saver, None, None, f"{root}/{saver}", range(1))
+    for saver in strategies:
+        for name in others:
+            out[f"{saver} to {name}"] = resumed(Transposed, name, None, f"{root}/{saver}", None, range(1, 3))
+    return out
+
+
+def complex_resumed(root: str, strategies: list[str]) -> dict[str, Any]:
+    """Losses after a checkpoint with complex weights."""
+    out: dict[str, Any] = {}
+    for name in strategies:
+        resumed(Complex, name, None, None, f"{root}/{name}", range(1))
+        out[name] = resumed(Complex, name, None, f"{root}/{name}", None, range(1, 3))
     return out

@@ -1,7 +1,9 @@
-"""FSDP2 on its own: how far ahead blocks are gathered, and experts that an older torch cannot train."""
+"""FSDP2 on its own: how far ahead blocks are gathered, experts that an older torch cannot train, and models whose
+blocks share parts or are reached into."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardkit.errors import ConfigError
 from shardkit.models.transformer import Transformer
+from shardkit.parallel.blocks import chosen_by_data, describe_blocks, find_blocks, find_units
 from shardkit.run.job import start
 from shardkit.strategies import fsdp
 from tests.ranks import run_ranks
-from tests.strategies import cases
+from tests.strategies import cases, reaching
 
 LAYERS = 4
 
@@ -96,3 +99,85 @@ def test_a_parameter_that_some_ranks_used_needs_a_torch_that_adds_zeros_for_the_
     with pytest.raises(ConfigError, match="1 of 2 ranks used weight in this step") as error:
         after([1.0, 0.0])
     assert "torch 2.13" in error.value.fix
+
+
+REACHING = "tests.strategies.reaching:"
+
+
+@pytest.mark.dist
+def test_shared_tied_and_reached_parts_of_blocks_train_as_in_one_process() -> None:
+    (one,) = run_ranks(1, REACHING + "curves", strategy="single", arms=["fsdp"])
+    first, second = run_ranks(2, REACHING + "curves", strategy="fsdp", arms=["fsdp", "recomputed"], timeout=400)
+    assert first == second
+    for case, curve in first.items():
+        model = case.rpartition(" ")[0]
+        assert not isinstance(curve, str), f"{case}: {curve}"
+        assert torch.allclose(torch.tensor(curve), torch.tensor(one[f"{model} fsdp"]), rtol=2e-5), case
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_such_models_train_with_every_setting_of_the_engine(strategy: str, ranks: int) -> None:
+    (one,) = run_ranks(1, REACHING + "curves", strategy="single", arms=["fsdp"])
+    arms = ["fsdp", "kept", "no sync", "offload"]
+    (curves, *_) = run_ranks(ranks, REACHING + "curves", strategy=strategy, arms=arms, timeout=900)
+    for case, curve in curves.items():
+        model = next(case.removesuffix(f" {arm}") for arm in arms if case.endswith(f" {arm}"))
+        assert not isinstance(curve, str), f"{case}: {curve}"
+        losses, norms = zip(*curve, strict=True)
+        expected_losses, expected_norms = zip(*one[f"{model} fsdp"], strict=True)
+        assert losses == pytest.approx(expected_losses, rel=1e-5), case
+        assert norms == pytest.approx(expected_norms, rel=1e-4), case
+
+
+@pytest.mark.dist
+def test_what_fsdp_cannot_gather_is_refused_by_name() -> None:
+    refused, _ = run_ranks(2, REACHING + "refusals", timeout=300)
+    assert "is used where it is not gathered" in refused["Leftover"], refused
+    assert "a parameter of SideLoss is used where it is not gathered" in refused["SideLoss"], refused
+    assert re.search(r"blocks\.\d\.norm in the block blocks\.\d \(.*reaching.py:\d+\) is used", refused["Late"]), (
+        refused
+    )
+    assert "changes its input in place" in refused["InPlace"] and "blocks.0" in refused["InPlace"]
+    assert "calls blocks.0.norm.weight outside of its block's forward where rank" in refused["ByRank"]
+
+
+@pytest.mark.dist
+def test_a_parameter_that_no_unit_owns_is_refused_at_wrap() -> None:
+    (refused,) = run_ranks(1, REACHING + "unsharded")
+    assert "parallel.strategy=fsdp does not shard head.weight" in refused
+
+
+def test_units_own_each_parameter_once_and_innermost_come_first() -> None:
+    model = reaching.SharedInShared()
+    units = find_units(model, find_blocks(model))
+    names = {name: unit.kind for unit in units for name in unit.names}
+    assert sorted(name for unit in units for name in unit.names) == sorted(name for name, _ in model.named_parameters())
+    assert [unit.kind for unit in units if unit.kind != "block"] == ["shared", "shared", "shared", "rest"]
+    assert (
+        names["blocks.0.mix.norm.weight"]
+        == names["blocks.0.mix.mix.weight"]
+        == names["blocks.0.norm.weight"]
+        == "shared"
+    )
+    order = [unit.modules for unit in units]
+    assert order.index((model.norm,)) < order.index((model.blocks[0].mix,)) < order.index((model.blocks[0],))
+    words = describe_blocks(model, find_blocks(model))
+    assert "shared" not in words, "no engine has sharded it"
+    tied = reaching.Tied()
+    (group,) = [unit for unit in find_units(tied, find_blocks(tied)) if unit.kind == "tied"]
+    assert set(group.modules) == {tied.last, tied.blocks[0].mix, tied.blocks[2].mix}
+    model.blocks[0].weight = model.weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ConfigError, match=r"one is inside another \(blocks\.0, the model\)"):
+        find_units(model, find_blocks(model))
+
+
+def test_an_activation_or_a_list_that_blocks_share_is_no_unit_but_its_members_are() -> None:
+    model = reaching.Model()
+    activation, experts = nn.GELU(), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    for block in model.blocks:
+        block.activation, block.experts = activation, experts
+    shared = {unit.modules for unit in find_units(model, find_blocks(model)) if unit.kind == "shared"}
+    assert shared == {(experts[0],), (experts[1],)}
+    assert {name.partition(".experts.")[0] for name in chosen_by_data(model, list(model.blocks))} == {"blocks.0"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,6 +112,74 @@ def test_a_batch_keeps_its_form_on_the_way_to_the_device() -> None:
     assert moved["a"][0].is_meta and moved["a"][1] == "text" and isinstance(moved["a"], list)
     assert moved["b"][0].is_meta and moved["b"][1] == 1 and isinstance(moved["b"], tuple)
     assert isinstance(moved["c"], Pair) and moved["c"].first.is_meta and moved["c"].second["d"].is_meta
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    limit: InitVar[int]
+    size: int = field(init=False)
+
+    def __post_init__(self, limit: int) -> None:
+        object.__setattr__(self, "size", min(len(self.x), limit))
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("inner", "word")
+    inner: Any
+    word: str
+
+
+class Listed(Mapping[str, Any]):
+    """A mapping that only its own constructor can make."""
+
+    def __init__(self, *pairs: tuple[str, Any]) -> None:
+        self.pairs = dict(pairs)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.pairs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+class Graph:
+    """No container, but it knows how to move."""
+
+    def __init__(self, edges: torch.Tensor) -> None:
+        self.edges = edges
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.edges.to(device))
+
+
+def test_batches_of_other_types_are_moved_whole() -> None:
+    """Mappings, dataclasses and objects that move themselves; the given batch stays on its device."""
+    transformers = pytest.importorskip("transformers")
+    ones, meta = torch.ones(2), torch.device("meta")
+    encoding = transformers.BatchEncoding({"input_ids": ones, "nested": [{"mask": ones}]})
+    moved = step.to_device(encoding, meta)
+    assert type(moved) is transformers.BatchEncoding and moved.input_ids.is_meta and moved["nested"][0]["mask"].is_meta
+    assert not encoding.input_ids.is_meta
+    output = step.to_device(transformers.modeling_outputs.BaseModelOutput(last_hidden_state=ones), meta)
+    assert output.last_hidden_state.is_meta and output["last_hidden_state"].is_meta
+    ordered = step.to_device({"a": defaultdict(list, b=[ones]), "c": MappingProxyType({"d": ones})}, meta)
+    assert ordered["a"]["b"][0].is_meta and ordered["a"]["new"] == [] and ordered["c"]["d"].is_meta
+    frozen = step.to_device(Frozen(ones, 1), meta)
+    assert type(frozen) is Frozen and frozen.x.is_meta and frozen.size == 1
+    slotted = Slotted({"x": ones}, "word")
+    assert step.to_device(slotted, meta).inner["x"].is_meta and not slotted.inner["x"].is_meta
+    assert step.to_device([Graph(ones)], meta)[0].edges.is_meta
+    packed = step.to_device(nn.utils.rnn.pack_sequence([ones]), meta)
+    assert packed.data.is_meta and not packed.batch_sizes.is_meta, "torch keeps the lengths on the CPU"
+    assert step.to_device(Listed(("a", 1)), meta)["a"] == 1
+    assert step.to_device({"kind": Frozen, "text": "a"}, meta) == {"kind": Frozen, "text": "a"}
+    with pytest.raises(ConfigError, match="a batch holds a Listed, which cannot be copied"):
+        step.to_device(Listed(("a", ones)), meta)
 
 
 class Event:

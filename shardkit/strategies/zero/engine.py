@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -25,8 +25,10 @@ from ...parallel.world import World
 from ..base import OptimizerFactory, Shard
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
+from .chosen import ChosenParts
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
+from .gathers import KeepReused
 from .state import (
     EPILOGUE,
     BuiltInPartitions,
@@ -107,11 +109,15 @@ class ZeRO:
         optimizer = make_optimizer(model)
         if self._config.parallel.offload_optimizer != "none":
             optimizer = self._on_cpu(optimizer)
+        self._chosen = ChosenParts(model, blocks, self._config, self._world)
+        self._chosen.split_groups(optimizer)
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._ds_config(sizes), dist_init_required=False
         )
         self.model = self._engine
         self.optimizer = self._zero.optimizer
+        self._chosen.attach(self._zero)
+        self._kept = KeepReused(self._zero.parameter_offload) if self.stage == 3 else None
         self._norms = FiniteNorms(self._zero, self._world.device)
         setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
@@ -142,11 +148,19 @@ class ZeRO:
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[None]:
         self._engine.set_gradient_accumulation_boundary(is_last)
+        self._chosen.begin_backward(is_last)
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._meanwhile = meanwhile
-        self._engine.backward(loss, scale_wrt_gas=False)
+        if self._kept is None:
+            self._engine.backward(loss, scale_wrt_gas=False)
+            return
+        self._kept.in_backward = True
+        try:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        finally:
+            self._kept.in_backward = False
 
     def _with_meanwhile(self, epilogue: Callable[[], None]) -> Callable[[], None]:
         """DeepSpeed's end of backward, which waits for the device, after `backward`'s `meanwhile`."""
@@ -161,6 +175,7 @@ class ZeRO:
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips in its own step
+        self._chosen.before_step()
         share_rates(self._zero)
         self._norms.forget()
         with skipping(self._zero.optimizer, self._norms.bad):
@@ -196,8 +211,8 @@ class ZeRO:
         yield from frozen_shards(self._engine.module, self.stage, rank, part, parts)
         yield from buffer_shards(self._engine.module, rank)
 
-    def create_optimizer_state(self) -> None:
-        create_zero_states(self._zero, self.stage)
+    def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
+        create_zero_states(self._zero, self.stage, self._fqns, stateless)
 
     def load_targets(self) -> Iterator[Shard]:
         return with_scalars(self._shards(0, 1), self._scalars)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -367,10 +367,14 @@ def masters(zero: Any, stage: int) -> Iterator[tuple[torch.Tensor, list[nn.Param
         yield master, params, optimizer_of(zero, master).param_groups[zero.sub_group_to_group_id[index]]
 
 
-def create_zero_states(zero: Any, stage: int) -> None:
-    """Create the optimizer state of every flat master."""
-    for master, _, group in masters(zero, stage):
-        create_states(optimizer_of(zero, master), group, master)
+def create_zero_states(zero: Any, stage: int, fqns: Mapping[int, str], stateless: Collection[str]) -> None:
+    """Create the optimizer state of every flat master, but of those whose parameters are all in `stateless`."""
+    for master, params, group in masters(zero, stage):
+        optimizer = optimizer_of(zero, master)
+        if params and all(fqns[id(param)] in stateless for param in params):
+            optimizer.state.pop(master, None)
+        else:
+            create_states(optimizer, group, master)
 
 
 def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:

@@ -1,0 +1,324 @@
+"""FSDP2's parameters that are used outside of their unit's forward, and backwards inside of a forward.
+
+FSDP2 gathers a unit's parameters for the unit's own forward and backward. A model may need them at other times: it
+calls a part of a block, reads its weight, calls another of its methods, ties it to a layer elsewhere, or differentiates
+through it in forward. Such a unit is held: gathered from its first use to the end of backward, where its gradients are
+reduced once, as the model's own parameters are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from ..config.libraries import is_first_rank
+from ..errors import ConfigError
+from ..parallel import compat
+from ..parallel.blocks import plain_type
+
+_LOG = logging.getLogger(__name__)
+OBSERVED_STEPS = 2
+"""Steps whose forward is observed; torch's functions take about 2 µs more each meanwhile."""
+_DESCRIPTIONS = frozenset(
+    {
+        "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension",
+        "nelement", "numel", "register_hook", "requires_grad_", "size", "storage_offset", "stride",
+    }
+)  # fmt: skip
+"""Methods that look at a parameter without its values."""
+_TENSORS = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
+"""Attributes that are tensors."""
+
+
+class Reach(TorchFunctionMode):
+    """Holds the units of a model that are used outside of their forward.
+
+    Args:
+        observes: look for uses outside of a unit's forward in the first steps.
+
+    Attributes:
+        agree: called with words about each new find; raises on every rank unless all ranks have found the same.
+        gathered: called when a unit was gathered outside of its forward.
+    """
+
+    def __init__(self, model: nn.Module, strategy: str, observes: bool) -> None:
+        super().__init__()
+        self._model, self.name = model, strategy
+        self._names = {id(module): name or "the model" for name, module in model.named_modules()}
+        self._units: list[FSDPModule] = []
+        self._slots: dict[int, tuple[FSDPModule, nn.Module, str]] = {}
+        self._late: list[Any] = []
+        """Units that get gradients after FSDP2 has reduced theirs: those left are reduced at the end of backward."""
+        self.held: list[FSDPModule] = []
+        self._observes = observes
+        self._steps = 0
+        self.agree: Callable[[str], None] = lambda words: None
+        self.gathered: Callable[[], None] = lambda: None
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the forward of the model, which is sharded by now."""
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        model.register_forward_pre_hook(torch.compiler.disable(self._gather))  # type: ignore[no-untyped-call]
+        if self._observes:
+            model.forward = self._around(model.forward)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's forward, observed in the first steps, and always if it runs a backward inside."""
+
+        @functools.wraps(forward)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not self._observes:
+                return forward(*args, **kwargs)
+            if not self._slots:
+                self._slots = {
+                    id(param): (unit, module, name)
+                    for unit in self._units
+                    for module, name, param in slots(unit)
+                    if isinstance(param, DTensor)
+                }
+            with self:
+                return forward(*args, **kwargs)
+
+        return observed
+
+    def _gather(self, *_: Any) -> None:
+        """Gather the held units; a hook before the model's forward."""
+        for unit in self.held:
+            unit.unshard()
+        if self.held:
+            self.gathered()
+
+    def hold(self, unit: Any) -> None:
+        """Hold a unit from now on, in each step."""
+        assert isinstance(unit, FSDPModule)
+        if unit not in self.held:
+            self.held.append(unit)
+            # FSDP2 frees it after an outer call of itself, if it calls itself.
+            again = torch.compiler.disable(partial(_gather_again, unit))  # type: ignore[no-untyped-call]
+            unit.register_forward_hook(again)  # type: ignore[attr-defined]
+        self._keep(unit)
+
+    def is_held(self, module: nn.Module) -> bool:
+        """Whether calls of a module gather nothing, since its unit is held."""
+        return id(module) in map(id, self.held)
+
+    def keep_held(self) -> None:
+        """Hold the held units after a change of the whole model's settings."""
+        for unit in self.held:
+            self._keep(unit)
+
+    def _keep(self, unit: FSDPModule) -> None:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.set_reshard_after_backward(False, recurse=False)
+        unit.set_requires_gradient_sync(False, recurse=False)
+
+    def finish_backward(self, reduces: bool) -> None:
+        """Reduce the held units' gradients, if `reduces`, and free their parameters."""
+        if self._observes:
+            self._look_for_gradients(reduces)
+        for unit in self.held:
+            unit.set_requires_gradient_sync(reduces, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+            compat.reduce_gradients(unit)
+            self._keep(unit)
+        for unit in self._late if reduces else ():
+            compat.reduce_gradients(unit)
+
+    def _look_for_gradients(self, reduces: bool) -> None:
+        """Find the units that got gradients after they had reduced theirs."""
+        for unit in [*self._units, self._model] if reduces else ():
+            if unit not in self.held and unit not in self._late and compat.has_gradients(unit):
+                self._late.append(unit)
+
+    def finish_step(self) -> None:
+        self._steps += 1
+        if self._steps == OBSERVED_STEPS:
+            self._observes = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad or func is torch.autograd.backward or func is torch.Tensor.backward:
+            return self._backward(func, args, kwargs)
+        if _describes(func):
+            return func(*args, **kwargs)
+        for leaf in _leaves((args, kwargs)):
+            if id(leaf) in self._slots:
+                args, kwargs = self._whole(args), self._whole(kwargs)
+                break
+        return func(*args, **kwargs)
+
+    def _whole(self, tree: Any) -> Any:
+        """The arguments with gathered parameters in place of sharded ones."""
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(map(self._whole, tree)) if not hasattr(tree, "_fields") else tree
+        if isinstance(tree, dict):
+            return {key: self._whole(value) for key, value in tree.items()}
+        slot = self._slots.get(id(tree))
+        if slot is None:
+            return tree
+        unit, module, name = slot
+        if isinstance(getattr(module, name), DTensor):
+            where = f"{self._names[id(module)]}.{name}"
+            if unit not in self.held:
+                self.agree(f"{where} outside of its block's forward")
+                self._say(f"{where} is used outside of {self._names[id(unit)]}'s forward", unit)
+            self.hold(unit)
+            unit.unshard()
+            self.gathered()
+        return getattr(module, name)
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A backward inside of forward: hold the units that it goes through."""
+        self._steps = -sys.maxsize  # observe every step
+        with compat.backward_inside_forward(self._model, self._units) as entered:
+            result = func(*args, **kwargs)
+        for unit in entered:
+            if unit not in self.held:
+                self._say(f"forward takes a gradient through {self._names[id(unit)]}", unit)
+            self.hold(unit)
+            unit.unshard()
+        self.gathered()
+        return result
+
+    def _say(self, cause: str, unit: FSDPModule) -> None:
+        if is_first_rank():
+            frame = _caller(sys._getframe())
+            where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+            numel = sum({id(param): int(param.numel()) for _, _, param in slots(unit)}.values())
+            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, where, numel)
+
+
+def without_views(module: nn.Module, args: Any, out: Any) -> Any:
+    """A hook after a unit's forward: copies outputs that are views, since a caller's change of a view in place would
+    silently drop the hook of backward that FSDP2 puts on it."""
+    return _copied(out) if torch.is_grad_enabled() else out
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        is_view = tree.requires_grad and compat.owner_of(tree) is not tree
+        return tree.clone() if is_view else tree
+    if isinstance(tree, dict):
+        fresh = {key: _copied(value) for key, value in tree.items()}
+        if any(fresh[key] is not value for key, value in tree.items()):
+            tree = copy.copy(tree)
+            for key, value in fresh.items():
+                tree[key] = value
+        return tree
+    if isinstance(tree, (tuple, list)):
+        fresh_items = [_copied(value) for value in tree]
+        if all(new is old for new, old in zip(fresh_items, tree, strict=True)):
+            return tree
+        return type(tree)(*fresh_items) if hasattr(tree, "_fields") else type(tree)(fresh_items)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changed = {field.name: _copied(getattr(tree, field.name)) for field in dataclasses.fields(tree)}
+        if any(value is not getattr(tree, name) for name, value in changed.items()):
+            tree = copy.copy(tree)
+            for name, value in changed.items():
+                object.__setattr__(tree, name, value)
+    return tree
+
+
+def slots(unit: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Module, name and parameter wherever FSDP2's unit holds one."""
+    waiting, seen = [unit], {unit}
+    while waiting:
+        module = waiting.pop()
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, name, param
+        fresh = [child for child in module.children() if child not in seen and not isinstance(child, FSDPModule)]
+        seen.update(fresh)
+        waiting += fresh
+
+
+def _gather_again(unit: FSDPModule, *_: Any) -> None:
+    unit.unshard()
+
+
+def _describes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # an attribute
+        return getattr(func.__self__, "__name__", "") not in _TENSORS
+    return name in _DESCRIPTIONS or name == "__set__"
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for branch in tree:
+            yield from _leaves(branch)
+    elif isinstance(tree, dict):
+        for branch in tree.values():
+            yield from _leaves(branch)
+    elif isinstance(tree, torch.Tensor):
+        yield tree
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither torch's nor this file's."""
+    while frame is not None and (frame.f_code.co_filename == __file__ or _is_torch(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+
+_NOT_GATHERED = ("got mixed torch.Tensor and DTensor", "storage of size 0", "sharded_param.grad to be DTensor")
+"""Words of torch's errors where a sharded parameter was computed with, or got the gradient of a whole one."""
+
+
+def explained(error: Exception, model: nn.Module, strategy: str) -> Exception:
+    """A `ConfigError` in place of torch's error if a parameter was used while it was sharded; else the error itself."""
+    words = str(error)
+    line = words.partition("\n")[0]
+    if any(sign in words for sign in _NOT_GATHERED):
+        return _not_gathered(_reached(error, model), line, strategy)
+    if "is a view and is being modified inplace" in words and "RegisterPostBackwardFunction" in words:
+        return ConfigError(
+            f"{_reached(error, model)} changes its input in place, which parallel.strategy={strategy} needs unchanged",
+            "write x = x + y in place of x += y, or set parallel.strategy to ddp or a ZeRO stage",
+        )
+    return error
+
+
+def _not_gathered(part: str, how: str, strategy: str) -> ConfigError:
+    return ConfigError(
+        f"{part} is used where it is not gathered: parallel.strategy={strategy} gathers a unit's parameters for the "
+        f"unit's own forward and backward ({how})",
+        "call the whole block, name block_classes that hold both the part and its caller, turn off compile.enabled if "
+        "it is on, or set parallel.strategy to ddp or a ZeRO stage",
+    )
+
+
+def _reached(error: Exception, model: nn.Module) -> str:
+    """The module in whose forward an error arose, its unit, and the line of the model's code."""
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_locals["self"] for frame in frames if id(frame.f_locals.get("self")) in names]
+    callers = [frame for frame in frames if not _is_torch(frame) and id(frame.f_locals.get("self")) in names]
+    where = f" ({callers[-1].f_code.co_filename}:{callers[-1].f_lineno})" if callers else ""
+    if not modules:
+        return f"a parameter of {plain_type(model).__name__}"
+    part = modules[-1]
+    units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    unit = next((unit for unit in units if any(inner is part for inner in unit.modules())), None)
+    if unit is None:
+        return f"a parameter of a block, read by {names[id(part)]}{where},"
+    return f"{names[id(part)]} in the block {names[id(unit)]}{where}"

@@ -1,0 +1,204 @@
+"""Parameters that a rank may skip in a step (experts): gathered, reduced and updated alike on every rank.
+
+DeepSpeed pairs the ranks' gathers and reductions by their order alone, and updates a parameter group as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...parallel.blocks import chosen_members
+from ...parallel.world import World
+from .gathers import gather_with_callers
+from .state import ENGINE, EPILOGUE, masters, stage_of
+
+_OPTIMIZERS = ("stage_1_and_2.DeepSpeedZeroOptimizer", "stage3.DeepSpeedZeroOptimizer_Stage3")
+for _optimizer in _OPTIMIZERS:
+    for _name in ("reduce_ready_partitions_and_remove_grads", "_optimizer_step"):
+        ENGINE.use(f"deepspeed.runtime.zero.{_optimizer}.{_name}")
+for _name in ("setup_buckets", "use_grad_accum_attribute", "fill_grad_accum_attribute", "get_gradient_for_reduction"):
+    ENGINE.use(f"deepspeed.runtime.zero.{_OPTIMIZERS[0]}.{_name}")
+
+
+class ChosenParts:
+    """List members that the data may choose, under ZeRO. With none of them, every method does nothing.
+
+    Call `split_groups` before `deepspeed.initialize` and `attach` after it.
+
+    Args:
+        model: the model without the engine's wrapper.
+        blocks: modules that every rank calls.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
+        members = {} if config.parallel.find_unused is False else chosen_members(model, blocks)
+        self._model, self._members, self._world = model, members, world
+        self._strategy = config.parallel.strategy
+        self._member_of: dict[int, str] = {}
+        for name in sorted(members, key=len):  # the innermost member comes last
+            self._member_of |= {id(p): name for p in members[name].parameters() if p.requires_grad}
+        self._names = {id(p): fqn for fqn, p in model.named_parameters() if id(p) in self._member_of}
+        self._used: set[int] = set()
+        self._skipped: set[int] = set()
+        self._copies: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._order: _AgreedOrder | None = None
+
+    def split_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each member parameter groups of its own, so that it can be left out of an update and count its steps."""
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups if self._names else ():
+            by_member: dict[str, list[nn.Parameter]] = {}
+            for param in group["params"]:
+                by_member.setdefault(self._member_of.get(id(param), ""), []).append(param)
+            (_, first), *others = sorted(by_member.items())
+            group["params"] = first
+            copies = [{**group, "params": params} for _, params in others]
+            self._copies += [(copy, group) for copy in copies]
+            groups += [group, *copies]
+        optimizer.param_groups = groups or optimizer.param_groups
+
+    def attach(self, zero: Any) -> None:
+        """Take over the order of DeepSpeed's reductions, its gathers of the members and its update of their groups."""
+        if stage_of(zero) == 3:
+            gather_with_callers(self._model, self._members, zero)
+        if not self._names:
+            return
+        for group in masters_of(zero):
+            for param in group:
+                if id(param) in self._names:
+                    param.register_hook(partial(self._note, id(param)))  # type: ignore[no-untyped-call]
+        self._zero, self._order = zero, _AgreedOrder(zero, self._world, self._strategy)
+        zero._optimizer_step = self._skipping(zero._optimizer_step)
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Call before each backward; `is_last` on the step's last micro-batch."""
+        if self._order is not None:
+            self._order.begin(is_last)
+
+    def before_step(self) -> None:
+        """Find the groups that no rank used in this step: they are not updated; collective.
+
+        Raises:
+            ConfigError: a member was used in part, so its group can be neither updated nor left out.
+        """
+        if self._order is None:
+            return
+        for copy, group in self._copies:
+            copy |= {key: value for key, value in group.items() if key != "params"}
+        counts = self._world.sum([float(key in self._used) for key in self._names])
+        used = {key for key, count in zip(self._names, counts, strict=True) if count}
+        self._used.clear()
+        self._skipped.clear()
+        for index, params in enumerate(masters_of(self._zero)):
+            unused = [id(param) for param in params if id(param) in self._names and id(param) not in used]
+            if not unused:
+                continue
+            if len(unused) < len(params):
+                raise ConfigError(
+                    f"{self._member_of[unused[0]]} was used in part in this step: {self._names[unused[0]]} got no "
+                    f"gradient on any rank, which parallel.strategy={self._strategy} cannot leave alone by itself",
+                    "use all of the module's parameters, freeze those, or set parallel.strategy=fsdp",
+                )
+            self._skipped.add(index)
+
+    def _note(self, key: int, grad: torch.Tensor) -> None:
+        self._used.add(key)
+
+    def _skipping(self, update: Callable[[int], None]) -> Callable[[int], None]:
+        def update_used(index: int) -> None:
+            if index not in self._skipped:
+                update(index)
+
+        return update_used
+
+
+def masters_of(zero: Any) -> list[list[nn.Parameter]]:
+    """The parameters of each flat master, in the order of DeepSpeed's updates."""
+    return [params for _, params, _ in masters(zero, stage_of(zero))]
+
+
+class _AgreedOrder:
+    """Reduces gradients in one order on every rank; a gradient that a rank lacks counts as zero.
+
+    A gradient waits until all before it in the order are reduced. Those that never come are found at the end of
+    backward. The order is the reverse of the parameters', and from the second backward on that in which rank 0's
+    gradients came in the first.
+    """
+
+    def __init__(self, zero: Any, world: World, strategy: str) -> None:
+        self._zero, self._world, self._strategy, self._stage = zero, world, strategy, stage_of(zero)
+        groups = zero.fp16_groups if self._stage == 3 else zero.bit16_groups
+        params = [(param, index) for index, group in enumerate(groups) for param in group if param.requires_grad]
+        self._arguments = [(param,) if self._stage == 3 else (param, index) for param, index in reversed(params)]
+        self._reduce = zero.reduce_ready_partitions_and_remove_grads
+        self._finish = getattr(zero, EPILOGUE)
+        self._place = {id(arguments[0]): place for place, arguments in enumerate(self._arguments)}
+        self._arrivals: list[int] | None = []
+        zero.reduce_ready_partitions_and_remove_grads = self._arrived
+        setattr(zero, EPILOGUE, self._end)
+        self.begin(True)
+
+    def begin(self, is_last: bool) -> None:
+        self._reduces = is_last or self._stage > 1  # ZeRO-1 keeps the gradients of the other micro-batches
+        self._waiting: set[int] = set()
+        self._next = 0
+        self._ended = False
+
+    def _arrived(self, param: nn.Parameter, *group: int) -> None:
+        if not self._reduces:
+            return
+        if self._ended:
+            raise ConfigError(
+                f"a gradient came after the end of backward, which parallel.strategy={self._strategy} cannot reduce "
+                "where ranks use different parameters: the model recomputes with torch's reentrant checkpoint",
+                "pass use_reentrant=False to checkpoint(), or set activation.policy instead of calling it",
+            )
+        place = self._place[id(param)]
+        self._waiting.add(place)
+        if self._arrivals is not None:
+            self._arrivals.append(place)
+        while self._next in self._waiting:
+            self._waiting.remove(self._next)
+            self._reduce(*self._arguments[self._next])
+            self._next += 1
+
+    def _end(self) -> None:
+        if self._reduces:
+            for place in range(self._next, len(self._arguments)):
+                if place not in self._waiting:
+                    self._set_zero(self._arguments[place][0])
+                self._reduce(*self._arguments[place])
+            self._ended = True
+            if self._arrivals is not None:
+                self._reorder(self._arrivals)
+        self._finish()
+
+    def _set_zero(self, param: Any) -> None:
+        """Give a parameter a gradient of zeros, unless earlier micro-batches left it one."""
+        if self._stage < 3:
+            self._zero.setup_buckets()
+            if self._zero.get_gradient_for_reduction(param) is not None:
+                return
+            param.grad = torch.zeros_like(param)
+            if self._zero.use_grad_accum_attribute:
+                self._zero.fill_grad_accum_attribute()
+            return
+        shard = param.data  # empty while the parameter is not gathered; torch wants a gradient of the data's shape
+        param.data = torch.zeros(param.ds_shape, dtype=param.ds_tensor.dtype, device=self._world.device)
+        param.grad = torch.zeros_like(param)
+        param.data = shard
+
+    def _reorder(self, arrivals: list[int]) -> None:
+        """Take over rank 0's order of this first backward; collective."""
+        first: Any = self._world.gather(arrivals)[0] if self._world.size > 1 else arrivals
+        places = [*dict.fromkeys(first), *(place for place in range(len(self._arguments)) if place not in set(first))]
+        self._arguments = [self._arguments[place] for place in places]
+        self._place = {id(arguments[0]): place for place, arguments in enumerate(self._arguments)}
+        self._arrivals = None

@@ -1,0 +1,182 @@
+"""Runs seeds under engines, judges what came of each, and counts."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from .case import SAVED_AT, Case, Curve, draw, in_one_process
+from .engines import ENGINES, WORLDS, Arm, Report
+from .pool import Pool
+from .refusals import reason
+
+OUTCOMES = ("equal", "refused", "wrong", "traceback", "hang", "stray")
+"""`refused`: before the update of the first step that the engine cannot train, which is the first step unless the model
+skips something later. `stray`: a refusal after a wrong step, on one rank only, or for a reason not in the list."""
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
+RESUMED_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Verdict:
+    arm: Arm
+    outcome: str
+    words: str
+    seconds: float
+    resumed: bool = False
+    """It failed after the checkpoint was loaded: under the engine that resumed it."""
+
+    @property
+    def engine(self) -> str:
+        """The engine that the verdict is about."""
+        return self.arm.then if self.resumed and self.arm.then else self.arm.engine
+
+    @property
+    def line(self) -> str:
+        return f"{self.outcome:9} {self.seconds:5.1f} s  {self.arm}" + (f"\n      {self.words}" if self.words else "")
+
+
+def distance(curve: Curve, reference: Curve) -> str:
+    """The first step whose loss or norm is not the reference's, in words; empty if none is."""
+    if len(curve) != len(reference):
+        return f"{len(curve)} steps of {len(reference)}"
+    for step, ((loss, norm), (right_loss, right_norm)) in enumerate(zip(curve, reference, strict=True)):
+        if not abs(loss - right_loss) <= LOSS_TOLERANCE * max(1.0, abs(right_loss)):
+            return f"step {step}: loss {loss:.7f}, {loss - right_loss:+.1e} off"
+        if not abs(norm - right_norm) <= NORM_TOLERANCE * abs(right_norm):
+            return f"step {step}: norm {norm:.7f}, {norm / right_norm - 1:+.1e} off"
+    return ""
+
+
+def judge(reports: Sequence[Report | None], reference: Curve, stacks: str = "") -> tuple[str, str]:
+    """(outcome, words) of the ranks' reports."""
+    present = sorted((report for report in reports if report is not None), key=lambda report: report.at)
+    crashed = [report for report in present if report.error and not report.refused]
+    if crashed and crashed[0] is present[0]:
+        return "traceback", _innermost(crashed[0].error)
+    if len(present) < len(reports):
+        told = "; ".join(report.error.splitlines()[0] for report in present if report.error)
+        return "hang", f"{told or 'no rank said why'}\n{stacks}"
+    refused = [report for report in present if report.refused]
+    if refused:
+        words = " ".join(refused[0].error.split())
+        if len(refused) < len(present):
+            return "stray", f"on one rank only: {words}"
+        if late := distance(refused[0].curve, reference[: len(refused[0].curve)]):
+            return "stray", f"after a wrong step ({late}): {words}"
+        return ("refused" if reason(words) else "stray"), words
+    different = next((words for report in present if (words := distance(report.curve, reference))), "")
+    return ("wrong", different) if different else ("equal", "")
+
+
+def _right_steps(curves: Sequence[Curve], reference: Curve) -> int:
+    """The number of steps in which every rank had the reference's losses and norms."""
+    right = (
+        all(not distance(curve[step : step + 1], reference[step : step + 1]) for curve in curves)
+        for step in range(len(reference))
+    )
+    return sum(1 for _ in takewhile(bool, right))
+
+
+def _innermost(trace: str) -> str:
+    """A traceback's error, and the last line of shardkit's or the graph's own code on the way to it."""
+    lines = trace.strip().splitlines()
+    places = [line.strip() for line in lines if "/shardkit/" in line or "/graphs/" in line]
+    error = next((line for line in reversed(lines) if line and not line.startswith(" ")), lines[-1])
+    return f"{error[:300]} at {places[-1] if places else lines[-3]}"
+
+
+@dataclass
+class Campaign:
+    """Pools of ranks, and what was found in them."""
+
+    limit_s: float = 40.0
+    say: Callable[[str], object] = print
+    verdicts: list[Verdict] = field(default_factory=list)
+    starts: int = 0
+
+    def run(self, cases: Iterable[Case], engines: Sequence[str], until: float | None = None) -> None:
+        """Train every case under every engine; no new case begins after `until` (time.monotonic)."""
+        self.run_pairs(product_by_case(cases, engines), until)
+
+    def run_pairs(self, pairs: Iterable[tuple[Case, str]], until: float | None = None) -> None:
+        """The same for pairs of a case and an engine; pairs of one case should follow each other."""
+        last: Case | None = None
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphs-saved-"))
+            pools: dict[int, Pool] = {}
+            for case, engine in pairs:
+                if until is not None and time.monotonic() > until:
+                    break
+                world = WORLDS.get(engine, 2)
+                if world not in pools:
+                    pools[world] = stack.enter_context(Pool(world, self.limit_s))
+                if case is not last:
+                    reference, last = in_one_process(case), case
+                self._judge(pools[world], Arm(case, engine, *resumed_under(case, engine, folder)), reference)
+            self.starts += sum(pool.starts for pool in pools.values())
+
+    def _judge(self, pool: Pool, arm: Arm, reference: Curve) -> None:
+        began = time.monotonic()
+        reports = pool.run(arm)
+        outcome, words = judge(reports, reference, pool.stacks)
+        steps = _right_steps([report.curve for report in reports if report is not None], reference)
+        verdict = Verdict(arm, outcome, words, time.monotonic() - began, outcome != "equal" and steps >= SAVED_AT)
+        self.verdicts.append(verdict)
+        self.say(verdict.line)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """engine → outcome → number of cases."""
+        found: dict[str, Counter[str]] = {}
+        for verdict in self.verdicts:
+            found.setdefault(verdict.engine, Counter())[verdict.outcome] += 1
+        return {engine: {name: counter[name] for name in OUTCOMES} for engine, counter in found.items()}
+
+    def record(self) -> dict[str, Any]:
+        """Counts by engine, counts of refusals by reason, and each failure: what a campaign's file holds."""
+        return {
+            "counts": self.counts(),
+            "refusals": Counter(reason(v.words) for v in self.verdicts if v.outcome == "refused"),
+            "failures": [_failure(v) for v in self.verdicts if v.outcome not in ("equal", "refused")],
+        }
+
+
+def product_by_case(cases: Iterable[Case], engines: Sequence[str]) -> Iterator[tuple[Case, str]]:
+    """Every case with every engine, without reading all cases first."""
+    for case in cases:
+        for engine in engines:
+            yield case, engine
+
+
+def _failure(verdict: Verdict) -> dict[str, Any]:
+    case, arm = verdict.arm.case, verdict.arm
+    return {
+        "seed": case.seed, "engine": verdict.engine, "arm": arm.engine, "then": arm.then, "outcome": verdict.outcome,
+        "features": case.features, "settings": case.settings, "words": verdict.words[:300],
+    }  # fmt: skip
+
+
+def resumed_under(case: Case, engine: str, folder: str) -> tuple[str | None, str]:
+    """The engine under which a case goes on, and where it is saved; of cases that are saved and resumed."""
+    draws = random.Random(f"{case.seed} {engine} resume")
+    if draws.random() >= RESUMED_SHARE:
+        return None, ""
+    others = [name for name in ENGINES if WORLDS.get(name, 2) == WORLDS.get(engine, 2)]
+    return draws.choice(others), f"{folder}/{case.seed}-{engine}"
+
+
+def smaller(case: Case, fails: Callable[[Case], bool]) -> Case:
+    """The case without the features that it does not need to fail, as far as leaving them out one by one finds."""
+    features = case.features
+    for name in case.features:
+        fewer = tuple(other for other in features if other != name)
+        if fails(draw(case.seed, fewer)):
+            features = fewer
+    return draw(case.seed, features)

@@ -1,0 +1,137 @@
+"""What a seed stands for: a graph, its training settings and its data; and how one process trains it in plain torch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardkit.config.load import load_config
+from shardkit.parallel.optim import make_optimizer
+
+from . import flow, layers, sharing
+from .model import CORES, LENGTH, VOCAB, Block, Feature, Graph
+
+FEATURES: dict[str, type[Feature]] = {
+    feature.name: feature for feature in [*sharing.FEATURES, *flow.FEATURES, *layers.FEATURES]
+}
+ROWS = 4
+"""Rows of a micro-batch, of all ranks together."""
+STEPS, SAVED_AT = 6, 3
+Batch = dict[str, Any]
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph and its training.
+
+    Attributes:
+        features: their names, in the order in which they act.
+        settings: keys of the run's config beside the engine's.
+        prebuilt: the model is given to `Job.wrap` as a module, not as a function.
+    """
+
+    seed: int
+    features: tuple[str, ...]
+    settings: dict[str, Any]
+    prebuilt: bool
+
+    @property
+    def accumulation(self) -> int:
+        return int(self.settings["train.grad_accum_steps"])
+
+    def build(self) -> Graph:
+        """The same graph with the same values in every process."""
+        draws = random.Random(f"{self.seed} graph")
+        core, n_blocks = draws.choice(list(CORES)), draws.randint(2, 4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            features = [FEATURES[name](random.Random(f"{self.seed} {name}")) for name in self.features]
+            return Graph(core, n_blocks, features)
+
+    def __str__(self) -> str:
+        extra = {key: value for key, value in self.settings.items() if key.split(".")[0] in ("activation", "optim")}
+        told = ", ".join(f"{key.partition('.')[2]}={value}" for key, value in extra.items())
+        return f"{self.seed}:{'+'.join(self.features)} ({told}, accumulation {self.accumulation})"
+
+
+def draw(seed: int, features: tuple[str, ...] | None = None) -> Case:
+    """The case of a seed; with `features` the same with these in place of its own."""
+    draws = random.Random(f"{seed} features")
+    if features is None:
+        names, weights = list(FEATURES), [feature.weight for feature in FEATURES.values()]
+        chosen: dict[str, None] = dict.fromkeys(draws.choices(names, weights)[0] for _ in range(draws.randint(2, 5)))
+        shapes = [name for name in chosen if FEATURES[name].block_class is not Block]
+        features = tuple(name for name in chosen if name not in shapes[1:])
+    return Case(seed, features, _settings(random.Random(f"{seed} settings")), draws.random() < 0.3)
+
+
+def _settings(draws: random.Random) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train.grad_accum_steps": draws.choice([1, 2, 2, 3]),
+        "train.max_norm": draws.choice([None, 0.5, 1.0]),
+    }
+    if draws.random() < 0.5:
+        settings |= {"optim.name": "sgd", "optim.lr": 0.1, "optim.weight_decay": 0.01}
+    else:  # the default eps makes noise of gradients that are zero
+        settings |= {"optim.name": "adamw", "optim.lr": 3e-3, "optim.weight_decay": 0.1, "optim.eps": 1e-5}
+    policy = draws.choice(["none"] * 6 + ["full", "every_k", "sqrt", "selective_op"])
+    if policy != "none":
+        settings["activation.policy"] = policy
+    if draws.random() < 0.2:
+        settings["parallel.reshard_after_forward"] = False
+    return settings
+
+
+def micro_batches(seed: int, step: int, accumulation: int, rank: int = 0, world: int = 1) -> list[Batch]:
+    """This rank's share of a step: rows of tokens with targets of uneven length, and a number that chooses experts."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    batches = []
+    for _ in range(accumulation):
+        tokens = (torch.randint(0, VOCAB, (ROWS, 1), generator=generator) + 5 * torch.arange(LENGTH + 1)) % VOCAB
+        targets, lengths = tokens[:, 1:].clone(), torch.randint(1, LENGTH + 1, (ROWS, 1), generator=generator)
+        targets[torch.arange(LENGTH) >= lengths] = -100
+        choice = torch.randint(0, 12, (ROWS,), generator=generator)
+        whole = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "choice": choice}
+        batches.append({key: tensor.chunk(world)[rank] for key, tensor in whole.items()} | {"step": step})
+    return batches
+
+
+def loss_fn(model: Any, batch: Batch) -> torch.Tensor:
+    out = model(batch["tokens"], batch["choice"], step=batch["step"])
+    losses = F.cross_entropy(out["logits"].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    total: torch.Tensor = losses + out["penalty"]
+    return total
+
+
+def n_targets(batch: Batch) -> int:
+    return int((batch["targets"] != -100).sum())
+
+
+def in_one_process(case: Case) -> Curve:
+    """Losses and norms of plain torch; of shardkit only the choice of the optimizer's groups."""
+    config = load_config(None, {**case.settings, "run.device": "cpu"}).config
+    model: nn.Module = case.build()
+    optimizer = make_optimizer(config.optim, model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    curve = []
+    for step in range(STEPS):
+        batches = micro_batches(case.seed, step, case.accumulation)
+        count = sum(map(n_targets, batches))
+        total = 0.0
+        for batch in batches:
+            loss = loss_fn(model, batch) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        limit = config.train.max_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((total, norm.item()))
+    return curve

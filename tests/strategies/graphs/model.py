@@ -1,0 +1,232 @@
+"""A next-token model of a few blocks, and the features that a seed adds to it.
+
+A seed alone names a graph. What a feature draws depends on the seed and the feature's name, so a graph can be built
+again with fewer features: that is how the ones at fault are found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, VOCAB, LENGTH = 16, 32, 8
+BlockCall = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden [rows, LENGTH, WIDTH], choice [rows]) → hidden: a block, or what a feature puts around it."""
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.fall(F.gelu(self.rise(x)))
+        return hidden
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.conv(x.transpose(1, 2))).transpose(1, 2)
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.gru(x)[0]
+        return hidden
+
+
+CORES: dict[str, type[nn.Module]] = {"mlp": Mlp, "attention": SelfAttention, "conv": Convolution, "gru": Recurrence}
+
+
+@dataclass
+class State:
+    """What blocks pass on in graphs whose blocks take one object."""
+
+    hidden: torch.Tensor
+    choice: torch.Tensor
+
+
+class Block(nn.Module):
+    """Takes and returns tensors; subclasses take and return them otherwise."""
+
+    def __init__(self, core: str) -> None:
+        super().__init__()
+        self.norm, self.core, self.mix = nn.LayerNorm(WIDTH), CORES[core](), nn.Linear(WIDTH, WIDTH)
+        self.extras: list[Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = []
+        """Functions (block, hidden, choice) → hidden that features add to the block's forward."""
+
+    def body(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        hidden = self.mix(self.core(self.norm(x)))
+        for extra in self.extras:
+            hidden = extra(self, hidden, choice)
+        out: torch.Tensor = x + hidden
+        return out
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """A method beside forward that uses a part of the block."""
+        return torch.tanh(self.mix(x))
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        return self.body(x, choice)
+
+
+class TupleBlock(Block):
+    def forward(self, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return self.body(*state), state[1]
+
+
+class DictBlock(Block):
+    def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return state | {"hidden": self.body(state["hidden"], state["choice"])}
+
+
+class DataclassBlock(Block):
+    def forward(self, state: State) -> State:  # type: ignore[override]
+        return State(self.body(state.hidden, state.choice), state.choice)
+
+
+class KeywordBlock(Block):
+    def forward(self, *, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.body(hidden, choice)
+
+
+class RecursiveBlock(Block):
+    def forward(self, x: torch.Tensor, choice: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        x = self.body(x, choice)
+        again: torch.Tensor = self(x, choice, depth - 1) if depth else x
+        return again
+
+
+CALLS: dict[type[Block], Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Block: lambda block, x, choice: block(x, choice),
+    TupleBlock: lambda block, x, choice: block((x, choice))[0],
+    DictBlock: lambda block, x, choice: block({"hidden": x, "choice": choice})["hidden"],
+    DataclassBlock: lambda block, x, choice: block(State(x, choice)).hidden,
+    KeywordBlock: lambda block, x, choice: block(hidden=x, choice=choice),
+    RecursiveBlock: lambda block, x, choice: block(x, choice),
+}
+"""How a graph calls its blocks of each class; engines make subclasses of these."""
+
+
+def call_block(block: nn.Module, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    kind = next(kind for kind in type(block).__mro__ if kind in CALLS)
+    return CALLS[kind](block, x, choice)
+
+
+class Feature:
+    """One thing that a graph does. A subclass overrides the moments in which it acts.
+
+    Attributes:
+        draws: what it chose at random comes from here.
+    """
+
+    name: ClassVar[str]
+    weight: ClassVar[float] = 1.0
+    """How often it is drawn, relative to the others."""
+    block_class: ClassVar[type[Block]] = Block
+
+    def __init__(self, draws: random.Random) -> None:
+        self.draws = draws
+
+    def build(self, graph: Graph) -> None:
+        """Add modules and parameters."""
+
+    def enter(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        """Before the first block."""
+        return x
+
+    def around(self, graph: Graph, index: int, step: int, call: BlockCall) -> BlockCall:
+        """Around the call of a block."""
+        return call
+
+    def after(self, graph: Graph, index: int, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """With the output of a block, and what went into it."""
+        return x
+
+    def leave(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        """After the last block."""
+        return x
+
+    def penalty(self, graph: Graph, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor | None:
+        """A second loss, summed over rows."""
+        return None
+
+
+class Graph(nn.Module):
+    """Embedding, blocks, norm and head, with features in between.
+
+    Attributes:
+        order: the blocks that are called, in turn.
+        untouched: blocks whose `mix.weight` no feature has replaced yet.
+    """
+
+    def __init__(self, core: str, n_blocks: int, features: Sequence[Feature]) -> None:
+        super().__init__()
+        kinds = {feature.block_class for feature in features} - {Block} or {Block}
+        kind = min(kinds, key=lambda candidate: candidate.__name__)
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList([kind(core) for _ in range(n_blocks)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.features = list(features)
+        self.order = list(range(n_blocks))
+        self.untouched = list(range(n_blocks))
+        for feature in features:
+            feature.build(self)
+
+    def claim(self, draws: random.Random, number: int = 1) -> list[Any]:
+        """Blocks whose `mix.weight` a feature may replace: at most `number`, and none twice."""
+        indices = sorted(draws.sample(self.untouched, min(number, len(self.untouched))))
+        self.untouched = [index for index in self.untouched if index not in indices]
+        return [self.blocks[index] for index in indices]
+
+    def some_blocks(self, draws: random.Random, at_least: int = 1) -> list[Any]:
+        number = draws.randint(min(at_least, len(self.blocks)), len(self.blocks))
+        return [self.blocks[index] for index in sorted(draws.sample(range(len(self.blocks)), number))]
+
+    def through(self, x: torch.Tensor, choice: torch.Tensor, step: int) -> torch.Tensor:
+        """All blocks in order."""
+        for index in self.order:
+            call: BlockCall = partial(call_block, self.blocks[index])
+            for feature in self.features:
+                call = feature.around(self, index, step, call)
+            before, x = x, call(x, choice)
+            for feature in self.features:
+                x = feature.after(self, index, x, before)
+        return x
+
+    def forward(self, tokens: torch.Tensor, choice: torch.Tensor, *, step: int) -> dict[str, torch.Tensor]:
+        """Tokens [rows, LENGTH] and a number for each row [rows] → logits [rows, LENGTH, VOCAB] and a penalty []."""
+        x = self.embed(tokens)
+        for feature in self.features:
+            x = feature.enter(self, x, choice)
+        x = self.through(x, choice, step)
+        for feature in self.features:
+            x = feature.leave(self, x, choice)
+        penalties = [feature.penalty(self, x, choice) for feature in self.features]
+        logits = self.head(self.norm(x))
+        return {"logits": logits, "penalty": sum((p for p in penalties if p is not None), logits.new_zeros(()))}

@@ -1,0 +1,316 @@
+"""Models whose blocks share parts or are reached into, and what ranks report of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardkit.errors import ConfigError
+from shardkit.parallel.blocks import describe_blocks, find_blocks
+from shardkit.run.job import start
+from tests.strategies.foreign import ROWS, VOCAB, WIDTH, next_token, settings, tokens
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + torch.tanh(self.mix(self.norm(x)))
+        return out
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mix(x)
+        return out
+
+
+class Model(nn.Module):
+    """Three blocks; subclasses share, reach and call."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Inner) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks: Any = nn.ModuleList([block() for _ in range(3)])
+        self.calls = 0
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits: torch.Tensor = self.head(self.through(self.embed(tokens)))
+        return logits
+
+
+class SharedInShared(Model):
+    """Two blocks have one `norm`; all have one adapter, which has the model's own norm inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, adapter = nn.LayerNorm(WIDTH), Inner()
+        adapter.norm = self.norm
+        for block in self.blocks:
+            block.mix = adapter
+        self.blocks[1].norm = self.blocks[0].norm
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(super().through(x))
+        return out
+
+
+class Tied(Model):
+    """A weight in two blocks and in a layer of the model; the order of calls changes, and a layer rests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.blocks[2].mix.weight = self.last.weight = self.blocks[0].mix.weight
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last = self.blocks
+        if (self.calls - 1) // 2 % 2:  # two micro-batches a step
+            return first(self.last(last(middle(x))))  # type: ignore[no-any-return]
+        return middle(last(first(x)))  # type: ignore[no-any-return]
+
+
+class TiedHead(Model):
+    """The embedding is inside the first block, the head outside."""
+
+    class First(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(VOCAB, WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__(self.First)
+        self.head.weight = self.blocks[0].table.weight
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(x.shape[1])
+        return super().through(x) + self.blocks[0].table(index) + self.blocks[2].table(index)  # type: ignore[no-any-return]
+
+
+class Reached(Model):
+    """Calls parts and methods of blocks, reads their weights, lists their parameters, before and after their calls."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        first, middle, last = self.blocks
+        x = x + F.linear(first.norm(x), last.mix.weight)
+        x = super().through(x)
+        penalty = sum(param.pow(2).sum() for param in middle.parameters())
+        return x + last.score(x) + first.mix.weight.T.mean() + 0.01 * penalty
+
+
+class Recursive(Inner):
+    """Computes on after it has called itself."""
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = x + self.mix(self.norm(x))
+        if depth:
+            x = x + 0.5 * self(x, depth - 1)
+        out: torch.Tensor = x + torch.tanh(self.mix(x))
+        return out
+
+
+class Penalty(Model):
+    """Takes gradients of gradients in forward, through blocks, and refines the state by a gradient."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.blocks[0](x).pow(2).sum() + self.blocks[2](x).pow(2).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return super().through(x - 0.01 * slope) + 0.1 * slope.pow(2).mean((1, 2), True)
+
+
+class View(Inner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :]
+
+
+class ViewsChanged(Model):
+    def __init__(self) -> None:
+        super().__init__(View)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x
+
+
+class Laid(Model):
+    """Hooks on parameters and weights that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].mix.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / WIDTH)
+        for param in (self.blocks[1].mix.weight, self.head.weight):
+            param.register_hook(lambda grad: 0.5 * grad)
+        nn.utils.parametrizations.orthogonal(self.blocks[1].mix)
+        nn.utils.parametrizations.spectral_norm(self.blocks[2].mix)
+
+
+class Alone(nn.Module):
+    """Without blocks; what it returns is a view, which the loss changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(tokens))
+        return logits[:, :]
+
+
+def doubled(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    def call(batch: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(batch)
+        logits *= 2
+        return logits
+
+    return next_token(call, batch)
+
+
+class SideLoss(Model):
+    """Blocks leave a loss on themselves, which depends on weights that nothing after them uses."""
+
+    class Block(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, WIDTH)
+            self.side: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            self.side = torch.tanh(self.gate(torch.tanh(self.gate(x)))).pow(2).mean((1, 2), True)
+            return out
+
+    def __init__(self) -> None:
+        super().__init__(self.Block)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return super().through(x) * (1 + sum(block.side for block in self.blocks))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "shared in shared": SharedInShared, "tied": Tied, "tied head": TiedHead, "reached": Reached,
+    "recursive": lambda: Model(Recursive), "penalty": Penalty, "views": ViewsChanged, "laid": Laid,
+    "alone": Alone,
+}  # fmt: skip
+ARMS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "kept": {"parallel.reshard_after_forward": False},
+    "no sync": {"parallel.no_sync": True},
+    "recomputed": {"activation.policy": "full"},
+    "offload": {"parallel.offload_param": "cpu", "parallel.offload_optimizer": "cpu"},
+}
+
+
+def curves(strategy: str, arms: list[str], models: list[str] | None = None) -> dict[str, Any]:
+    """ "<model> <arm>" → (loss, norm) of each step, or the refusal; two micro-batches a step."""
+    return {
+        f"{name} {arm}": curve(MODELS[name], strategy, ARMS[arm])
+        for name in models or MODELS
+        for arm in arms
+        if arm != "recomputed" or MODELS[name] is not Alone
+    }
+
+
+def curve(build: Callable[[], nn.Module], strategy: str, extra: dict[str, Any]) -> list[tuple[float, float]] | str:
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    try:
+        with start(None, settings(strategy, **{"train.grad_accum_steps": 2, **extra})) as job:
+            job.wrap(build)
+            found = []
+            for step in range(5):
+                rows = tokens(step, 2 * ROWS).chunk(world)[rank].chunk(2)
+                result = job.step(list(rows), doubled if build is Alone else next_token, torch.Tensor.numel)
+                found.append((result.loss, result.grad_norm))
+            return found
+    except ConfigError as error:
+        return str(error)
+    finally:
+        gc.collect()
+
+
+class Leftover(Model):
+    """Reads a weight from a function of its own, which torch's overrides do not see."""
+
+    class Read(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * weight.detach().mean()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return grads[0], torch.ones(WIDTH, WIDTH)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return super().through(self.Read.apply(x, self.blocks[1].mix.weight))  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Late(Reached):
+    """Reaches into a block from the fourth step on."""
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        return super().through(x) if self.calls > 6 else Model.through(self, x)
+
+
+class InPlace(Model):
+    class Block(Inner):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x += self.mix(self.norm(x))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__(self.Block)
+
+
+class ByRank(Model):
+    """Only some ranks reach into a block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.through(self.embed(tokens))
+        if int(tokens[0, 0]) == 0:
+            x = x + self.blocks[0].norm(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def refusals() -> dict[str, Any]:
+    """Model → its refusal, or its curve."""
+    return {kind.__name__: curve(kind, "fsdp", {}) for kind in (Leftover, SideLoss, Late, InPlace, ByRank)}
+
+
+def unsharded() -> str:
+    """The refusal of a model of which the engine forgets a parameter."""
+    from shardkit.strategies import fsdp
+
+    sharder = fsdp.fully_shard
+
+    def forgetful(module: Any, **options: Any) -> Any:
+        return sharder(module, **options, ignored_params={module.head.weight} if isinstance(module, Model) else set())
+
+    fsdp.fully_shard = forgetful  # type: ignore[assignment]
+    return str(curve(Model, "fsdp", {}))
+
+
+def blocks_line(strategy: str) -> list[str]:
+    lines = []
+    for build in (SharedInShared, Tied):
+        with start(None, settings(strategy)) as job:
+            job.wrap(build)
+            lines.append(describe_blocks(job.model, find_blocks(job.model)))
+    return lines
