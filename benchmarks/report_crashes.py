@@ -28,3 +28,33 @@ def crashes(result: dict[str, Any]) -> str:
         parts += ["", f"**{title}**: {found['cases']} of {result['asked'][kind]} cases have run.", ""]
         parts += [table(["scenario", "cases", "problems"], rows)] if rows else []
     return "\n".join([*parts, "", machine(result["environment"]), ""])
+
+
+def moments(result: dict[str, Any]) -> str:
+    parts = [
+        "## Slurm jobs that meet a fault at a drawn moment",
+        "",
+        paragraph(
+            "`python -m benchmarks.moments` plays faults on a Slurm cluster of two emulated nodes, several jobs at a "
+            "time. A seed draws the template (torchrun, srun, a script of the user's own), the strategy, the fault, "
+            "its moment, the seconds of a save (1 to 6; 25 to 45 for time limits) and Slurm's KillWait (20 to 60 s). "
+            "Each outcome has to be an allowed one, and each loss that of a run that nothing disturbs."
+        ),
+        "",
+        f"{result['draws']} of {result['asked']} draws have been played (seed {result['seed']}), "
+        f"{len(result['problems'])} of them with a problem.",
+        *(
+            [paragraph(f"Played a second time: {again['draws']}; {again['why']}.")]
+            if (again := result.get("played_again"))
+            else []
+        ),
+        "",
+    ]
+    rows = [
+        [fault, moment, outcome, str(count)]
+        for fault, by_moment in result["by_fault"].items()
+        for moment, outcomes in by_moment.items()
+        for outcome, count in outcomes.items()
+    ]
+    parts += [table(["fault", "moment", "outcome", "draws"], rows)]
+    return "\n".join([*parts, "", machine(result["environment"]), ""])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -22,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
 from ..files import write_whole
-from . import spec
-from .failures import exit_codes, failure, job_starts, oom
+from . import endings, spec
+from .failures import job_starts
 from .local.processes import Follower
 from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
 from .script import PREEMPT_FILE, Script, from_json, newest_change
-from .slurm import preemption_warning, requeue, script, submit
+from .slurm import lost, nodes, preemption_warning, requeue, script, submit
 from .slurm.preemption_warning import PreemptionWarning, say
 from .slurm.script import output_pattern
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 0.1
-_SRUN_LOG = "srun.log"
-_BEGAN = time.time()  # this process is one start of the job
 # Slurm's warning goes to every process of a step: until a process listens, it must be ignored, or it kills.
 _SHIELD = ["bash", "-c", "trap '' USR2; exec \"$@\"", "shield"]
 
@@ -296,26 +293,36 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
             f"cannot write {batch.log_dir}: {error.strerror}", "set run.dir to one you can write"
         ) from error
     _note_earlier_ends(batch)
-    _refuse(batch, environ)
-    nodes = environ.get("SLURM_JOB_NODELIST", "")
-    job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, nodes, batch.progress())
+    endings.refuse(batch, environ)
+    hosts = environ.get("SLURM_JOB_NODELIST", "")
+    job_starts.note_start(batch.run_dir, batch.job_id, batch.restart, hosts, batch.progress())
     _say_doubts(batch, environ)
+    _check_nodes(batch, environ)
     before = batch.newest_checkpoint()
     if batch.script is not None:
         warning.announce = partial(_announce, batch, batch.script.on_preempt)
     say(f"job {batch.job_id}, start {batch.restart + 1}, {batch.n_nodes} x {batch.n_ranks_per_node} ranks")
-    with (batch.log_dir / _SRUN_LOG).open("wb") as log:
+    with (batch.log_dir / endings.SRUN_LOG).open("wb") as log:
         process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ), stderr=log)
-    srun = Follower(batch.log_dir / _SRUN_LOG, sys.stderr.buffer)
-    noted = False
+    srun = Follower(batch.log_dir / endings.SRUN_LOG, sys.stderr.buffer)
+    in_use = job_starts.InUse(batch.log_dir)
+    tasks_per_node = 1 if batch.style == "torchrun" else batch.n_ranks_per_node
+    bound = lost.Bound(partial(endings.srun_log, batch), batch.n_nodes * tasks_per_node)
+    noted = queued = was_bounded = False
+    newest_then = before
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None
     while process.poll() is None:
-        warning.watch(batch.job_id, batch.run_dir)
-        if signal.SIGTERM in warning.came and not noted:  # Slurm may leave this script no time for it at the end
-            noted, why = True, requeue.taken_back(batch.job_id, batch.restart)
-            if why is not None:
-                batch.note_end(why)
+        warning.watch(batch.job_id, batch.run_dir, batch.restart)
+        if warning.ending is not None and not noted:  # Slurm may leave this script no time for it at the end
+            noted, newest_then = True, batch.newest_checkpoint()
+            endings.note_ending(batch, warning.ending, warning.told_at)
+        if noted and not queued and warning.is_late:
+            queued = endings.queue_once_saved(batch, newest_then)
+        if not was_bounded and bound.is_passed():
+            was_bounded = True
+            process.kill()  # it waits for tasks whose processes are gone
         srun.pump()
+        in_use.beat()
         if rank_0 is not None:
             rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
         time.sleep(_POLL_S)
@@ -323,7 +330,9 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     if rank_0 is not None:
         rank_0.pump(stop_at_error=(batch.error_dir / "rank-0.json").exists())
     saved = batch.newest_checkpoint()
-    return _after(batch, process.returncode, warning, environ, saved if saved != before else None)
+    code = endings.after(batch, process.returncode, warning, environ, saved if saved != before else None, was_bounded)
+    in_use.close()
+    return code
 
 
 def _note_earlier_ends(batch: Batch) -> None:
@@ -338,97 +347,31 @@ def _note_earlier_ends(batch: Batch) -> None:
 def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:
     ends_at = requeue.outlook(batch.job_id).ends_at
     if ends_at is not None:
-        lead_s = int(environ.get("SHARDKIT_SIGNAL_S", preemption_warning.DEFAULT_S))
+        lead_s = integer(environ, "SHARDKIT_SIGNAL_S") if environ.get("SHARDKIT_SIGNAL_S") else None
         for doubt in preemption_warning.doubts(ends_at - time.time(), lead_s, batch.run_dir, batch.is_periodic):
             say(f"warning: {doubt}")
 
 
-def _refuse(batch: Batch, environ: Mapping[str, str]) -> None:
-    """Raise if the job should not run again."""
-    most = int(environ.get("SHARDKIT_MAX_REQUEUES", "100"))
-    words = None
-    if batch.script is not None:
-        words = f"wrote no file below {batch.script.checkpoints}"
-        words = words if batch.script.checkpoints else "showed no progress (it was submitted without --checkpoints)"
-    problem = requeue.refusal(batch.run_dir, batch.job_id, most, batch.progress(), words)
-    if problem is not None:
-        raise problem
-
-
-def _after(
-    batch: Batch, code: int, warning: PreemptionWarning, environ: Mapping[str, str], saved: tuple[int, int] | None
-) -> int:
-    """Note why the step ended; requeue the job, or end it with the returned code.
-
-    Args:
-        saved: the newest checkpoint, if this start made it.
-    """
-    failures = _failures(batch)
-    stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
-    if code == 0 and not stopped and (batch.script is None or signal.SIGUSR2 not in warning.came):
-        batch.note_end("done")
-        return exit_codes.OK
-    if batch.script is None:
-        why = requeue.reason(batch.job_id, warning.came, failures, stopped, saved and saved[0], batch.restart)
-    else:
-        why = requeue.script_reason(batch.job_id, warning.came, failures, code, saved is not None, batch.restart)
-        stopped = stopped or (why is not None and why.endswith("after USR2"))
-    if why is None:
-        return _failed(batch, code, failures, stopped, saved is not None)
-    batch.note_end(why)
-    if not stopped and why not in requeue.NOT_ITS_DOING:
-        _explain(batch, failures)
-    _refuse(batch, environ)
-    say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures), batch.restart)}")
-    warning.wait_for_term()
-    return exit_codes.PREEMPTED
-
-
-def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: bool, saved: bool) -> int:
-    if stopped and not saved:
-        say(f"error: the ranks reported a save, but {batch.run_dir}/checkpoints has no checkpoint of this start")
-        batch.note_end("stopped, without a checkpoint")
-        return exit_codes.UNSAVED
-    if stopped:
-        say("saved and stopped; not queued again: only Slurm's warning or a preemption requeues a job")
-        batch.note_end("stopped")
-        return exit_codes.PREEMPTED
-    batch.note_end(f"failed: {_cause(failures[0]) if failures else code}")
-    if not failures:
-        say(f"srun ended with {exit_codes.describe(code)}, no rank reported an error; logs: {batch.log_dir}")
-        return exit_codes.shell_code(code)
-    _explain(batch, failures)
-    return failure.exit_code_of(failures)
-
-
-def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
-    """Print why ranks died; under torchrun each node's launcher has done it."""
-    if failures and batch.style == "srun":
-        memory = oom.words(failures, oom.read(batch.run_dir, _BEGAN))
-        kills = failure.oom_kills_in_srun_log(_srun_log(batch))
-        print(failure.explain(failures, str(batch.log_dir), kills, memory), file=sys.stderr, flush=True)
-
-
-def _cause(first: failure.Failure) -> str:
-    return first.message if first.trace or first.is_error else f"rank {first.rank}: {first.message}"
-
-
-def _failures(batch: Batch) -> list[failure.Failure]:
-    """Why ranks ended, likely origin first: from their own files, their launchers and srun."""
-    if batch.style == "torchrun":
-        found = [one for folder in batch.log_dir.glob("*") for one in failure.of_launcher(folder)]
-        return sorted(found, key=lambda one: one.order)
-    reported = failure.in_srun_log(_srun_log(batch))
-    if batch.script is not None:
-        reported = [failure.with_traceback(found, batch.log_dir / f"rank-{found.rank}.log") for found in reported]
-    return failure.merged(failure.read(batch.error_dir.glob("*.json")), reported)
-
-
-def _srun_log(batch: Batch) -> str:
+def _check_nodes(batch: Batch, environ: Mapping[str, str]) -> None:
+    """Refuse nodes that differ before ranks start there: they would wait for each other, or fail far from the cause."""
+    if batch.n_nodes == 1:
+        return
+    options = ["srun", f"--nodes={batch.n_nodes}", f"--ntasks={batch.n_nodes}", "--ntasks-per-node=1"]
+    checkpoints = batch.run_dir.absolute() / "checkpoints"
+    folders = [batch.run_dir.absolute(), batch.log_dir, *([checkpoints] if checkpoints.is_dir() else [])]
+    packages = ["shardkit", "torch"] if batch.script is None or batch.style == "torchrun" else []
+    python = None if environ.get("SHARDKIT_CONTAINER") else sys.executable
     try:
-        return (batch.log_dir / _SRUN_LOG).read_text(errors="replace")
-    except OSError:  # the run was deleted
-        return ""
+        warning = nodes.check(options, python, packages, folders, environ)
+    except LaunchError as error:
+        batch.note_end(f"failed: {error.cause}")
+        raise
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write {error.filename}: {error.strerror}", "free space, or repair the disk"
+        ) from error
+    if warning is not None:
+        say(f"warning: {warning}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import LaunchError
+from .failures import exit_codes
+from .local import restart
 from .ranks.placement import integer
 from .spec import JobSpec, Rendezvous
 
@@ -19,7 +21,11 @@ NODE = "node"
 """The replicated job and the container of the ranks, as in Kubeflow's runtime `torch-distributed`."""
 _PORT = 29400  # inside a pod's own network, where nothing else listens
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_END_S = 60  # the launcher's own time to end the ranks, after the script's
+GRACE_S = 120.0
+"""Seconds that the ranks of a config have for their last save, unless the user sets them."""
+_END_S = 60  # the launcher's own time to end the ranks, after theirs
+_UID = "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"  # JobSet 0.9 and later; empty before
+_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -30,7 +36,7 @@ def render_train_job(spec: JobSpec) -> str:
         LaunchError: no image, or a name or volume that Kubernetes would refuse.
     """
     pod = {
-        "terminationGracePeriodSeconds": _grace_s(spec),
+        "terminationGracePeriodSeconds": _period_s(spec),
         "volumes": _volumes(spec),
         "containers": [{"name": NODE, "volumeMounts": _mounts(spec)}],
     }
@@ -39,6 +45,7 @@ def render_train_job(spec: JobSpec) -> str:
         "image": _image(spec),
         "command": _command(spec)[:4],
         "args": _command(spec)[4:],
+        "env": _start_variables(spec),
         "numNodes": spec.nodes[1],
         "numProcPerNode": spec.nproc_per_node,
         **({"resourcesPerNode": _resources(spec)} if _resources(spec) else {}),
@@ -62,8 +69,9 @@ def render_train_job(spec: JobSpec) -> str:
 def render_job_set(spec: JobSpec) -> str:
     """The manifest of a JobSet (jobset.x-k8s.io/v1alpha2), one pod per node.
 
-    A pod that fails ends its job, and the set starts again as a whole, `max_restarts` times. Disruptions (preemption,
-    drained nodes) do not count.
+    A pod that fails ends its job, and the set starts again as a whole, `max_restarts` times. Two kinds of ends do not
+    count: a pod that is disrupted (preempted, drained), and a pod that saved and stopped, as all pods of a disrupted
+    job do. Pods that stopped may be seen before the disrupted one.
 
     Raises:
         LaunchError: no image, or a name or volume that Kubernetes would refuse.
@@ -75,6 +83,7 @@ def render_job_set(spec: JobSpec) -> str:
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         {"name": "PET_MASTER_ADDR", "value": f"{name}-{NODE}-0-0.{name}"},
         {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+        *_start_variables(spec),
     ]
     container = {
         "name": NODE,
@@ -92,12 +101,18 @@ def render_job_set(spec: JobSpec) -> str:
         "backoffLimit": 0,
         **_deadline(spec),
         "podFailurePolicy": {
-            "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": NODE, "operator": "In", "values": [exit_codes.PREEMPTED]},
+                },
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
         },
         "template": {
             "spec": {
                 "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": _grace_s(spec),
+                "terminationGracePeriodSeconds": _period_s(spec),
                 "containers": [container],
                 "volumes": _volumes(spec),
             }
@@ -177,8 +192,23 @@ def _command(spec: JobSpec) -> list[str]:
     return [*launch, *sizes, "--run-dir", spec.run_dir, *spec.script.launch_options(), "--", *spec.script.argv]
 
 
-def _grace_s(spec: JobSpec) -> int:
-    return _END_S + (math.ceil(spec.script.grace_s) if spec.script is not None else 0)
+def _grace_s(spec: JobSpec) -> float:
+    if spec.script is not None:
+        return spec.script.grace_s
+    return GRACE_S if spec.grace_s is None else spec.grace_s
+
+
+def _period_s(spec: JobSpec) -> int:
+    return _END_S + math.ceil(_grace_s(spec))
+
+
+def _start_variables(spec: JobSpec) -> list[dict[str, Any]]:
+    """The variables by which a pod knows its job, how often JobSet has started it again, and its time to save."""
+    fields = {restart.JOB_ID: _UID, restart.RESTARTS: _ATTEMPT}
+    return [
+        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+        {"name": restart.GRACE, "value": f"{_grace_s(spec):g}"},
+    ]
 
 
 def _deadline(spec: JobSpec) -> dict[str, int]:

@@ -119,8 +119,17 @@ def check(script: Script, cwd: Path | None) -> None:
         raise LaunchError(f"--on-preempt {script.on_preempt!r} is not known", f"pass one of {', '.join(ON_PREEMPT)}")
     if not 1 <= script.heartbeat_timeout_s < 1e9:
         raise LaunchError(f"--heartbeat-timeout {script.heartbeat_timeout_s:g} is out of range", "pass seconds from 1")
-    if not 0 <= script.grace_s < 1e9:
-        raise LaunchError(f"--grace-s {script.grace_s:g} is out of range", "pass seconds from 0")
+    check_grace(script.grace_s)
+
+
+def check_grace(seconds: float) -> None:
+    """Refuse a time to save and end that is none.
+
+    Raises:
+        LaunchError: it is negative, or not a number.
+    """
+    if not 0 <= seconds < 1e9:
+        raise LaunchError(f"--grace-s {seconds:g} is out of range", "pass seconds from 0")
 
 
 def _is_program(path: Path) -> bool:

@@ -106,6 +106,8 @@ class JobSpec:
         bind_cpus: whether each rank is bound to its own CPUs.
         on_gpus: whether ranks use GPUs.
         script: the program that the ranks run instead of shardkit's own; None = `shardkit.train` with the config.
+        grace_s: seconds that the ranks of a config have to save and end after SIGTERM; None = the environment's
+            (`restart.grace_s`) for a launcher, `kubernetes.GRACE_S` for a pod.
     """
 
     config: str | None
@@ -125,6 +127,7 @@ class JobSpec:
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     kubernetes: KubernetesOptions = KubernetesOptions()
     script: Script | None = None
+    grace_s: float | None = None
 
     @property
     def is_elastic(self) -> bool:

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...files.children import module_command
 from ..ranks import affinity
 from ..ranks.affinity import available_cores
 from ..ranks.env import detect
@@ -52,7 +53,7 @@ def examine(run_dir: Path, cache_dir: Path) -> list[Check]:
 
 def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[Check]:
     """Checks of torch and DeepSpeed; a crash on import is a finding, not the end."""
-    command = [python, "-m", "shardkit.launch.doctor.libraries"]
+    command = module_command("shardkit.launch.doctor.libraries", python)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

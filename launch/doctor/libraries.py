@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from ...files.children import code_command
 from .finding import Check
 
 # In its own process: DeepSpeed prints, and an op of another build can crash.
@@ -65,7 +65,7 @@ def _gpu(index: int) -> Check:
 
 def _cpu_adam(cuda: bool) -> Check:
     code = _OPS.format(accelerator="cuda" if cuda else "cpu")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(code_command(code), capture_output=True, text=True, env=dict(os.environ))
     said = [line for line in done.stdout.splitlines() if line.startswith("OPS ")]
     if done.returncode or not said:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

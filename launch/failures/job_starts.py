@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,11 @@ from typing import Any
 
 from ...files import TAIL, append_lines, read_objects, write_whole
 
+IN_USE = "is being written by"
+"""The words of the error with which a start is refused because another one writes to the directory."""
+BEAT_S = 5.0
+_STALE_S = 6 * BEAT_S
+_MARK = "in_use"
 _NO_END = "without a word: its node was lost, or it was killed"
 
 
@@ -26,6 +32,7 @@ class Start:
         step: the run's optimizer step at this start.
         reason: why the start ended; None while it runs, or if it could not record the reason.
         began: local start time in Slurm's format.
+        refused: whether it was refused because another start wrote to the directory.
     """
 
     job: str
@@ -33,6 +40,7 @@ class Start:
     step: int
     reason: str | None
     began: str = ""
+    refused: bool = False
 
     @property
     def ended(self) -> str:
@@ -54,7 +62,7 @@ def note_start(run_dir: Path, job_id: str, restart: int, nodes: str, step: int |
 def note_end(run_dir: Path, job_id: str, restart: int, reason: str, step: int | None = None) -> None:
     """Record why this start ended."""
     event = {"event": "end", "job": job_id, "restart": restart, "step": last_step(run_dir) if step is None else step}
-    _append(run_dir, {**event, "reason": _one_line(reason)})
+    _append(run_dir, {**event, "reason": _one_line(reason), "refused": IN_USE in reason})
 
 
 def note_restart(run_dir: Path, reason: str, lost_peer: bool = False) -> None:
@@ -77,11 +85,69 @@ def restarts(run_dir: Path) -> list[tuple[int, str]]:
 
 def starts(run_dir: Path) -> list[Start]:
     """Every recorded start, in order."""
-    ends = {(e["job"], e["restart"]): e["reason"] for e in _events(run_dir, "end")}
-    return [
-        Start(e["job"], e["restart"], e["step"], ends.get((e["job"], e["restart"])), e.get("time", "")[:19])
-        for e in _events(run_dir, "start")
-    ]
+    ends = {(e["job"], e["restart"]): e for e in _events(run_dir, "end")}
+    found = []
+    for event in _events(run_dir, "start"):
+        end = ends.get((event["job"], event["restart"]), {})
+        refused, began = end.get("refused") is True, event.get("time", "")[:19]
+        found.append(Start(event["job"], event["restart"], event["step"], end.get("reason"), began, refused))
+    return found
+
+
+def history(run_dir: Path, environ: Mapping[str, str] | None = None) -> tuple[list[Start], list[Start]]:
+    """(the starts before the current one, the starts of other jobs that were refused or may still be).
+
+    The current start is the one that the environment names, else the last one that was not refused.
+    """
+    environ = os.environ if environ is None else environ
+    current = environ.get("SLURM_JOB_ID"), int(environ.get("SLURM_RESTART_COUNT") or 0)
+    rivals, runs = list[Start](), list[Start]()
+    for start in starts(run_dir):
+        is_waiting = start.reason is None and start.job != current[0] and is_in_use(start_folder(run_dir, start))
+        (rivals if start.refused or is_waiting else runs).append(start)
+    index = next((i for i, start in enumerate(runs) if (start.job, start.restart) == current), len(runs) - 1)
+    return runs[: max(index, 0)], rivals
+
+
+def start_folder(run_dir: Path, start: Start) -> Path:
+    """Where a batch job keeps the logs of one of its starts."""
+    return run_dir / "logs" / f"slurm-{start.job}.{start.restart}"
+
+
+class InUse:
+    """Marks a folder of logs as in use until `close`, so that another job's `run.overwrite` leaves it.
+
+    A file in it is touched every few seconds. A process that is killed leaves the file, which then grows old.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._mark = folder / _MARK
+        self._next = 0.0
+
+    def beat(self) -> None:
+        """Touch the file if that is due; call it often."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + BEAT_S
+            with suppress(OSError):  # a full disk, or a folder that is gone
+                self._mark.touch()
+
+    def close(self) -> None:
+        """The folder is no longer in use."""
+        with suppress(OSError):
+            self._mark.unlink(missing_ok=True)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process marks this folder as in use; the age of its mark is measured by the file system's own clock."""
+    probe = folder / f".{_MARK}.{os.getpid()}"
+    try:
+        marked = (folder / _MARK).stat().st_mtime
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+    except OSError:  # no mark
+        return False
+    return now - marked < _STALE_S
 
 
 _FIELDS: dict[str, dict[str, type]] = {
@@ -101,12 +167,20 @@ def _events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def summary(run_dir: Path) -> str | None:
-    """`started 3 times; ended before: 2 x saved after USR2`; None for a run that was never restarted."""
-    reasons = [start.ended for start in starts(run_dir)[:-1]] + [reason for _, reason in restarts(run_dir)]
-    if not reasons:
-        return None
-    told = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
-    return f"started {len(reasons) + 1} times; ended before: {told}"
+    """`started 3 times; ended before: 2 x saved after USR2`; None for a run that was never restarted.
+
+    Jobs that were refused while this run wrote to the directory are no starts of it; they are named after the others.
+    """
+    earlier, rivals = history(run_dir)
+    reasons = [start.ended for start in earlier] + [reason for _, reason in restarts(run_dir)]
+    lines = []
+    if reasons:
+        told = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
+        lines.append(f"started {len(reasons) + 1} times; ended before: {told}")
+    if rivals:
+        jobs = ", ".join(dict.fromkeys(start.job for start in rivals))
+        lines.append(f"refused, as this run was writing to the directory: job {jobs}")
+    return "; ".join(lines) or None
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
@@ -121,9 +195,10 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
 
 
 def forget_others(run_dir: Path, job_id: str | None) -> None:
-    """Drop the records of other jobs, whose run was deleted."""
+    """Drop the records of other jobs, whose run was deleted; a job that runs right now has its own to keep."""
     events = read_objects(path(run_dir))
-    kept = [event for event in events if job_id is not None and event.get("job") == job_id]
+    running = {start.job for start in starts(run_dir) if is_in_use(start_folder(run_dir, start))}
+    kept = [event for event in events if event.get("job") in {job_id, *running} - {None}]
     if kept != events:
         write_whole(path(run_dir), "".join(json.dumps(event) + "\n" for event in kept))
 

@@ -104,7 +104,8 @@ class Guard:
         self._announce()
         self._next_look = 0.0
         deadline = time.monotonic() + self._script.grace_s
-        while process.poll() is None and time.monotonic() < deadline:
+        ranks = processes.rank_processes(process.pid)
+        while time.monotonic() < deadline and (process.poll() is None or not ranks.isdisjoint(processes.descendants())):
             if self.look(process):
                 return
             time.sleep(_POLL_S)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import kubernetes
-from ..failures import exit_codes, failure, oom
+from ..failures import exit_codes, failure, job_starts, oom
 from ..ranks import affinity
 from ..ranks.affinity import default_omp_threads
 from ..ranks.placement import integer
@@ -26,13 +26,15 @@ from ..spec import JobSpec, Rendezvous
 from . import processes, rendezvous, torchrun
 from .guard import Guard
 from .processes import RankOutput
-from .restart import Restarts
+from .restart import GRACE, Restarts, grace_s
 from .torchrun import build_argv, command_line
 
 _POLL_S = 0.05
 _STOP_S = 7.0  # Ctrl-C: time for ranks to end by themselves before they are killed
-_SAVE_S = 25.0  # SIGTERM, SIGHUP: ranks may be saving; schedulers kill after 30 s
+_END_S = 25.0  # SIGTERM, SIGHUP: time for torchrun to end after its ranks had theirs
+_NO_LIMIT_S = 7 * 24 * 3600
 _NO_MEETING = re.compile(r"Rendezvous\w*Error|DistNetworkError|DistStoreError", re.IGNORECASE)
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,6 +69,8 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         if reserved is not None:
             left.callback(reserved.close)
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
+        in_use = job_starts.InUse(Path(spec.log_dir))
+        left.callback(in_use.close)
         cpus = _cpu_shares(spec, environ)
         argv, added = build_argv(spec), added_environment(spec, environ, cpus)
         guard = None
@@ -84,7 +88,11 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         endpoint = spec.rendezvous.endpoint if spec.nodes[1] > 1 else None
         patience = math.inf if endpoint is None else rendezvous_timeout_s
         log_dir, run_dir, shows_rank_0 = Path(spec.log_dir), Path(spec.run_dir), _shows_rank_0(spec)
-        ended = _run(argv, {**environ, **added}, log_dir, run_dir, shows_rank_0, patience, guard)
+        # In an elastic job torchrun itself tells the ranks, which end with a failure for it to see.
+        save_s = 0.0 if spec.is_elastic else grace_s({**environ, **added})
+        if not spec.is_elastic and _has_no_grace(spec, environ):
+            save_s = math.inf
+        ended = _run(argv, {**environ, **added}, log_dir, run_dir, shows_rank_0, patience, save_s, in_use, guard)
         if endpoint is not None and _never_met(ended, Path(spec.log_dir)):
             raise LaunchError(
                 f"no rank started: the nodes did not meet at {endpoint}: {rendezvous.trouble(endpoint)}",
@@ -103,6 +111,9 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
     added |= {name: value for name, value in torchrun.elastic_variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
         added["PYTHONUNBUFFERED"] = "1"  # output goes to files, which Python would buffer
+    added |= {GRACE: f"{spec.grace_s:g}"} if spec.grace_s is not None else {}
+    if _has_no_grace(spec, environ) and not environ.get(_SHUTDOWN_TIMEOUT):
+        added[_SHUTDOWN_TIMEOUT] = str(_NO_LIMIT_S)  # torchrun kills ranks 30 s after SIGTERM, whatever KillWait is
     keep = [path for path in (environ.get("SHARDKIT_KEEP"), spec.log_dir) if path]
     return {**added, "SHARDKIT_KEEP": os.pathsep.join(keep)}
 
@@ -111,6 +122,11 @@ def _cpu_shares(spec: JobSpec, environ: Mapping[str, str]) -> list[list[int]]:
     if not spec.bind_cpus or environ.get(affinity.VARIABLE):
         return []
     return affinity.shares(spec.nproc_per_node, spec.on_gpus, environ)
+
+
+def _has_no_grace(spec: JobSpec, environ: Mapping[str, str]) -> bool:
+    """Whether a save has all the time until Slurm ends the step: nobody named a shorter one."""
+    return "SLURM_STEP_ID" in environ and spec.script is None and spec.grace_s is None and not environ.get(GRACE)
 
 
 def _shows_rank_0(spec: JobSpec) -> bool:
@@ -146,10 +162,10 @@ def _with_meeting(
     node_rank = integer(environ, "SLURM_NODEID")
     parts = [environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID")]
     run_id = "slurm-" + re.sub(r"[^0-9A-Za-z.-]", "_", ".".join(parts))
-    path = Path(spec.run_dir) / ".rendezvous" / f"{run_id}.torchrun"
+    path = Path(spec.run_dir) / rendezvous.FOLDER / f"{run_id}.torchrun"
     reserved = None
     if node_rank == 0:
-        reserved = rendezvous.ReservedPort()
+        reserved = rendezvous.ReservedPort(path)
         endpoint = f"{rendezvous.reachable_name(environ)}:{reserved.port}"
         rendezvous.publish(path, endpoint)
     else:
@@ -173,6 +189,8 @@ def _run(
     run_dir: Path,
     shows_rank_0: bool,
     patience_s: float,
+    save_s: float,
+    in_use: job_starts.InUse,
     guard: Guard | None = None,
 ) -> Ended:
     processes.adopt_orphans()
@@ -186,14 +204,17 @@ def _run(
             raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
         try:
             restarts = Restarts(log_dir, run_dir)
-            unmet = not _wait_for_ranks(process, log_dir, asked, patience_s)
-            user_error = not unmet and _watch(process, rank_0, restarts, asked, guard)
-            if guard is not None and asked and asked[0] != signal.SIGINT:
-                guard.wind_down(process)
+            unmet = not _wait_for_ranks(process, log_dir, asked, patience_s, in_use)
+            user_error = not unmet and _watch(process, rank_0, restarts, asked, in_use, guard)
+            if asked and asked[0] != signal.SIGINT:
+                if guard is not None:
+                    guard.wind_down(process)
+                else:
+                    _let_ranks_save(process, asked[0], log_dir, save_s)
             if process.poll() is None:
                 signum = asked[0] if asked else signal.SIGTERM
                 in_a_hurry = signum == signal.SIGINT or user_error or unmet
-                processes.stop(process, signum, _STOP_S if in_a_hurry else _SAVE_S)
+                processes.stop(process, signum, _STOP_S if in_a_hurry else _END_S)
         finally:
             processes.sweep()
             process.wait()
@@ -201,12 +222,15 @@ def _run(
     return Ended(process.returncode, asked[0] if asked else None, user_error, unmet, shown)
 
 
-def _wait_for_ranks(process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float) -> bool:
+def _wait_for_ranks(
+    process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float, in_use: job_starts.InUse
+) -> bool:
     """Wait until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
     deadline = time.monotonic() + patience_s
     while process.poll() is None and not asked and not failure.attempts(log_dir):
         if time.monotonic() > deadline:
             return False
+        in_use.beat()
         time.sleep(_POLL_S)
     return True
 
@@ -216,11 +240,13 @@ def _watch(
     rank_0: RankOutput | None,
     restarts: Restarts,
     asked: list[int],
+    in_use: job_starts.InUse,
     guard: Guard | None,
 ) -> bool:
     """Wait for the end, or a reason to end it; True if another start of the ranks would be in vain."""
     next_look = 0.0
     while process.poll() is None and not asked:
+        in_use.beat()
         if rank_0 is not None:
             rank_0.pump()
         if time.monotonic() >= next_look:  # a restart would only repeat such an error
@@ -232,6 +258,27 @@ def _watch(
         time.sleep(_POLL_S)
     restarts.look()
     return False
+
+
+def _let_ranks_save(process: subprocess.Popen[bytes], signum: int, log_dir: Path, save_s: float) -> None:
+    """Pass a signal on to the ranks, and wait up to `save_s` until they have saved and ended, and torchrun with them.
+
+    torchrun itself kills its ranks 30 s after it has passed a signal on, however long their save takes. A torchrun that
+    gets SIGTERM repeatedly, as from Slurm at a time limit, ends before its ranks: this process has adopted them then.
+    """
+    attempts, deadline = failure.attempts(log_dir), time.monotonic() + save_s
+    ranks = processes.rank_processes(process.pid) if save_s > 0 else set()
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+    while (
+        ranks
+        and time.monotonic() < deadline
+        and (process.poll() is None or not ranks.isdisjoint(processes.descendants()))
+    ):
+        if len(failure.attempts(log_dir)) > len(attempts):  # torchrun restarts ranks that failed
+            return
+        time.sleep(_POLL_S)
 
 
 def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: Guard | None = None) -> int:

@@ -96,6 +96,11 @@ def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
     process.wait()
 
 
+def rank_processes(torchrun: int) -> set[int]:
+    """Process ids of the ranks that a torchrun process runs, or ran: this process has adopted those that outlive it."""
+    return {pid for parent in (torchrun, os.getpid()) for pid, _ in ranks_of(parent).values()}
+
+
 def sweep(timeout_s: float = 2.0) -> list[int]:
     """Kill every process below this one; returns their ids. Only for a process that owns all its children."""
     killed: list[int] = []

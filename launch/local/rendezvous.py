@@ -9,13 +9,16 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...errors import LaunchError
 from ...files import write_whole
 from ..spec import split_endpoint
 
+FOLDER = ".rendezvous"
+"""The folder in a run directory where node 0 or rank 0 publishes its address."""
+_OLD_S = 3600  # nobody waits that long for an address
 STORE = "SHARDKIT_STORE"
 """The variable that names the folder where the ranks of a single node meet."""
 
@@ -52,9 +55,13 @@ class ReservedPort:
     """A free port that no other process gets: bound, but not listening, which lets the store take it over.
 
     The store (libuv) binds with SO_REUSEADDR; Linux allows this if the other socket also has it and does not listen.
+
+    Args:
+        path: where the port is published; `close` withdraws it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,6 +72,8 @@ class ReservedPort:
 
     def close(self) -> None:
         self._socket.close()
+        if self._path is not None:
+            withdraw(self._path)
 
 
 def reachable_name(environ: Mapping[str, str] | None = None) -> str:
@@ -85,12 +94,37 @@ def publish(path: Path, endpoint: str) -> None:
         LaunchError: the directory cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, endpoint)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, endpoint)
+        except FileNotFoundError:  # another start has just removed the empty folder
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, endpoint)
     except OSError as error:
         raise LaunchError(
             f"cannot write {path}: {error.strerror}", "set run.dir to a directory that every node can write"
         ) from error
+
+
+def withdraw(path: Path) -> None:
+    """Remove an address that nobody needs any more, and its folder once it is empty."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def sweep(run_dir: Path) -> None:
+    """Remove the addresses of starts that were killed. Young ones stay: another start may be meeting there."""
+    folder = run_dir / FOLDER
+    with suppress(OSError):  # no such folder
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        now = probe.stat().st_mtime  # by the clock of the file system
+        probe.unlink()
+        for file in folder.iterdir():
+            if now - file.stat().st_mtime > _OLD_S:
+                file.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def trouble(endpoint: str) -> str:

@@ -1,42 +1,113 @@
-"""A restarted job continues where it stopped, whatever its command line says."""
+"""Which job a start belongs to: a restarted job continues where it stopped, whatever its command line says."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import LaunchError
 from ..failures import exit_codes, failure, job_starts
 from ..ranks.placement import integer
 from .torchrun import is_elastic
 
+JOB_ID, RESTARTS = "SHARDKIT_JOB_ID", "SHARDKIT_RESTART_COUNT"
+"""The variables that name a job outside of Slurm, and say how often its supervisor has started it again."""
+GRACE = "SHARDKIT_GRACE_S"
+"""The variable that says how many seconds ranks may take to save and end after SIGTERM or SIGHUP."""
+DEFAULT_GRACE_S = 25.0
+"""Most schedulers kill after 30 s."""
 
-def is_restart(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun restarted these ranks, or Slurm requeued their job.
 
-    In an elastic job every start counts as a restart: torchrun does not tell a joining node about earlier starts.
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job, as its environment describes it.
+
+    Attributes:
+        job: the job's name, which is the same at all of its starts; None if nothing identifies the job.
+        agent: the torchrun process that starts and restarts these ranks; None without torchrun, or with one per node.
+        restart: how often Slurm or another supervisor has started the job again, if it counts.
+        step: Slurm's number of the step within the job.
+        attempt: how often torchrun has restarted the ranks.
+        is_named: whether the user or the manifest named the job, so that each start continues the one before.
+    """
+
+    job: str | None
+    agent: str | None = None
+    restart: int = 0
+    step: str = ""
+    attempt: int = 0
+    is_named: bool = False
+
+    @property
+    def is_again(self) -> bool:
+        """Whether a supervisor or torchrun has counted an earlier start of the job."""
+        return self.restart > 0 or self.attempt > 0
+
+    @property
+    def name(self) -> str | None:
+        """The job's name, else its torchrun's; None for a process by itself."""
+        return self.job if self.job is not None or self.agent is None else f"torchrun {self.agent}"
+
+
+def this_start(environ: Mapping[str, str] | None = None) -> JobStart:
+    """The start that the environment describes.
+
+    The name in SHARDKIT_JOB_ID comes first: it may join several Slurm jobs into one, or name the job of a shell loop.
+    The manifests of `shardkit submit --to` set it to the job's UID.
+    """
+    environ = os.environ if environ is None else environ
+    attempt, started_by = _count(environ, "TORCHELASTIC_RESTART_COUNT"), agent(environ)
+    if environ.get(JOB_ID):
+        return JobStart(f"job {environ[JOB_ID]}", started_by, _count(environ, RESTARTS), "", attempt, is_named=True)
+    if "SLURM_JOB_ID" not in environ:
+        return JobStart(None, started_by, attempt=attempt)
+    cluster = environ.get("SLURM_CLUSTER_NAME", "")
+    job = f"Slurm job {environ['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
+    return JobStart(job, started_by, _count(environ, "SLURM_RESTART_COUNT"), environ.get("SLURM_STEP_ID", ""), attempt)
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    return integer(environ, name) if environ.get(name) else 0
+
+
+def wrote(run_dir: Path, environ: Mapping[str, str] | None = None) -> bool | None:
+    """Whether this start is a restart of the job that wrote the run in `run_dir`; None if nothing tells.
+
+    The run's env.json names the job. It is written after a start has claimed the directory and deleted what it was to
+    overwrite, so a job that ended before that does not count as the writer. In an elastic job every start counts as a
+    restart, because torchrun does not tell a joining node about earlier starts. A named job is restarted by its name
+    alone. In a Slurm job, only its own count or torchrun's shows a restart: users may run a command twice by hand.
     """
     environ = os.environ if environ is None else environ
     if is_elastic(environ):
         return True
-    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(integer(environ, name) > 0 for name in names if name in environ)
+    start, recorded = this_start(environ), _settings_of(run_dir)
+    if start.job is None and start.agent is None and start.attempt > 0:
+        return True  # torchrun on several nodes, which has restarted its ranks
+    if not recorded:
+        return False
+    if "job" not in recorded:  # written by an earlier version
+        return None
+    if start.job != recorded["job"]:
+        return False
+    if start.is_named or (start.is_again and (start.job is not None or start.agent == recorded.get("torchrun"))):
+        return True
+    return None
 
 
 def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | None = None) -> list[str]:
     """Overrides for a restarted run: continue in its own directory, never delete it.
 
     A run that starts from another run's checkpoint, and has none of its own yet, starts from there again. Nothing is
-    set if the earlier start ended before it claimed the directory: the files there are another run's.
+    set at a first start, or if the earlier start ended before it claimed the directory: the files there are another
+    run's.
     """
-    environ = os.environ if environ is None else environ
-    for key, job in (("slurm_job", environ.get("SLURM_JOB_ID")), ("torchrun", agent(environ))):
-        if job is not None:
-            if _settings_of(Path(run_dir)).get(key) != job:
-                return []
-            break
+    if wrote(Path(run_dir), environ) is not True:
+        return []
     has_own = job_starts.newest_checkpoint(Path(run_dir)) is not None
     if isinstance(resume, str) and not has_own:
         return ["run.overwrite=true"]
@@ -57,6 +128,24 @@ def _settings_of(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def grace_s(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds that ranks have to save and end after SIGTERM or SIGHUP.
+
+    Raises:
+        LaunchError: the variable is not a number of seconds.
+    """
+    text = (os.environ if environ is None else environ).get(GRACE)
+    if not text:
+        return DEFAULT_GRACE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise LaunchError(f"{GRACE}={text} is not a number of seconds", f"set {GRACE} to seconds from 0, or unset it")
+    return seconds
 
 
 def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = None) -> int:

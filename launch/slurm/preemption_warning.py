@@ -21,19 +21,24 @@ _SLACK_S = 30  # for the warning to reach the ranks, and for Slurm to requeue th
 _USUAL = 0.95  # quantile of step times: the first step after a start may compile
 
 
+def longest_save_s(run_dir: Path) -> float | None:
+    """Seconds of the longest of a run's last saves; None if nothing was saved."""
+    saves = read_objects(run_dir / "logs" / "checkpoints.jsonl", TAIL)
+    return max((float(save["total_s"]) for save in saves if "total_s" in save), default=None)
+
+
 def needed_s(run_dir: Path) -> int | None:
     """Seconds that a run needs for its end: twice the sum of a long step and its longest save, plus slack.
 
     Twice, since a background save may have to finish first, and disks have bad days. None if nothing was saved.
     """
-    saved = read_objects(run_dir / "logs" / "checkpoints.jsonl", TAIL)
-    saves = [float(save["total_s"]) for save in saved if "total_s" in save]
-    if not saves:
+    longest_s = longest_save_s(run_dir)
+    if longest_s is None:
         return None
     done = read_objects(run_dir / "metrics.jsonl", TAIL)
     steps = sorted(float(step["step_time_s"]) for step in done if "step_time_s" in step)
     step = steps[int(_USUAL * (len(steps) - 1))] if steps else 0.0
-    return _SLACK_S + math.ceil(2 * (max(saves) + step))
+    return _SLACK_S + math.ceil(2 * (longest_s + step))
 
 
 def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
@@ -53,36 +58,45 @@ _CLOCK = re.compile(r"(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?")
 
 
 def limit_s(text: str) -> int | None:
-    """Seconds of a time limit in Slurm's format (`90`, `90:30`, `4:00:00`, `2-0`, …); None for any other word."""
+    """Seconds of a time limit in Slurm's format (`90`, `90:30`, `4:00:00`, `2-0`, …).
+
+    None for no limit, which is 0 in Slurm, and for any other word.
+    """
     if days := _DAYS.fullmatch(text):
         count, hours, minutes, seconds = (int(part or 0) for part in days.groups())
-        return ((24 * count + hours) * 60 + minutes) * 60 + seconds
+        return ((24 * count + hours) * 60 + minutes) * 60 + seconds or None
     if clock := _CLOCK.fullmatch(text):
         hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        return (hours * 60 + minutes) * 60 + seconds
+        return (hours * 60 + minutes) * 60 + seconds or None
     return None
 
 
-def doubts(left_s: float, lead_s: int, run_dir: Path, periodic: bool) -> list[str]:
+def doubts(left_s: float, lead_s: int | None, run_dir: Path, periodic: bool) -> list[str]:
     """Reasons why a job may lose its work at its time limit.
 
     Args:
         left_s: seconds until the limit.
-        lead_s: seconds before the limit at which ranks are told to save; more if known saves take longer.
+        lead_s: seconds before the limit at which Slurm warns; None if only sbatch knows. Ranks are told to save earlier
+            if known saves take longer.
         periodic: whether the run makes periodic checkpoints.
     """
     needed = needed_s(run_dir)
-    lead_s = max(lead_s, needed or 0)
+    told_s = max(lead_s or 0, needed or 0)
     found = []
-    if left_s - lead_s < _START_S:
-        found.append(
-            f"the time limit leaves {left_s:.0f} s, and the job is told to save {lead_s} s before it: "
-            f"{max(0.0, left_s - lead_s):.0f} s to start and to train; ask for more time, or set --signal-s"
-        )
+    if left_s - told_s < _START_S:
+        if told_s:
+            leaves = (
+                f"{left_s:.0f} s, and the job is told to save {told_s} s before it: "
+                f"{max(0.0, left_s - told_s):.0f} s to start and to train; ask for more time, or set --signal-s"
+            )
+        else:
+            leaves = f"{left_s:.0f} s to start, to train and to save; ask for more time"
+        found.append(f"the time limit leaves {leaves}")
     if needed is None and not periodic:
+        lead = f"the {min(left_s, told_s):.0f} s before" if told_s else "what --signal leaves before"
         found.append(
-            f"no save was timed yet, and no checkpoint is made on the way: if the first save takes longer than the "
-            f"{min(left_s, lead_s):.0f} s before the time limit, everything is lost; set checkpoint.every_minutes"
+            f"no save was timed yet, and no checkpoint is made on the way: if the first save takes longer than "
+            f"{lead} the time limit, everything is lost; set checkpoint.every_minutes"
         )
     return found
 
@@ -97,11 +111,15 @@ class PreemptionWarning:
 
     Attributes:
         came: the signals, in order; USR2 also stands for a time limit or preemption without a signal.
+        told_at: when the ranks were first told to save, in seconds since the epoch; None if they were not.
+        ending: how Slurm was ending the job when SIGTERM came; None if it was not, or SIGTERM has not come.
         announce: tells the ranks of a script, once, that their job is preempted; None = USR2 to the steps, repeatedly.
     """
 
     def __init__(self) -> None:
         self.announce: Callable[[], None] | None = None
+        self.told_at: float | None = None
+        self.ending: requeue.Ending | None = None
         self.came = [signal.SIGUSR2] if os.environ.get("SHARDKIT_WARNED") else []
         self._term_passed = False
         self._next_look = self._next_warning = 0.0
@@ -111,10 +129,15 @@ class PreemptionWarning:
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # the template blocks it
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit came after the ranks were told to save."""
+        return self.told_at is not None and self.ending is not None and self.ending.how == requeue.TIME_LIMIT
+
     def _note(self, number: int, _: FrameType | None) -> None:
         self.came.append(signal.Signals(number))
 
-    def watch(self, job_id: str, run_dir: Path) -> None:
+    def watch(self, job_id: str, run_dir: Path, restart: int = 0) -> None:
         """Check for a reason to save, and tell the ranks; call it often."""
         now = time.time()
         if now >= self._next_look and signal.SIGUSR2 not in self.came:
@@ -123,10 +146,13 @@ class PreemptionWarning:
         if self._ends_at is not None and now >= self._ends_at and signal.SIGUSR2 not in self.came:
             say("the time limit is near")
             self.came.append(signal.SIGUSR2)
-        self._pass_on(job_id, now)
+        self._pass_on(job_id, restart, now)
 
     def _look(self, job_id: str, run_dir: Path, now: float) -> None:
         outlook, needed = requeue.outlook(job_id), needed_s(run_dir)
+        if outlook.is_ending:  # SIGTERM is on its way to every process of the job
+            self._ends_at = None
+            return
         if outlook.preempted:
             say("Slurm is preempting this job")
             self.came.append(signal.SIGUSR2)
@@ -137,10 +163,11 @@ class PreemptionWarning:
             self._told = 2 * needed
             say(f"warning: saves may take long: this run is told to save {needed} s before its time limit")
 
-    def _pass_on(self, job_id: str, now: float) -> None:
+    def _pass_on(self, job_id: str, restart: int, now: float) -> None:
         """Send TERM once, USR2 repeatedly: agents ignore it, ranks save."""
         if signal.SIGUSR2 in self.came and now >= self._next_warning:
             if self._next_warning == 0:
+                self.told_at = now
                 say("the ranks are told to save")
             if self.announce is None:
                 self._next_warning = now + _REPEAT_S
@@ -150,8 +177,10 @@ class PreemptionWarning:
                 self.announce()
         if signal.SIGTERM in self.came and not self._term_passed:
             self._term_passed = True
-            say("got SIGTERM: the ranks are told to save")
-            signal_steps("TERM", job_id)
+            self.ending = requeue.ending(job_id, restart)
+            if self.ending is None or not self.ending.kills:  # Slurm has sent it to this script alone
+                say("got SIGTERM: the ranks are told to save")
+                signal_steps("TERM", job_id)
 
     def wait_for_term(self, timeout_s: float = 120) -> None:
         """Wait for the SIGTERM with which Slurm ends the script of a requeued job."""

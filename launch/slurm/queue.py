@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,7 +65,10 @@ def output_of(job: str) -> tuple[str | None, Path]:
         LaunchError: Slurm does not know the job (any more), or the directory has no job output.
     """
     if not is_job_id(job):
-        found = sorted(Path(job).glob("logs/slurm-*.out"), key=lambda path: path.stat().st_mtime)
+        folder, pattern = Path(job).absolute(), "slurm-*.out"
+        if task := re.fullmatch(r"array_(\d+)", folder.name):  # the outputs of an array's tasks lie beside their runs
+            folder, pattern = folder.parent, f"slurm-*_{task[1]}.out"
+        found = sorted((folder / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
         if not found:
             raise LaunchError(
                 f"{job} is neither a job id nor a run directory with a job's output", "`shardkit jobs` lists jobs"
@@ -124,9 +128,15 @@ def held_back(job: str) -> str | None:
 def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:
     """Print a job's output; with `follow`, until the job ends, through requeues.
 
+    The lines of an array's tasks have the task's index in front; `JOB_INDEX` shows one task.
+
     Raises:
         LaunchError: see `output_of`; or the job ended without output.
     """
+    folder = array_folder(job) if is_job_id(job) and "_" not in job else None
+    if folder is not None:
+        _show_array(job, folder, follow, sys.stdout.buffer if out is None else out)
+        return
     job_id, path = output_of(job)
     follower = Follower(path, sys.stdout.buffer if out is None else out)
     copied = follower.pump()
@@ -141,6 +151,56 @@ def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:
             next_look, active = time.monotonic() + _LOOK_S, is_active(job_id)
         time.sleep(_POLL_S)
         copied = follower.pump()
+
+
+def array_folder(job: str) -> Path | None:
+    """The folder with the outputs of an array's tasks; None for any other job.
+
+    Raises:
+        LaunchError: Slurm does not know the job (any more).
+    """
+    shown = show(job)
+    if not re.search(rf"\bArrayJobId={job}\b", shown):
+        return None
+    submitted = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
+    if submitted is not None and (Path(submitted[1]) / "logs").is_dir():
+        return Path(submitted[1]) / "logs"
+    output = re.search(r"^\s*StdOut=(.*)$", shown, re.MULTILINE)
+    return Path(output[1]).parent if output is not None and output[1] else None
+
+
+def _show_array(job: str, folder: Path, follow: bool, out: BinaryIO) -> None:
+    """Print the outputs of all tasks, each line with its task's index in front; with `follow`, until all have ended."""
+    tasks: dict[str, Follower] = {}
+    buffers: dict[str, BytesIO] = {}
+    next_look, active, copied = 0.0, follow, 1
+    while active or copied:
+        if follow and time.monotonic() >= next_look:
+            next_look, active = time.monotonic() + _LOOK_S, is_active(job)
+        for path in sorted(folder.glob(f"slurm-{job}_*.out"), key=lambda path: (len(path.name), path.name)):
+            index = path.stem.rpartition("_")[2]
+            buffer = buffers.setdefault(index, BytesIO())
+            tasks.setdefault(index, Follower(path, buffer))
+        copied = sum(follower.pump() for follower in tasks.values())
+        for index, buffer in buffers.items():
+            _print_lines(index, buffer, out, is_last=not active and not copied)
+        if follow:
+            time.sleep(_POLL_S)
+    if not tasks:
+        raise LaunchError(f"no task of array {job} has written to {folder}", "they may be waiting: `shardkit jobs`")
+
+
+def _print_lines(index: str, buffer: BytesIO, out: BinaryIO, is_last: bool) -> None:
+    """Move whole lines to `out`; the rest waits for its end, which the last call writes as well."""
+    whole, _, rest = buffer.getvalue().rpartition(b"\n")
+    if is_last and rest:
+        whole, rest = buffer.getvalue(), b""
+    buffer.seek(0)
+    buffer.truncate()
+    buffer.write(rest)
+    for line in whole.split(b"\n") if whole else []:
+        out.write(f"{index}: ".encode() + line + b"\n")
+    out.flush()
 
 
 def cancel(job: str) -> str:

@@ -19,6 +19,8 @@ MAX_IDLE_STARTS = 3
 """A job is not restarted after this many starts in a row that ended by themselves without one optimizer step."""
 PREEMPTED_BY_SLURM = "preempted"
 TAKEN_BACK = "taken back by Slurm"
+CANCELLED = "cancelled"
+TIME_LIMIT = "its time limit"
 NOT_ITS_DOING = (PREEMPTED_BY_SLURM, TAKEN_BACK)
 """Ends that the job did not cause."""
 _TELLING = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # signals that tell a script of a preemption
@@ -29,12 +31,15 @@ _ENDS = {
     "JOB REQUEUE": TAKEN_BACK,
     "NODE_FAIL": "its node was lost",
     "NODE FAILURE": "its node was lost",
-    "TIMEOUT": "its time limit",
-    "TIME LIMIT": "its time limit",
+    "TIMEOUT": TIME_LIMIT,
+    "TIME LIMIT": TIME_LIMIT,
+    "CANCELLED": CANCELLED,
     "OUT_OF_MEMORY": "out of memory by its cgroup's record",
 }
 """State names of sacct and slurmstepd → how a start ended."""
-_CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]*[A-Z])")
+# slurmstepd's words in the job's output; a user's cancel is the one without a reason.
+_KILLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) (?:DUE TO ([A-Z ]*[A-Z]))?")
+_ENDING_STATES = ("COMPLETING", "CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED")
 
 # Messages of CUDA, NCCL and the kernel about a faulty machine: another start there would fail as well.
 _NODE_FAULT = re.compile(
@@ -53,29 +58,56 @@ class Outlook:
     """Slurm's plans for a job.
 
     Attributes:
-        ends_at: the end of its time limit in seconds since the epoch; None without a limit.
-        preempted: whether Slurm is preempting it.
+        ends_at: the end of its time limit in seconds since the epoch; None without a limit, and for a job that Slurm
+            is ending, whose end it sets to that moment.
+        preempted: whether Slurm has begun to preempt it.
         excluded: nodes that it will not run on, in Slurm's list format.
         restarts: how often it was requeued; more than the job itself knows of once Slurm has requeued it.
+        state: Slurm's JobState; empty if Slurm does not answer.
+        reason: Slurm's Reason of that state.
     """
 
     ends_at: float | None = None
     preempted: bool = False
     excluded: str = ""
     restarts: int = 0
+    state: str = "RUNNING"
+    reason: str = "None"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether Slurm has begun to end the job's processes."""
+        return self.state in _ENDING_STATES
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How Slurm ends a start of a job.
+
+    Attributes:
+        how: in words, for the record of starts.
+        comes_back: whether the job belongs back into the queue: Slurm preempts it, or has requeued it.
+        kills: whether Slurm has begun to end its processes, and has sent them SIGTERM.
+    """
+
+    how: str
+    comes_back: bool = False
+    kills: bool = True
 
 
 def outlook(job_id: str) -> Outlook:
-    """Ask Slurm about a job; an empty outlook if it does not answer."""
+    """Ask Slurm about a job; an outlook without a state if it does not answer."""
     shown = commands.ask("scontrol", "show", "job", job_id, "-o").stdout
-    end = re.search(r" EndTime=(\d{4}-\S+)", shown)
-    excluded = re.search(r" ExcNodeList=(\S+)", shown)
-    restarts = re.search(r" Restarts=(\d+)", shown)
+    fields = dict(re.findall(r"(?:^| )(JobState|Reason|EndTime|PreemptTime|ExcNodeList|Restarts)=(\S*)", shown))
+    state, end, excluded = fields.get("JobState", ""), fields.get("EndTime", ""), fields.get("ExcNodeList", "")
+    has_limit = end[:4].isdigit() and state not in _ENDING_STATES
     return Outlook(
-        ends_at=datetime.fromisoformat(end[1]).timestamp() if end else None,
-        preempted=re.search(r" PreemptTime=\d", shown) is not None,
-        excluded=excluded[1] if excluded and excluded[1] != "(null)" else "",
-        restarts=int(restarts[1]) if restarts else 0,
+        ends_at=datetime.fromisoformat(end).timestamp() if has_limit else None,
+        preempted=fields.get("PreemptTime", "")[:1].isdigit(),
+        excluded="" if excluded == "(null)" else excluded,
+        restarts=int(fields.get("Restarts", "0")),
+        state=state,
+        reason=fields.get("Reason", "None"),
     )
 
 
@@ -92,52 +124,87 @@ def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
         found = _ENDS.get(starts[restart][1].partition(" ")[0])
         if found is not None:
             return found
-    output = re.search(r"^\s*StdOut=(.*)$", commands.ask("scontrol", "show", "job", job_id).stdout, re.MULTILINE)
+    endings = _said_by_slurmstepd(job_id, since)
+    return endings[-1] if endings else None
+
+
+def _said_by_slurmstepd(job_id: str, since: str) -> list[str]:
+    """The endings that slurmstepd announced in the job's output since a time in Slurm's format, in order."""
+    shown = commands.ask("scontrol", "show", "job", job_id).stdout
+    path = re.search(r"^\s*StdErr=(.*)$", shown, re.MULTILINE)
     try:
-        text = Path(output[1]).read_text(errors="replace") if output else ""
+        text = Path(path[1]).read_text(errors="replace") if path else ""
     except OSError:
-        return None
-    said = [why for when, why in _CANCELLED.findall(text) if when >= since]
-    return _ENDS.get(said[-1]) if said else None
+        return []
+    announced = [reason or CANCELLED.upper() for when, reason in _KILLED.findall(text) if when >= since]
+    return [_ENDS[reason] for reason in announced if reason in _ENDS]
 
 
-def taken_back(job_id: str, restart: int) -> str | None:
-    """Why Slurm is taking a running job off its nodes, or has done so; None if it is not."""
+def was_cancelled(job_id: str) -> bool:
+    """Whether slurmstepd announced a user's cancel of this start, whatever has become of the job since."""
+    return CANCELLED in _said_by_slurmstepd(job_id, _BEGAN)
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job that was requeued in the moment in which its user cancelled it."""
+    commands.ask("scancel", job_id)
+
+
+def kill_wait_s() -> int | None:
+    """Seconds between SIGTERM and SIGKILL of a job that Slurm ends; None if Slurm does not answer."""
+    match = re.search(r"^KillWait\s*=\s*(\d+)", commands.ask("scontrol", "show", "config").stdout, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def ending(job_id: str, restart: int) -> Ending | None:
+    """How Slurm is ending this start of a job, or has ended it; None while it lets the job run.
+
+    The job's state comes first: for a job that was cancelled, neither a preemption nor a time limit counts any more.
+    """
     now = outlook(job_id)
-    if now.preempted:
-        return PREEMPTED_BY_SLURM
-    return (end_by_slurm(job_id, restart, _BEGAN) or TAKEN_BACK) if now.restarts > restart else None
+    if now.restarts > restart:
+        return Ending(end_by_slurm(job_id, restart, _BEGAN) or TAKEN_BACK, comes_back=True)
+    if now.state and not now.is_ending:
+        return Ending(PREEMPTED_BY_SLURM, comes_back=True, kills=False) if now.preempted else None
+    announced = _said_by_slurmstepd(job_id, _BEGAN)
+    if now.reason == "TimeLimit":
+        return Ending(TIME_LIMIT)
+    if announced:
+        return Ending(announced[-1], comes_back=announced[-1] in NOT_ITS_DOING)
+    return Ending(CANCELLED) if now.state else None
 
 
 def reason(
-    job_id: str,
+    end: Ending | None,
     came: Sequence[signal.Signals],
     failures: Sequence[Failure],
     stopped: bool,
     saved: int | None,
-    restart: int = 0,
+    lost: str | None = None,
 ) -> str | None:
-    """Why the job should be requeued; None if it should not.
+    """Why a job that nobody cancelled should be requeued; None if it should not.
 
-    USR2 comes only from Slurm: before the time limit, or at a preemption. TERM may be a user's scancel: then only
+    USR2 comes only from Slurm: before the time limit, or at a preemption. TERM may have any sender: then only
     Slurm's own record of a preemption counts, or a requeue that Slurm has already made (its only trace without a
     GraceTime). A step that died unsaved is requeued at a preemption, and resumes from its last checkpoint. After USR2
     this start must have made a checkpoint: without one the next start would get no further.
 
     Args:
+        end: how Slurm ends this start.
         saved: the step of the newest checkpoint, if this start made it.
+        lost: names processes that died without a word; such a job is requeued as if Slurm had lost their node.
     """
     told = signal.SIGUSR2 in came
     if told and stopped and saved is not None:
         return "saved after USR2"
-    why = taken_back(job_id, restart)
+    why = end.how if end is not None and end.comes_back else None
     if failures and failures[0].exit_code == exit_codes.UNSAVED:
         goes_on = saved is not None and (told or why is not None)
         return f"the last save failed, continues from step {saved}" if goes_on else None
     if why is not None and not any(found.is_error and not found.lost_peer for found in failures):
         return why
     bad = bad_nodes(failures)
-    return f"node at fault: {', '.join(bad)}" if bad else None
+    return f"node at fault: {', '.join(bad)}" if bad else lost
 
 
 def bad_nodes(failures: Sequence[Failure]) -> list[str]:
@@ -147,9 +214,10 @@ def bad_nodes(failures: Sequence[Failure]) -> list[str]:
 
 
 def script_reason(
-    job_id: str, came: Sequence[signal.Signals], failures: Sequence[Failure], code: int, saved: bool, restart: int
-) -> str | None:
-    """Why the job of a script should be requeued; None if it should not.
+    end: Ending | None, came: Sequence[signal.Signals], failures: Sequence[Failure], code: int, saved: bool,
+    lost: str | None = None,
+) -> str | None:  # fmt: skip
+    """Why the job of a script that nobody cancelled should be requeued; None if it should not.
 
     A script that was told of USR2 ends with 0, 75 or by a signal, or has saved: whether it has finished its work only
     its next start can tell. Slurm's own record of a preemption or a requeue counts whatever the script's last words.
@@ -157,16 +225,16 @@ def script_reason(
     Args:
         code: the step's exit code.
         saved: whether this start wrote a checkpoint.
+        lost: names processes that died without a word.
     """
-    why = taken_back(job_id, restart)
-    if why is not None:
-        return why
+    if end is not None and end.comes_back:
+        return end.how
     ended = exit_codes.signal_of(code)
     as_told = code in (exit_codes.OK, exit_codes.PREEMPTED) or (ended is not None and ended.name in _TELLING)
     if signal.SIGUSR2 in came and (saved or as_told):
         return "saved after USR2" if saved else "stopped after USR2"
     bad = bad_nodes(failures)
-    return f"node at fault: {', '.join(bad)}" if bad else None
+    return f"node at fault: {', '.join(bad)}" if bad else lost
 
 
 def refusal(

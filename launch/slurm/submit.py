@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from ... import __version__
 from ...errors import ConfigError, LaunchError
+from ...files import group_of_new_files, mode_like
+from ...files.children import read_git
 from ..cluster import CLUSTERS
 from ..script import Script
 from ..spec import JobSpec, SlurmOptions, check_fits
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 FOLDER = "submit"
-CONFIG, SCRIPT = "config.yaml", "script.json"
+CONFIG, SCRIPT, PATCH = "config.yaml", "script.json", "code.patch"
 _SLURM = CLUSTERS["slurm"]
 
 
@@ -38,16 +39,19 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
     """Write a submission's snapshot to a folder that `reserve` made; returns the files.
 
     Files: config.yaml (resolved) or script.json (how a script of the user's own starts), job.sbatch (can be submitted
-    again), code.json (versions, commit), code.patch (the changes since that commit, if any).
+    again), code.json (versions, commit), code.patch (the changes since that commit, if any; closed to other users
+    where the repository is).
 
     Raises:
         LaunchError: the run directory cannot be written.
     """
     files = {name: config, _SLURM.file_name: script, "code.json": json.dumps(code_version(), indent=1) + "\n"}
-    patch = _git("diff", "HEAD", "--binary")
+    patch = read_git("diff", "HEAD", "--binary")
     if patch:
-        files["code.patch"] = patch + "\n"
+        files[PATCH] = patch + "\n"
     try:
+        if patch:
+            (folder / PATCH).touch(0o666 & mode_like(_changed_files(), group_of_new_files(folder)))
         for name, text in files.items():
             (folder / name).write_text(text)
     except OSError as error:
@@ -55,6 +59,13 @@ def write_snapshot(folder: Path, config: str, script: str, name: str = CONFIG) -
             f"cannot write {folder}: {error.strerror}", "set run.dir to a directory that you can write"
         ) from error
     return [folder / name for name in files]
+
+
+def _changed_files() -> list[Path]:
+    """The working tree's root, and the files in it that differ from the last commit."""
+    root = Path(read_git("rev-parse", "--show-toplevel") or ".")
+    names = (read_git("diff", "HEAD", "--name-only", "-z") or "").split("\0")
+    return [root, *(root / name for name in names if name and (root / name).exists())]
 
 
 def reserve(run_dir: Path) -> Path:
@@ -95,7 +106,7 @@ def remove_snapshot(folder: Path) -> None:
 
 def code_version() -> dict[str, object]:
     """Versions, the commits of the working directory and of shardkit, and the submitting command."""
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    status = read_git("status", "--porcelain", "--untracked-files=no")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -103,19 +114,10 @@ def code_version() -> dict[str, object]:
         "python": sys.executable,
         "python_version": platform.python_version(),
         "shardkit_version": __version__,
-        "shardkit_commit": _git("rev-parse", "HEAD", cwd=Path(__file__).resolve().parent),
-        "commit": _git("rev-parse", "HEAD"),
+        "shardkit_commit": read_git("rev-parse", "HEAD", cwd=Path(__file__).resolve().parent),
+        "commit": read_git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
     }
-
-
-def _git(*args: str, cwd: Path | None = None) -> str | None:
-    """Output of a git command; None without git or a repository."""
-    try:
-        done = subprocess.run(["git", *args], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return None
-    return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,8 @@ def prepare(
     fixed = [item for item in overrides if item not in by_index]
     loaded = _checked(config, fixed, by_index, options.array, nodes, ranks_per_node, gpus_per_node)
     run_dir = Path(loaded.config.run.dir).absolute()
-    if options.array is None:
-        _refuse_taken(run_dir, loaded)
+    for folder in [run_dir] if options.array is None else array_folders(run_dir, options.array):
+        _refuse_taken(folder, loaded)
     spec = JobSpec(
         config=str(_next(run_dir) / "config.yaml"),
         overrides=tuple(by_index),
@@ -269,12 +271,25 @@ def _checked(
     return loaded
 
 
+def array_indices(array: str) -> list[int]:
+    """The indices of `--array 0-3`, `1,5-9:2` or `0-9%2`, in order."""
+    indices: set[int] = set()
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", array.partition("%")[0]):
+        indices |= set(range(int(first), int(last or first) + 1, int(step or 1) or 1))
+    return sorted(indices)
+
+
+def array_folders(run_dir: Path, array: str) -> list[Path]:
+    """The directories in which an array's tasks train, of those that exist."""
+    return [path for index in array_indices(array) if (path := run_dir / f"array_{index}").exists()]
+
+
 def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
     run = loaded.config.run
     if run.overwrite or run.resume is not False:
         return
     if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(
-            f"run.dir={loaded.config.run.dir} already holds a run",
+            f"{run_dir if run_dir.name.startswith('array_') else f'run.dir={run.dir}'} already holds a run",
             "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",
         )

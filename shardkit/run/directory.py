@@ -8,10 +8,9 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoint.format import layout
-from ..config.load import LoadedConfig
+from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError, ShardkitError, gib
 from ..files import write_whole
+from ..files.children import read_git
 from ..launch.failures import job_starts
-from ..launch.local import restart
+from ..launch.local import rendezvous, restart
 from . import owner
 from .owner import Owner
 
@@ -37,7 +37,6 @@ FOLDERS = {
     "profile": r"rank\d+_.*",
     "trace": r"rank\d+\.json",
     "oom": r"rank\d+(_snapshot)?\.(json|pickle)",
-    ".rendezvous": r"[\w.-]*\d[\w.-]*",
     "logs": r"(config|env)\.\d+\.(yaml|json)|(restarts|checkpoints)\.jsonl|dtypes\.json|prometheus\.txt|hang"
     r"|nccl_rank_\d+|slurm-\d.*|\d{8}-\d{6}-node\d+-\d+",
 }
@@ -66,8 +65,9 @@ def prepare(loaded: LoadedConfig, world: Ranks) -> tuple[Path, Owner | None]:
         SupersededError: a later start of this job is writing there.
     """
     path, claimed = Path(loaded.config.run.dir), list[Owner]()
+    files_in_use = [str(names) for names in world.gather(os.environ.get("SHARDKIT_KEEP", ""))]  # each node has its own
     try:
-        on_main(world, path, lambda: claimed.append(_claim(path, loaded)))
+        on_main(world, path, lambda: claimed.append(_claim(path, loaded, files_in_use)))
     except BaseException:
         for one in claimed:
             one.close()
@@ -91,13 +91,15 @@ def on_main(world: Ranks, path: Path, action: Callable[[], None]) -> None:
             raise found
 
 
-def _claim(path: Path, loaded: LoadedConfig) -> Owner:
+def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str]) -> Owner:
     _refuse(path, loaded)
     claimed = owner.claim(path)
     try:
         _refuse(path, loaded)  # the previous owner may have left a run
         if loaded.config.run.overwrite:
-            _clear(path)
+            _refuse_to_lose(path, loaded)
+            _clear(path, files_in_use)
+        rendezvous.sweep(path)
         for folder in ("logs", "checkpoints"):
             _make(path / folder)
         if loaded.config.run.resume is False:  # a resume writes them once it has found its checkpoint
@@ -140,6 +142,46 @@ def _refuse(path: Path, loaded: LoadedConfig) -> None:
             f"run.dir={path} holds {there[0]}, but no run to continue",
             "set run.dir to the directory of a run, or to a new one",
         )
+
+
+def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
+    """Raise if `run.overwrite` would delete checkpoints that this job made, or may have made.
+
+    Where nothing identifies the job, an unfinished run of the same config counts as its own: a supervisor may have
+    started the command again. Checkpoints of other jobs are deleted, which is said.
+    """
+    newest = job_starts.newest_checkpoint(path)
+    if newest is None:
+        return
+    is_own, step = restart.wrote(path), newest[0]
+    if is_own:
+        raise ConfigError(
+            f"run.overwrite=true would delete the checkpoints of this job's earlier start in run.dir={path} (up to "
+            f"step {step})",
+            "set run.resume=true in place of run.overwrite to continue",
+        )
+    if is_own is None and step < loaded.config.train.max_steps and _has_config(path, loaded):
+        raise ConfigError(
+            f"run.dir={path} holds an unfinished run of this same config with checkpoints up to step {step}, and "
+            "nothing says whether run.overwrite=true came from a user or from a supervisor that starts this again",
+            f"set run.resume=true to continue, or delete {path} to start anew; under a supervisor name the job by "
+            f"{restart.JOB_ID}, then its restarts continue",
+        )
+    told = f"run.overwrite deletes the run in {path}, with checkpoints up to step {step}"
+    print(told, file=sys.stderr, flush=True)
+
+
+def _has_config(path: Path, loaded: LoadedConfig) -> bool:
+    """Whether the run in `path` has this config, however each was to treat the directory."""
+    try:
+        earlier = load_config(path / "config.yaml").config
+    except ConfigError:  # written by another version
+        return False
+    earlier_values, values = earlier.model_dump(), loaded.config.model_dump()
+    for key in ("resume", "overwrite"):
+        earlier_values["run"].pop(key)
+        values["run"].pop(key)
+    return earlier_values == values
 
 
 def _make(folder: Path) -> None:
@@ -208,9 +250,10 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _clear(path: Path) -> None:
+def _clear(path: Path, files_in_use: Sequence[str]) -> None:
     """Delete only files that a run wrote; the settings come last, since until then the directory counts as a run."""
-    left = [entry for name in FOLDERS for entry in _clear_folder(path, name)]
+    files_in_use = [*files_in_use, *map(str, _of_rivals(path))]
+    left = [entry for name in FOLDERS for entry in _clear_folder(path, name, files_in_use)]
     job_starts.forget_others(path, os.environ.get("SLURM_JOB_ID"))
     for name in FILES:
         (path / name).unlink(missing_ok=True)
@@ -219,13 +262,25 @@ def _clear(path: Path) -> None:
         print(f"run.overwrite keeps files in {path} that no run wrote: {shown}", file=sys.stderr, flush=True)
 
 
-def _clear_folder(path: Path, name: str) -> list[Path]:
+def _of_rivals(path: Path) -> list[Path]:
+    """The logs of jobs that run right now. One that started at the same time is refused soon, and says so there."""
+    logs = path.absolute() / "logs"
+    running = [folder for folder in logs.glob("*") if folder.is_dir() and job_starts.is_in_use(folder)]
+    jobs = {match[1] for folder in running if (match := re.fullmatch(r"slurm-(\w+)\.\d+", folder.name))}
+    outputs = [file for job in jobs for file in logs.glob(f"slurm-{job}.*")]
+    return [*running, *outputs, *([job_starts.path(path).absolute()] if jobs else [])]
+
+
+def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> list[Path]:
     """Delete a run's files in one of its folders, and the folder once it is empty; returns the entries left.
 
-    A link is deleted, never followed. Files that this job's launcher writes to stay (SHARDKIT_KEEP, absolute paths).
+    A link is deleted, never followed.
+
+    Args:
+        files_in_use: absolute paths that launchers write to, as in each rank's SHARDKIT_KEEP. They stay.
     """
     folder = path / name
-    kept = [Path(entry).resolve() for entry in os.environ.get("SHARDKIT_KEEP", "").split(os.pathsep) if entry]
+    kept = [Path(entry).resolve() for names in files_in_use for entry in names.split(os.pathsep) if entry]
     if folder.is_symlink():
         # Checkpoints may lie on another disk, and the next run's belong there too: keep that link.
         if name != "checkpoints" and not any(file.is_relative_to(folder.resolve()) for file in kept):
@@ -262,12 +317,13 @@ def listed(path: Path) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware, command line and commit, for repeating the run."""
+    """Versions, hardware, command line and commit, for repeating the run; and the job, by which a restart knows it."""
+    start = restart.this_start()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "torchrun": restart.agent(os.environ),
+        "job": start.job,
+        "torchrun": start.agent,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {
@@ -276,8 +332,8 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": _cpus(),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": read_git("rev-parse", "HEAD"),
+        "git_dirty": bool(read_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 
@@ -290,12 +346,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git(*args: str) -> str | None:
-    """Output of a git command in the working directory; `None` without git or a repository."""
-    try:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -4,7 +4,8 @@ A start becomes the owner by creating the next number's file, which is atomic ev
 candidates succeeds. The owner touches its file every 5 s and looks for a higher number; if it finds one, it has been
 superseded. An owner counts as dead if it recorded its end, if its process is gone (seen from the same machine), or if
 its file did not change for 30 s by the reader's clock: clocks of different machines are never compared. A later start
-of the same job takes over at once, and waits until the earlier one has noticed.
+of the same job takes over at once, and waits until the earlier one has noticed; where nobody counts a job's starts, it
+waits until the earlier one has ended.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from ..errors import ConfigError, SupersededError
 from ..files import write_whole
+from ..launch.failures import job_starts
 from ..launch.local import restart
 
 FOLDER = ".shardkit"
@@ -48,8 +50,8 @@ class Record:
         host: the machine's name.
         space: the machine's boot and process namespace, in which `pid` is valid.
         born: start time of the process in kernel ticks: another process may get the same `pid` later.
-        job: name of the Slurm job or torchrun agent, the same after a restart; None for a process by itself.
-        restart: how often Slurm has requeued the job.
+        job: name of the job or torchrun agent, the same after a restart; None for a process by itself.
+        restart: how often Slurm or another supervisor has started the job again.
         step: Slurm's number of the step within the job.
         attempt: how often torchrun has restarted the ranks.
         ended: whether the owner recorded its end.
@@ -70,7 +72,7 @@ class Record:
     def name(self) -> str:
         """The start's name in messages: `Slurm job 12 (restart 1), process 4711 on n1`."""
         process = f"process {self.pid} on {self.host}"
-        if self.job is None or not self.job.startswith("Slurm"):
+        if self.job is None or self.job.startswith("torchrun"):
             return process
         return f"{self.job} (restart {self.restart}), {process}"
 
@@ -85,17 +87,9 @@ class Record:
 
 def this_process(environ: Mapping[str, str] | None = None) -> Record:
     """The record of this process, with the job that its environment names."""
-    environ = os.environ if environ is None else environ
-    host, pid = platform.node(), os.getpid()
-    job, again, step = None, 0, ""
-    if "SLURM_JOB_ID" in environ:
-        cluster = environ.get("SLURM_CLUSTER_NAME", "")
-        job = f"Slurm job {environ['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
-        again, step = int(environ.get("SLURM_RESTART_COUNT") or 0), environ.get("SLURM_STEP_ID", "")
-    elif (agent := restart.agent(environ)) is not None:  # several agents may share a run id, but not a process
-        job = f"torchrun {agent}"
-    attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    return Record(os.urandom(8).hex(), host, pid, _space(), _born(pid), job, again, step, attempt)
+    start, host, pid = restart.this_start(environ), platform.node(), os.getpid()
+    place = (os.urandom(8).hex(), host, pid, _space(), _born(pid))
+    return Record(*place, start.name, start.restart, start.step, start.attempt)
 
 
 class Owner:
@@ -204,7 +198,7 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
         if before is not None and record.is_earlier_start(before):
             raise superseded(f"{before.name} owns it")
         inherits = before is not None and before.is_earlier_start(record)
-        if newest is not None and not inherits and not _is_over(newest[1], before, stale_s):
+        if newest is not None and not inherits and not _ends(newest[1], before, record, stale_s):
             raise _refusal(run_dir, before)
         path = folder / f"owner.{number + 1}.json"
         if not _create(path, record):
@@ -221,12 +215,26 @@ def claim(run_dir: Path, record: Record | None = None, stale_s: float = STALE_S)
         return owner
 
 
+def _ends(path: Path, owner: Record | None, record: Record, stale_s: float) -> bool:
+    """Whether the owner is over; an earlier start of the same job gets the time to save that its supervisor gives it.
+
+    A pod may be replaced while it saves. Its supervisor counts no starts, so the new one cannot take the directory
+    from it.
+    """
+    is_same_job = owner is not None and owner.job is not None and owner.job == record.job and not record.step
+    deadline = time.monotonic() + (restart.grace_s() + stale_s if is_same_job else 0)
+    while not (over := _is_over(path, owner, stale_s)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return over
+
+
 def _refusal(run_dir: Path, owner: Record | None) -> ConfigError:
     if owner is None:
-        return ConfigError(f"run.dir={run_dir} is being written by another run", "wait for it, or set another run.dir")
-    end = f"scancel {owner.job.split()[2]}" if owner.name.startswith("Slurm") and owner.job else f"kill {owner.pid}"
+        return ConfigError(f"run.dir={run_dir} {job_starts.IN_USE} another run", "wait for it, or set another run.dir")
+    job = owner.job or ""
+    end = f"scancel {job.split()[2]}" if job.startswith("Slurm job ") else f"kill {owner.pid}"
     return ConfigError(
-        f"run.dir={run_dir} is being written by {owner.name}",
+        f"run.dir={run_dir} {job_starts.IN_USE} {owner.name}",
         f"wait until it has ended, end it ({end}), or set another run.dir",
     )
 

@@ -13,8 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeVar
@@ -34,6 +35,22 @@ def _none() -> object:
     return None
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a run, and how long it may go on without a beat.
+
+    Attributes:
+        key: the setting of the limit.
+        signs: called when the limit has passed; a new value counts as progress and restarts the limit.
+        phase: rank → what that rank is doing in this part, as far as this rank can tell.
+    """
+
+    limit_s: float
+    key: str = "run.step_timeout_s"
+    signs: Callable[[], object] = _none
+    phase: Callable[[int], str] | None = None
+
+
 class Watchdog:
     """Watches one rank between `start` and `stop`.
 
@@ -41,6 +58,7 @@ class Watchdog:
         folder: where the ranks write their stacks; on a file system that they share.
         limit_s: longest time without a `beat`; time in which the process is suspended does not count.
         settle_s: how long rank 0 waits for the other ranks' files before it names the missing ones.
+        hosts: the host of each rank.
         block: returns the name of the block that this rank called last; empty if there is none.
     """
 
@@ -52,9 +70,11 @@ class Watchdog:
         limit_s: float,
         settle_s: float = 5.0,
         block: Callable[[], str] = str,
+        hosts: Sequence[str] = (),
+        key: str = "run.step_timeout_s",
     ) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._limit_s, self._signs = limit_s, _none
+        self._part, self._hosts = Part(limit_s, key), hosts
         self._settle_s, self._block = settle_s, block
         self._step, self._doing, self._beats = 0, "start", 0
         self._ended = threading.Event()
@@ -91,45 +111,46 @@ class Watchdog:
         return watched
 
     def set_limit(self, seconds: float) -> None:
-        """Change the limit, after the first step, which may compile."""
-        self._limit_s = seconds
+        """Change the limit to `run.step_timeout_s`, after the first step, which may compile."""
+        self._part = Part(seconds)
 
     @contextmanager
-    def allowing(self, seconds: float, signs: Callable[[], object] = _none) -> Iterator[None]:
-        """Allow a part, such as a save, to take longer than a step.
-
-        Args:
-            signs: called when the limit has passed; a new value counts as progress and restarts the limit.
-        """
-        before = self._limit_s, self._signs
-        self._limit_s, self._signs = max(self._limit_s, seconds), signs
+    def within(self, part: Part) -> Iterator[None]:
+        """Watch a part, such as a save, by its own limit."""
+        before, self._part = self._part, part
         try:
             yield
         finally:
             self.beat(self._step, self._doing)
-            self._limit_s, self._signs = before
+            self._part = before
+
+    def allowing(self, seconds: float) -> AbstractContextManager[None]:
+        """Allow a part to take longer than a step: up to `seconds`, the value of `run.init_timeout_s`."""
+        now = self._part
+        return self.within(now if now.limit_s >= seconds else Part(seconds, "run.init_timeout_s", now.signs, now.phase))
 
     def _watch(self) -> None:
         """Count this thread's own ticks: a suspended process has none, and no other rank makes progress meanwhile."""
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
-        while not self._ended.wait(tick := min(1.0, self._limit_s / 10)):
-            limit_s, signs = self._limit_s, self._signs  # before the beats: `allowing` beats, then restores these
+        while not self._ended.wait(tick := min(1.0, self._part.limit_s / 10)):
+            part = self._part  # before the beats: `within` beats, then restores it
             passed, now = time.monotonic() - now, time.monotonic()
             idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
             beats = self._beats
-            if idle <= limit_s:
+            if idle <= part.limit_s:
                 continue
-            sign = signs()
+            sign = part.signs()
             if sign != seen:
                 idle, seen = 0.0, sign
             else:
-                self._bite()
+                self._bite(part)
 
-    def _bite(self) -> None:
+    def _bite(self, part: Part) -> None:
         at, waits = innermost(sys._current_frames().get(threading.main_thread().ident or 0))
         where = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
-        where |= {"at": at, "waits": waits, "block": self._block()}
+        where |= {"at": at, "waits": waits, "block": self._block(), "host": self._host(self._rank)}
+        where |= {"phase": part.phase(self._rank) if part.phase is not None else ""}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._file(self._rank).open("w") as file:
@@ -144,14 +165,24 @@ class Watchdog:
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
         if self._beats != where["beats"]:  # progress after all; a collective's timeout would not have beaten
             return
+        late = behind(self._states(), lambda rank: self._silent(rank, part))
+        what = "the step" if part.phase is None else "a save"
         error = TrainingError(
-            f"no progress for {self._limit_s:.0f} s at step {self._step} ({self._doing}); {behind(self._states())}",
-            f"see the ranks' stacks in {self._folder}; raise run.step_timeout_s if the step really takes that long",
+            f"no progress for {part.limit_s:.0f} s at step {self._step} ({self._doing}); {late}",
+            f"see the ranks' stacks in {self._folder}; raise {part.key} if {what} really takes that long",
         )
         failure.record(error)
         report(error)
         _flush(sys.stdout)
         os._exit(error.exit_code)  # the main thread may be stuck in a collective for good
+
+    def _host(self, rank: int) -> str:
+        return self._hosts[rank] if rank < len(self._hosts) else ""
+
+    def _silent(self, rank: int, part: Part) -> str:
+        """A rank that did not answer, with its host and what is known of its part in a save."""
+        host = f" on {self._host(rank)}" if self._host(rank) else ""
+        return f"{rank}{host}" + (f" ({part.phase(rank)})" if part.phase is not None else "")
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.txt"
@@ -211,20 +242,36 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
     return "nowhere", waits
 
 
-def behind(states: list[dict[str, Any] | None]) -> str:
-    """The ranks that the others wait for: those without an answer, else those with the least progress."""
-    silent = [str(rank) for rank, state in enumerate(states) if state is None]
+def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str) -> str:
+    """The ranks that the others wait for: those without an answer, else those with the least progress.
+
+    Args:
+        name: words for a rank that did not answer.
+    """
+    silent = [name(rank) for rank, state in enumerate(states) if state is None]
     if silent:
         return f"rank(s) {', '.join(silent)} did not even answer: stopped, dead, or their node is lost"
     known = [state for state in states if state is not None]
     least = min(state["beats"] for state in known)
     late = [state for state in known if state["beats"] == least]
-    if len(late) == len(known):  # equal progress: ranks outside a collective keep the others waiting
+    if len(late) == len(known) and any(
+        state.get("phase") for state in known
+    ):  # in a save: those that work, or are stuck
+        late = [state for state in known if not state["phase"].startswith("waiting")]
+    if len(late) in (0, len(known)):  # equal progress: ranks outside a collective keep the others waiting
         late = [state for state in known if not state["waits"]]
     if len(late) in (0, len(known)):
         return f"all {len(known)} ranks are at the same place, {known[0]['at']}{_last_blocks(known)}"
-    names = "; ".join(f"rank {s['rank']} (step {s['step']}, {s['doing']}, {s['at']})" for s in late)
+    names = "; ".join(map(_named, late))
     return f"did not arrive: {names}{_last_blocks(known)}"
+
+
+def _named(state: dict[str, Any]) -> str:
+    phase, host = state.get("phase"), state.get("host")
+    return (
+        f"rank {state['rank']}{f' on {host}' if host else ''} "
+        f"(step {state['step']}, {state['doing']}{f', {phase}' if phase else ''}, {state['at']})"
+    )
 
 
 def _last_blocks(states: list[dict[str, Any]]) -> str:

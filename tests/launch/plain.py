@@ -1,9 +1,10 @@
 """A training script that knows nothing of shardkit: DDP on the CPU, checkpoints of its own, `how` it goes wrong.
 
-    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S]
+    plain.py FOLDER [--how HOW] [--steps N] [--listen term|usr1|usr2|file] [--wait S] [--save-s S]
 
 Rank 1 does HOW at step 3 of its first start. Rank 0 appends each step's loss to FOLDER/losses.jsonl; a start continues
 from FOLDER/checkpoints/last.pt. When the job is preempted, all ranks agree, rank 0 saves, and the script ends with 0.
+FOLDER/phase says whether rank 0 is training or writing.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--listen", default="")
     parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--save-s", type=float, default=0.0)
     args = parser.parse_args()
     listen(args.listen)
     dist.init_process_group("gloo")
@@ -97,10 +99,13 @@ def main() -> None:
             args.folder.mkdir(parents=True, exist_ok=True)
             with (args.folder / "losses.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step + 1, "loss": loss.item()}) + "\n")
+            (args.folder / "phase").write_text("training")
             print(f"step {step + 1}", flush=True)
         if args.listen and is_preempted(args.listen):
             if rank == 0:
                 saved.parent.mkdir(parents=True, exist_ok=True)
+                (args.folder / "phase").write_text("writing")
+                time.sleep(args.save_s)
                 torch.save(
                     {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
                     saved.with_suffix(".part"),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardkit.checkpoint.format import writer
 from shardkit.errors import DataError
 from shardkit.parallel.world import World
 from shardkit.run.watchdog import Watchdog
@@ -92,3 +93,18 @@ class Uneven(Troubled):
 
     def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
         return super().dataset("val" if split == "val" and self.here else "train")
+
+
+class SlowToSave(Troubled):
+    """Saves take 35 s as long as the file `slow_while` is there; steps take 50 ms with how=wait."""
+
+    def __init__(self, config: Any, how: str, slow_while: str, rank: int = 1, calls: int = 3) -> None:
+        super().__init__(config, how, rank, calls)
+        write_file = writer.write_file
+
+        def write_slowly(path: Path, tensors: Any) -> Any:
+            if os.path.exists(slow_while):
+                time.sleep(35)
+            return write_file(path, tensors)
+
+        writer.write_file = write_slowly

@@ -37,7 +37,7 @@ def test_a_hundred_starts_and_stops_leave_nothing_behind(tmp_path: Path) -> None
     assert with_marker(f"TEST_MARKER={tmp_path}") == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_ctrl_c_at_any_moment_ends_everything_within_10_seconds(tmp_path: Path) -> None:
     seed = time.time_ns()
     moments = random.Random(seed)

@@ -48,7 +48,9 @@ def test_nodes_that_join_later_meet_in_a_new_store_and_go_on_with_the_run(tmp_pa
     assert torchrun.elastic_variables(replace(TWO, nodes=(1, 1))) == {}
     assert torchrun.elastic_variables(replace(TWO, nodes=(2, 2))) == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     told = torchrun.elastic_variables(TWO)
-    assert restart.is_restart(told) and not restart.is_restart({"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert (
+        restart.wrote(tmp_path, told) is True and restart.wrote(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}) is False
+    )
     errors = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "SHARDKIT_KEEP": "x", "RANK": "0"}
     # Its own agent must see a failure: after a success it would wait for the others to end.
     assert restart.stopped(str(tmp_path), "SIGTERM", {**told, **errors}) == 75
@@ -120,7 +122,7 @@ def resumed(log: Path) -> list[int]:
     return [int(line.rpartition(" ")[2]) for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 def test_a_node_is_lost_and_returns(tmp_path: Path) -> None:
     fixed = dict(

@@ -148,6 +148,9 @@ def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher(
         (["--to", "kubernetes", "--container", "a", "--mem", "1.5G"], "--mem '1.5G' is not a size"),
         (["--to", "kubernetes", "--container", "a", "--time", "soon"], "--time 'soon' is not a time limit"),
         (["--signal-s", "-5"], "--signal-s -5"),
+        (["--time=-5"], "--time '-5' is negative"),
+        (["--max-requeues", "-1"], "--max-requeues -1 is negative"),
+        (["--grace-s", "-1"], "--grace-s -1 is out of range"),
     ],
 )
 def test_options_of_the_other_cluster_are_refused(

@@ -51,10 +51,16 @@ def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.
 
     shown = done.stdout.splitlines()[0]
     assert shown.startswith("$ ") and "torch.distributed.run" in shown and "--nproc-per-node 2" in shown
+
+
+@pytest.mark.slow
+def test_the_printed_command_is_what_runs(plain: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = plain
+    shown = done.stdout.splitlines()[0]
     in_a_shell = ["bash", "-c", shown[2:] + " --print-config"]
     again = subprocess.run(in_a_shell, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert len(list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))) == 4, "the printed command is what runs"
+    assert len(list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))) == 4
 
 
 @pytest.mark.slow
@@ -67,6 +73,7 @@ def test_the_first_failing_ranks_traceback_is_whole_and_others_are_one_line(tmp_
     assert f"logs: {tmp_path}/run/logs/" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_user_error_is_its_two_lines_even_with_restarts_left(tmp_path: Path) -> None:
     done = run(command(*TWO, "--max-restarts", "3", *settings(tmp_path / "run", "refuse")))
     assert done.returncode == 2
@@ -128,6 +135,7 @@ def test_a_signals_likely_cause_is_told(tmp_path: Path) -> None:
     assert "memory" in cause
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
     tmp_path: Path, plain: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
@@ -168,6 +176,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_while_they_wait_for_others(tmp
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     argv = command(*TWO, *settings(tmp_path / "run", "wait", train__max_steps=100_000))
     marker = f"TEST_MARKER={tmp_path}"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,13 @@ from shardkit.errors import LaunchError
 from shardkit.launch.failures import job_starts
 from shardkit.launch.failures.failure import Failure
 from shardkit.launch.local import restart
-from shardkit.launch.slurm import preemption_warning, requeue
+from shardkit.launch.slurm import lost, preemption_warning, requeue
 from tests.launch.jobs import REPO, environment
 
-JOB = "JobId=7 Restarts={restarts} EndTime={end} PreemptTime={preempt} ExcNodeList={excluded} NodeList=n1"
+JOB = (
+    "JobId=7 JobState={state} Reason={reason} Restarts={restarts} EndTime={end} PreemptTime={preempt} "
+    "ExcNodeList={excluded} NodeList=n1"
+)
 ECC = Failure(rank=3, exit_code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered", node="n4")
 CRASH = Failure(rank=3, exit_code=1, message="ValueError: x", node="n4")
 USER = Failure(rank=0, exit_code=2, message="sample 7 is empty", is_error=True)
@@ -33,13 +37,14 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     """Puts a scontrol on the path that shows `JOB` with these values; its calls go to the returned file."""
 
     def make(
-        end: str = "Unknown", preempt: str = "None", excluded: str = "(null)", fails: str = "never", restarts: int = 0
-    ) -> Path:
+        end: str = "Unknown", preempt: str = "None", excluded: str = "(null)", fails: str = "never", restarts: int = 0,
+        state: str = "RUNNING", reason: str = "None",
+    ) -> Path:  # fmt: skip
         calls, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
         program.parent.mkdir()
-        shown = JOB.format(end=end, preempt=preempt, excluded=excluded, restarts=restarts)
+        shown = JOB.format(end=end, preempt=preempt, excluded=excluded, restarts=restarts, state=state, reason=reason)
         program.write_text(
-            f'#!/bin/bash\nif [ "$1" = show ]; then echo "{shown}"; [ "$4" ] || echo "   StdOut={tmp_path}/out"\n'
+            f'#!/bin/bash\nif [ "$1" = show ]; then echo "{shown}"; [ "$4" ] || echo "   StdErr={tmp_path}/out"\n'
             f'else echo "$*" >> {calls}; fi\n[ "$1" != {fails} ] || {{ echo "not so: $1" >&2; exit 1; }}\n'
         )
         program.chmod(0o755)
@@ -107,7 +112,7 @@ def test_what_goes_back_to_the_queue(
     came: list[signal.Signals], failures: list[Failure], preempt: str, why: str | None, scontrol: Callable[..., Path]
 ) -> None:
     scontrol(preempt=preempt)
-    assert requeue.reason("7", came, failures, SAVED in failures, saved=5) == why
+    assert requeue.reason(requeue.ending("7", 0), came, failures, SAVED in failures, saved=5) == why
 
 
 @pytest.mark.parametrize("failures", [[SAVED], [UNSAVED]])
@@ -116,7 +121,7 @@ def test_without_a_checkpoint_of_this_start_usr2_queues_nothing(
 ) -> None:
     """The next start would stand where this one began."""
     scontrol()
-    assert requeue.reason("7", [signal.SIGUSR2], failures, SAVED in failures, saved=None) is None
+    assert requeue.reason(None, [signal.SIGUSR2], failures, SAVED in failures, saved=None) is None
 
 
 def test_a_checkpoint_of_this_start_is_told_from_an_earlier_one(tmp_path: Path) -> None:
@@ -134,16 +139,68 @@ def test_a_checkpoint_of_this_start_is_told_from_an_earlier_one(tmp_path: Path) 
 def test_what_slurm_has_queued_again_by_itself_is_its_doing(scontrol: Callable[..., Path]) -> None:
     """Without a GraceTime there is no PreemptTime: the job is back in the queue when the signals come."""
     calls = scontrol(restarts=3)
-    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, saved=None, restart=2) == "taken back by Slurm"
-    assert requeue.reason("7", [signal.SIGTERM], [], stopped=False, saved=None, restart=3) is None
-    assert requeue.reason("7", [], [USER], stopped=False, saved=None, restart=2) is None
+    end = requeue.ending("7", restart=2)
+    assert requeue.reason(end, [signal.SIGTERM], [], stopped=False, saved=None) == "taken back by Slurm"
+    assert requeue.reason(end, [], [USER], stopped=False, saved=None) is None
+    assert requeue.ending("7", restart=3) is None
     assert requeue.queue_again("7", restart=2) == "Slurm has queued it again"
     assert not calls.exists(), "a second requeue would be refused"
 
 
+PEER = Failure(rank=0, exit_code=1, message="RuntimeError: Connection reset by peer", node="n1")
+ENDED = "srun: error: n1: {}: Exited with exit code 1\n"
+NO_STEP = "srun: error: Aborting, io error and missing step on node 1\nsrun: error: n1: task 0: Killed\n"
+
+
+@pytest.mark.parametrize(
+    ("srun_log", "was_bounded", "failures", "reason"),
+    [
+        (NO_STEP, False, [PEER], "processes on n2 died without a word (rank 2, 3)"),
+        (ENDED.format("task 0"), True, [PEER], "processes on n2 died without a word (rank 2, 3)"),
+        (ENDED.format("task 0"), False, [PEER], None),
+        (ENDED.format("tasks 0-1"), True, [PEER], None),
+        (NO_STEP, False, [CRASH, PEER], None),
+    ],
+)
+def test_processes_that_died_without_a_word_are_named(
+    srun_log: str, was_bounded: bool, failures: list[Failure], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = subprocess.CompletedProcess([], 0, "n1\nn2\n", "")
+    monkeypatch.setattr(lost.commands, "ask", lambda *_, **__: answer)
+    assert lost.reason(srun_log, was_bounded, failures, "n[1-2]", 2, 2, 1) == reason
+    assert requeue.reason(None, [], failures, False, None, reason) == reason
+
+
 def test_a_job_that_slurm_says_nothing_of_was_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requeue.commands, "ask", lambda *asked, **_: subprocess.CompletedProcess(asked, 1, "", ""))
-    assert requeue.taken_back("7", restart=2) is None
+    assert requeue.ending("7", restart=2) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "announced", "ending"),
+    [
+        ({}, None, None),
+        ({"preempt": "2026-01-01T00:00:00"}, None, ("preempted", True, False)),
+        ({"state": "COMPLETING"}, "", ("cancelled", False, True)),
+        ({"state": "COMPLETING"}, None, ("cancelled", False, True)),  # the output cannot be read
+        ({"state": "CANCELLED", "preempt": "2026-01-01T00:00:00"}, "", ("cancelled", False, True)),
+        ({"state": "COMPLETING", "reason": "TimeLimit"}, " DUE TO TIME LIMIT", ("its time limit", False, True)),
+        ({"state": "COMPLETING"}, " DUE TO PREEMPTION", ("preempted", True, True)),  # PreemptMode=CANCEL
+        ({"state": "COMPLETING", "restarts": 1}, " DUE TO JOB REQUEUE", ("taken back by Slurm", True, True)),
+        ({"state": "PENDING", "restarts": 1}, None, ("taken back by Slurm", True, True)),
+    ],
+)
+def test_how_slurm_ends_a_start_by_the_state_of_its_job(
+    job: dict[str, Any], announced: str | None, ending: tuple[str, bool, bool] | None,
+    scontrol: Callable[..., Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    scontrol(end="2026-11-21T07:53:01", **job)
+    if announced is not None:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 60))
+        (tmp_path / "out").write_text(f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT {when}{announced} ***\n")
+    assert requeue.ending("7", 0) == (None if ending is None else requeue.Ending(*ending))
+    assert requeue.was_cancelled("7") == (announced == "")
+    assert (requeue.outlook("7").ends_at is None) == requeue.outlook("7").is_ending
 
 
 @pytest.mark.parametrize(
@@ -151,7 +208,7 @@ def test_a_job_that_slurm_says_nothing_of_was_not_taken_back(monkeypatch: pytest
     [
         ("PREEMPTED", "", "preempted"),
         ("NODE_FAIL", "", "its node was lost"),
-        ("CANCELLED by 0", "", None),
+        ("CANCELLED by 0", "", "cancelled"),
         ("", "DUE TO PREEMPTION", "preempted"),
         ("", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "its node was lost"),
         ("", "DUE TO JOB REQUEUE", "taken back by Slurm"),
@@ -230,7 +287,7 @@ def test_the_lead_follows_the_measured_saves_and_steps(tmp_path: Path) -> None:
     ("text", "seconds"),
     [
         ("2", 120), ("90:30", 5430), ("4:00:00", 14400), ("2-0", 172800), ("1-2:30", 95400), ("1-02:03:04", 93784),
-        ("UNLIMITED", None), ("", None), ("soon", None),
+        ("UNLIMITED", None), ("", None), ("soon", None), ("0", None), ("0:00:00", None),
     ],
 )  # fmt: skip
 def test_time_limits_as_slurm_writes_them(text: str, seconds: int | None) -> None:
@@ -243,6 +300,10 @@ def test_a_time_limit_that_leaves_no_time_is_doubted_with_its_numbers(tmp_path: 
     assert "leaves 120 s, and the job is told to save 120 s before it: 0 s to start and to train" in first
     assert "longer than the 120 s before the time limit" in second and "set checkpoint.every_minutes" in second
     assert doubts(3600, 120, tmp_path, periodic=True) == []
+    first, second = doubts(55, None, tmp_path, periodic=False)  # sbatch --signal of the user's own
+    assert "leaves 55 s to start, to train and to save" in first and "120" not in first
+    assert "longer than what --signal leaves before the time limit" in second
+    assert doubts(61, None, tmp_path, periodic=True) == []
     measured(tmp_path, [1750.0], [])
     assert doubts(3600, 120, tmp_path, periodic=False) == []
     measured(tmp_path, [1770.0], [])
@@ -287,7 +348,21 @@ def test_the_ranks_are_told_again_until_they_end(tmp_path: Path, monkeypatch: py
     clock.warning._note(signal.SIGUSR2, None)
     clock.warning._note(signal.SIGTERM, None)
     clock.run(18)
+    assert clock.warning.told_at == 11.0
     assert clock.sent == [(11.0, "USR2"), (11.0, "TERM"), (14.0, "USR2"), (17.0, "USR2")]
+
+
+def test_the_end_time_of_a_cancelled_job_is_no_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sets it to the moment of the cancel, and sends SIGTERM to the steps itself."""
+    measured(tmp_path, [400.0], [10.0])
+    clock = Clock(monkeypatch, tmp_path, requeue.Outlook(ends_at=100_000))
+    monkeypatch.setattr(requeue, "_said_by_slurmstepd", lambda *_: [])
+    clock.run(40)
+    clock.outlook = requeue.Outlook(ends_at=40, state="COMPLETING")
+    clock.run(100)
+    clock.warning._note(signal.SIGTERM, None)
+    clock.run(110)
+    assert clock.sent == [] and clock.warning.ending == requeue.Ending("cancelled")
 
 
 def test_a_preemption_without_a_signal_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +381,10 @@ def test_times_and_nodes_as_scontrol_writes_them(scontrol: Callable[..., Path]) 
 
 def test_a_restarted_job_does_not_take_up_what_another_left(tmp_path: Path) -> None:
     """It was to overwrite an old run, and was preempted before it did."""
-    environ = {"SLURM_JOB_ID": "7"}
-    (tmp_path / "env.json").write_text('{"slurm_job": "6"}')
+    environ = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    (tmp_path / "env.json").write_text('{"job": "Slurm job 6"}')
     assert restart.overrides(str(tmp_path), False, environ) == []
-    (tmp_path / "env.json").write_text('{"slurm_job": "7"}')
+    (tmp_path / "env.json").write_text('{"job": "Slurm job 7"}')
     assert restart.overrides(str(tmp_path), False, environ) == ["run.overwrite=false", "run.resume=true"]
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from shardkit.errors import DataError, LaunchError
 from shardkit.launch.failures import failure, job_starts
+from shardkit.launch.local import restart
 from shardkit.launch.local.restart import Restarts
 
 LOG = (
@@ -64,3 +66,46 @@ def test_what_only_the_user_can_mend_ends_the_job_and_a_lost_peer_does_not(logs:
     assert not Restarts(logs, tmp_path).look()
     attempt(logs, 1, rank_1=DataError("sample 7 is empty", "remove it"))
     assert Restarts(logs, tmp_path).look()
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "shardkit", "GROUP_WORLD_SIZE": "1"}
+SLURM, NAMED = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, {restart.JOB_ID: "nightly"}
+
+
+@pytest.mark.parametrize(
+    ("wrote", "starts", "expected"),
+    [
+        (None, NAMED, False),
+        (NAMED, NAMED, True),
+        (NAMED, {**NAMED, **SLURM}, True),
+        (NAMED, {restart.JOB_ID: "weekly"}, False),
+        (NAMED, {}, False),
+        (SLURM, NAMED, False),
+        (SLURM, {**SLURM, "SLURM_STEP_ID": "1"}, None),
+        (SLURM, {**SLURM, "SLURM_RESTART_COUNT": "1"}, True),
+        (SLURM, {**SLURM, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        (SLURM, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+        ({**SLURM, "SLURM_CLUSTER_NAME": "a"}, {**SLURM, "SLURM_CLUSTER_NAME": "b", "SLURM_RESTART_COUNT": "1"}, False),
+        (TORCHRUN, TORCHRUN, None),
+        (TORCHRUN, {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({}, {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, None),
+        ({}, {}, None),
+        ({}, {**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({}, {"SHARDKIT_ELASTIC": "1"}, True),
+    ],
+)  # fmt: skip
+def test_which_starts_are_restarts_of_the_job_that_wrote_a_directory(
+    wrote: dict[str, str] | None, starts: dict[str, str], expected: bool | None, tmp_path: Path
+) -> None:
+    if wrote is not None:
+        earlier = restart.this_start(wrote)
+        (tmp_path / "env.json").write_text(json.dumps({"job": earlier.job, "torchrun": earlier.agent}))
+    assert restart.wrote(tmp_path, starts) is expected
+    assert bool(restart.overrides(str(tmp_path), False, starts)) is (expected is True)
+
+
+def test_a_grace_that_is_no_number_is_refused() -> None:
+    assert restart.grace_s({}) == 25 and restart.grace_s({restart.GRACE: "600"}) == 600
+    for text in ("long", "-1", "nan", "inf"):
+        with pytest.raises(LaunchError, match=f"SHARDKIT_GRACE_S={text}"):
+            restart.grace_s({restart.GRACE: text})

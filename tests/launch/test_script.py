@@ -345,7 +345,7 @@ def test_a_scripts_job_is_requeued_when_it_ended_as_told_or_slurm_took_it(
     monkeypatch.setattr(requeue, "outlook", lambda job: requeue.Outlook(**outlook))
     monkeypatch.setattr(requeue, "end_by_slurm", lambda *_: None)
     signals = [signal.Signals[f"SIG{name}"] for name in came]
-    assert requeue.script_reason("7", signals, [], code, saved, 0) == reason
+    assert requeue.script_reason(requeue.ending("7", 0), signals, [], code, saved) == reason
 
 
 def test_a_batch_job_starts_the_script_that_was_described(tmp_path: Path) -> None:

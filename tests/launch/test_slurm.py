@@ -131,7 +131,9 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and done.stderr.startswith("error: shardkit is not installed for any of: ")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: shardkit and its packages are not installed for any of: "
+    )
 
 
 PYTHON = """#!/bin/bash
@@ -292,3 +294,12 @@ def test_submit_help_starts_about_as_fast_as_a_bare_typer_subcommands() -> None:
     assert ours != startup.SHARDKIT_HELP and bare != startup.PLAIN_APP
     found = startup.ratio(*startup.interleaved([ours, bare], rounds=9))
     assert found["interval_95"][0] < 1.5, found
+
+
+@pytest.mark.parametrize(
+    ("array", "indices"), [("0-3", [0, 1, 2, 3]), ("7", [7]), ("1,5-9:2%4", [1, 5, 7, 9]), ("0-4%2", [0, 1, 2, 3, 4])]
+)
+def test_the_indices_of_an_array(array: str, indices: list[int], tmp_path: Path) -> None:
+    assert submit.array_indices(array) == indices
+    (tmp_path / f"array_{indices[-1]}").mkdir()
+    assert submit.array_folders(tmp_path, array) == [tmp_path / f"array_{indices[-1]}"]

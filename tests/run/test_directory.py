@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, SupersededError
+from shardkit.launch.failures import job_starts
 from shardkit.run import directory, owner
 from tests.commands import python_m
 from tests.launch.jobs import REPO, environment, losses, settings
@@ -313,7 +315,7 @@ def test_a_restart_goes_on_from_whole_checkpoints_only(tmp_path: Path) -> None:
     from shardkit.launch.local import restart
 
     (tmp_path / "checkpoints/step_00000005.tmp").mkdir(parents=True)
-    assert restart.overrides(str(tmp_path), "other/run", {}) == ["run.overwrite=true"]
+    assert restart.overrides(str(tmp_path), "other/run", {"TORCHELASTIC_RESTART_COUNT": "1"}) == ["run.overwrite=true"]
 
 
 def test_a_closed_terminal_saves_as_a_termination_does(tmp_path: Path) -> None:
@@ -355,3 +357,124 @@ def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 0 and max(losses(tmp_path / "run")) == 30
+
+
+def in_a_loop(args: list[str], starts: int = 3, **env: str) -> subprocess.CompletedProcess[str]:
+    """The same command again and again until it succeeds, by a shell that counts nothing."""
+    command = shlex.join([sys.executable, "-m", "shardkit.train", *args])
+    loop = f"for i in $(seq {starts}); do {command} && exit 0; code=$?; [ $code != 2 ] || exit 2; done; exit $code"
+    return subprocess.run(
+        ["bash", "-c", loop], cwd=REPO, env=environment(**env), capture_output=True, text=True, timeout=180
+    )
+
+
+def dies_in_every_fourth_step(run_dir: Path) -> list[str]:
+    """Each start is killed in its fourth step and has saved the two steps before; the run has five."""
+    return settings(
+        run_dir, "kill", task__args__rank=0, task__args__calls=4, train__max_steps=5, train__deterministic="true",
+        checkpoint__every_steps=2, checkpoint__async_save="false",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [[], ["run.overwrite=true"]], ids=["plain", "overwrite"])
+def test_a_command_that_a_shell_starts_again_under_the_same_name_goes_on(more: list[str], tmp_path: Path) -> None:
+    done = in_a_loop([*dies_in_every_fourth_step(tmp_path / "run"), *more], SHARDKIT_JOB_ID="nightly")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("resuming from") == 1 and "step_00000002, step 2" in done.stderr
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
+
+
+def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    args = [*dies_in_every_fourth_step(run_dir), "run.overwrite=true"]
+    done = in_a_loop(args)
+    assert done.returncode == 2, done.stderr
+    assert "holds an unfinished run of this same config with checkpoints up to step 2" in done.stderr
+    assert "SHARDKIT_JOB_ID" in done.stderr and (run_dir / "checkpoints/step_00000002/manifest.json").exists()
+    another = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
+    assert another.returncode == 0, another.stderr
+    assert f"run.overwrite deletes the run in {run_dir}, with checkpoints up to step 2" in another.stderr
+    assert "resuming" not in another.stderr and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
+    again = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
+    assert again.returncode == 0, "a finished run is overwritten as it was asked"
+
+
+def test_another_job_overwrites_what_the_first_one_wrote(tmp_path: Path) -> None:
+    args = [*settings(tmp_path / "run", train__max_steps=2, checkpoint__every_steps=1), "run.overwrite=true"]
+    for name, environ in (("a", {}), ("b", {}), ("Slurm", {"SLURM_JOB_ID": "7"})):
+        environ = environ or {"SHARDKIT_JOB_ID": name}
+        done = python_m("shardkit.train", *args, env=environ)
+        assert done.returncode == 0, done.stderr
+        assert "resuming" not in done.stderr
+    interactive = python_m("shardkit.train", *args, env={"SLURM_JOB_ID": "7"})
+    assert interactive.returncode == 0, "a finished run; Slurm did not start this again"
+    assert "resuming" not in interactive.stderr
+
+
+def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a program of the user's own makes the trainer, and nobody has asked for the restart's overrides."""
+    old_run(tmp_path / "run")
+    (tmp_path / "run/env.json").write_text('{"job": "job nightly", "torchrun": null}')
+    monkeypatch.setenv("SHARDKIT_JOB_ID", "nightly")
+    world: Any = SimpleNamespace(is_main=True, gather=lambda found: [found])
+    with pytest.raises(ConfigError, match=r"this job's earlier start .*up to step 5\)") as caught:
+        directory.prepare(load_config(None, [f"run.dir={tmp_path}/run", "run.overwrite=true"]), world)
+    assert "run.resume=true" in caught.value.fix
+    assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
+
+
+def test_a_replaced_pod_waits_for_the_one_that_still_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody counts the starts of a pod that is replaced, so it cannot take the directory from the earlier one."""
+    monkeypatch.setattr(owner, "BEAT_S", 0.05)
+    monkeypatch.setenv("SHARDKIT_GRACE_S", "60")
+    saving = owner.claim(tmp_path, replace(ELSEWHERE, job="job uid"))
+    ended = threading.Timer(0.5, saving.close)
+    ended.start()
+    owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=5).close()
+    assert saving.lost() == "this run has ended", "nobody took it away"
+    monkeypatch.setenv("SHARDKIT_GRACE_S", "0")
+    busy = owner.claim(tmp_path, replace(ELSEWHERE, job="job uid"))
+    with pytest.raises(ConfigError, match=r"is being written by job uid \(restart 0\), process \d+ on far"):
+        owner.claim(tmp_path, replace(HERE, job="job uid"), stale_s=0.5)
+    counted = replace(HERE, job="job uid", restart=1)
+    owner.claim(tmp_path, counted, stale_s=0.5).close()  # JobSet counts: the later start takes over
+    assert busy.lost() == f"{counted.name} owns it now"
+    busy.close()
+
+
+def test_overwriting_leaves_a_rival_that_is_starting_and_names_it(
+    tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old_run(tmp_path / "run")
+    run_dir, logs = tmp_path / "run", tmp_path / "run/logs"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SHARDKIT_KEEP", str(job_starts.path(run_dir)))
+    job_starts.note_start(run_dir, "6", 0, "n1")  # of the old run: killed with its node
+    job_starts.note_start(run_dir, "9", 0, "n2")
+    job_starts.note_start(run_dir, "8", 0, "n1")
+    for name in ("slurm-6.0", "slurm-9.0", "20260101-000000-node0-1", "20260101-000000-node0-2"):
+        (logs / name).mkdir()
+        (logs / name / "torchrun.log").write_text("")
+    for name in ("slurm-6.out", "slurm-9.out"):
+        (logs / name).write_text("")
+    rivals = [job_starts.InUse(logs / name) for name in ("slurm-9.0", "20260101-000000-node0-2")]
+    for rival in rivals:
+        rival.beat()
+    job_starts.InUse(logs / "slurm-6.0").beat()
+    os.utime(logs / "slurm-6.0/in_use", (1, 1))
+    (run_dir / ".rendezvous").mkdir()
+    (run_dir / ".rendezvous/9.0.0").write_text("n2 1234 word")
+    (run_dir / ".rendezvous/6.0.0").write_text("n1 1234 word")
+    os.utime(run_dir / ".rendezvous/6.0.0", (1, 1))
+    prepared("run.overwrite=true")
+    left = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
+    assert {"logs/slurm-9.0/torchrun.log", "logs/slurm-9.out", "logs/20260101-000000-node0-2/torchrun.log"} <= left
+    assert not {"logs/slurm-6.out", "logs/slurm-6.0/torchrun.log", "logs/20260101-000000-node0-1/torchrun.log"} & left
+    assert ".rendezvous/9.0.0" in left and ".rendezvous/6.0.0" not in left, "the rival's ranks still meet there"
+    told = "refused, as this run was writing to the directory: job 9"
+    assert job_starts.summary(run_dir) == told, "not yet, but it is about to be"
+    job_starts.note_end(run_dir, "9", 0, f"failed: run.dir={'x' * 300} is being written by Slurm job 8")
+    for rival in rivals:
+        rival.close()
+    assert job_starts.summary(run_dir) == told
+    assert [start.job for start in job_starts.history(run_dir, {})[0]] == [], "the report on file says the same"

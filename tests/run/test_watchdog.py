@@ -35,6 +35,33 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     assert behind([state(0, 9, True), None]).startswith("rank(s) 1 did not even answer")
 
 
+def test_in_a_save_the_rank_that_writes_is_named_with_its_host_and_file() -> None:
+    waiting = state(0, 9, True) | {"phase": "waiting for the other ranks' files", "host": "n1"}
+    writing = state(1, 9, True) | {"phase": "writing step_00000010.tmp/rank_00001.bin", "host": "n2"}
+    assert behind([waiting, writing]).startswith(
+        "did not arrive: rank 1 on n2 (step 7, forward, writing step_00000010.tmp/rank_00001.bin, task.py:3"
+    )
+    assert "all 2 ranks are at the same place" in behind([waiting, waiting | {"rank": 1}])
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_in_a_save_is_named_within_the_limit_of_saves(tmp_path: Path) -> None:
+    """The limit of a step is far; the one of saves, its key, the rank, its host and its file are in the message."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/stuck").touch()
+    argv = settings(
+        tmp_path / "run", task__factory="tests.slurm.tasks:SlowSaves", task__args__save_s=1, task__args__stuck_rank=1,
+        checkpoint__every_steps=3, checkpoint__timeout_s=4, run__init_timeout_s=300,
+    )  # fmt: skip
+    argv = [item for item in argv if not item.startswith("task.args.how=")]
+    began = time.monotonic()
+    done = run(command("--nproc-per-node", "2", *argv))
+    assert done.returncode == 1 and time.monotonic() - began < 200, done.stderr
+    assert f"no progress for 4 s at step 3 (save); rank(s) 1 on {os.uname().nodename} (in or after " in done.stderr
+    assert "step_00000003.tmp/rank_00001.bin" in done.stderr and "raise checkpoint.timeout_s if a save" in done.stderr
+    assert "a save that writes nothing for 4 s ends the job (checkpoint.timeout_s)" in done.stdout
+
+
 def test_ranks_that_wait_in_different_blocks_are_named_with_them() -> None:
     apart = [state(rank, 9, True) | {"block": f"layers.{rank % 2}"} for rank in range(3)]
     assert behind(apart).endswith("; last blocks: layers.0 on rank 0, 2, layers.1 on rank 1")
@@ -91,12 +118,12 @@ def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
 
 SUSPENDED = """
 import pathlib, sys, time
-from shardkit.run.watchdog import Watchdog
+from shardkit.run.watchdog import Part, Watchdog
 dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 1.0, settle_s=0.0)
 dog.start()
 print("suspend", flush=True)
 input()
-with dog.allowing(1.1, time.monotonic):  # a save that grows
+with dog.within(Part(1.1, signs=time.monotonic)):  # a save that grows
     time.sleep(2.5)
 print("alive")
 dog.beat(4, "forward")
@@ -157,7 +184,7 @@ def test_an_evaluation_longer_than_the_limit_goes_on(tmp_path: Path) -> None:
     """2 s to join, train and evaluate six batches of half a second: each is a sign of life."""
     argv = settings(
         tmp_path / "run", task__factory="tests.run.test_watchdog:Slow", run__init_timeout_s=2, run__step_timeout_s=2,
-        train__eval_batches=6, train__max_steps=1,
+        train__eval_samples=12, train__max_steps=1,
     )  # fmt: skip
     done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv)
     assert done.returncode == 0, done.stderr
@@ -195,7 +222,7 @@ def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
     argv = settings(tmp_path / "run", "stop", train__max_steps=50, run__step_timeout_s=4)
     done = run(command("--nproc-per-node", "2", *argv), timeout=100)
     assert done.returncode == 1, done.stderr
-    assert "rank(s) 1 did not even answer" in done.stderr, done.stderr
+    assert "rank(s) 1 on " in done.stderr and " did not even answer" in done.stderr, done.stderr
     assert (tmp_path / "run/logs/hang/rank_0.txt").exists()
 
 
@@ -213,7 +240,7 @@ def test_a_rank_without_any_weight_joins_in_every_reduction(tmp_path: Path) -> N
 
 @pytest.mark.dist
 def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
-    argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_batches=1)
+    argv = settings(tmp_path / "run", task__factory="tests.launch.tasks:Uneven", train__eval_samples=4)
     done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
     assert done.returncode == 2, done.stderr
     assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr

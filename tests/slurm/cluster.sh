@@ -4,7 +4,9 @@
 #   cluster.sh start DIR [NODES]  prints nothing, writes DIR/slurm.conf; `export SLURM_CONF=DIR/slurm.conf` to use it
 #   cluster.sh stop DIR           cancels its jobs, ends its daemons and nothing else
 #   cluster.sh kill-node DIR NODE the node dies: its daemon and all that runs on it (start-node: it comes back)
-# Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs and 2 GPUs that are not there.
+#   cluster.sh hide DIR NODE PATH what runs on the node finds PATH empty (show DIR NODE: as before)
+#   cluster.sh kill-steps DIR NODE  the daemon stays; its steps' daemons and their tasks die
+# Partition `batch` is preempted (requeued) by partition `high`, `brusque` without any grace; `lab` is for an account that nobody has. Each node has 4 CPUs (SLURM_TEST_CPUS) and 2 GPUs that are not there.
 set -euo pipefail
 export PATH=/usr/sbin:/sbin:$PATH
 PROGRAMS=(slurmctld slurmd sbatch srun scontrol munged)
@@ -118,7 +120,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 GresTypes=gpu
-NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=n[1-$nodes] NodeHostname=localhost NodeAddr=127.0.0.[11-$((10 + nodes))] Port=[$((first + 1))-$((first + nodes))] CPUs=${SLURM_TEST_CPUS:-4} RealMemory=4000 Gres=gpu:2 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 State=UP
 PartitionName=brusque Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
 PartitionName=lab Nodes=ALL AllowAccounts=physics MaxTime=60 State=UP
@@ -184,12 +186,12 @@ stop() { # DIR
   for name in n1 n2 n3 n4 slurmctld munged; do stop_daemon "$name"; done
 }
 
-kill_node() { # DIR NODE: slurmd alone would leave its tasks running, re-parented
+kill_node() { # DIR NODE node|steps: slurmd alone would leave its tasks running, re-parented
   cd "$1"
-  python3 - "$PWD/spool/$2/$2_" "$(cat "pids/$2")" <<'PY'
+  python3 - "$PWD/spool/$2/$2_" "$(cat "pids/$2")" "$3" <<'PY'
 import os, signal, sys
 from pathlib import Path
-prefix, daemon = sys.argv[1], int(sys.argv[2])
+prefix, daemon, with_daemon = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "node"
 # each step's slurmstepd listens on a unix socket SPOOL/NODE_JOB.STEP
 lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
 sockets = {f"socket:[{words[6]}]" for words in lines if len(words) == 8 and words[7].startswith(prefix)}
@@ -205,7 +207,7 @@ for stat in Path("/proc").glob("[0-9]*/stat"):
         pass
 def below(pid):
     return [pid, *(p for child in children.get(pid, []) for p in below(child))]
-doomed = [daemon, *(pid for step in steps for pid in below(step))]
+doomed = [*([daemon] if with_daemon else []), *(pid for step in steps for pid in below(step))]
 for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: nobody reports the others' deaths
     for pid in doomed:
         try:
@@ -221,11 +223,40 @@ start_node() { # DIR NODE: a node that died comes back
   spawn "$2" slurmd -D -N "$2"
 }
 
+wait_idle() { # NODE
+  local i
+  for i in $(seq 200); do
+    [ "$(timeout 3 sinfo -h -N -n "$1" -p batch -o '%t' 2>&1 || true)" = idle ] && return 0
+    sleep 0.1
+  done
+  fail "$1 does not come up"
+}
+
+hide() { # DIR NODE PATH: a mount of its own, as on a node that lacks a file system
+  cd "$1"
+  export SLURM_CONF=$PWD/slurm.conf
+  stop_daemon "$2"
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  spawn "$2" unshare --mount --propagation private sh -c 'mount -t tmpfs tmpfs "$1" && exec slurmd -D -N "$2"' hide "$3" "$2"
+  wait_idle "$2"
+}
+
+show() { # DIR NODE
+  cd "$1"
+  export SLURM_CONF=$PWD/slurm.conf
+  stop_daemon "$2"
+  spawn "$2" slurmd -D -N "$2"
+  wait_idle "$2"
+}
+
 case ${1:-} in
   install) install_packages ;;
   start) start "$2" "${3:-2}" ;;
   stop) stop "$2" ;;
-  kill-node) kill_node "$2" "$3" ;;
+  kill-node) kill_node "$2" "$3" node ;;
+  kill-steps) kill_node "$2" "$3" steps ;;
   start-node) start_node "$2" "$3" ;;
-  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | start-node DIR NODE" ;;
+  hide) hide "$2" "$3" "$4" ;;
+  show) show "$2" "$3" ;;
+  *) fail "usage: cluster.sh install | start DIR [NODES] | stop DIR | kill-node DIR NODE | kill-steps DIR NODE | start-node DIR NODE | hide DIR NODE PATH | show DIR NODE" ;;
 esac

@@ -25,7 +25,7 @@ def tiny(run_dir: Path, text: Path, strategy: str) -> list[str]:
     values = {
         "run.dir": run_dir, "run.device": "cpu", "data.path": text, "data.cache_dir": text / ".cache",
         "train.max_steps": 5, "train.seq_len": 32, "train.micro_batch_size": 2, "train.global_batch_size": 8,
-        "train.eval_batches": 0, "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "optim.lr": 0.01,
+        "train.eval_samples": 0, "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "optim.lr": 0.01,
         "parallel.strategy": strategy, "logging.tensorboard": "false",
     }  # fmt: skip
     return [f"{key}={value}" for key, value in values.items()]

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardkit.checkpoint.format import layout, writer
+
 PHASES = ("start-up", "training", "evaluation", "saving")
 
 
@@ -54,6 +56,75 @@ class Faulty(Paced):
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+class SlowSaves:
+    """A small linear model whose saves take `save_s` seconds: most of it in each rank's file, then in the manifest.
+
+    Every rank keeps the phase that it is in, and its process id, in RUN_DIR/phase.RANK (see `phase_of`). On rank
+    `stuck_rank` a save for which the file RUN_DIR/stuck exists never ends.
+    """
+
+    def __init__(self, config: Any, save_s: float = 6.0, pace: float = 0.05, stuck_rank: int = -1) -> None:
+        self.pace = pace
+        self._rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+        self._run_dir = Path(config.run.dir)
+        self._is_stuck = self._rank == stuck_rank
+        self._slow_down(save_s)
+
+    def _slow_down(self, save_s: float) -> None:
+        write_file, manifest_of, point_latest = writer.write_file, writer.RangeWriter._manifest, layout.point_latest
+
+        def write_slowly(path: Path, tensors: Any) -> Any:
+            self._note("writing")
+            offsets = write_file(path, tensors)
+            if self._is_stuck and (self._run_dir / "stuck").exists():
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.8 * save_s)
+            self._note("written")
+            return offsets
+
+        def describe_slowly(range_writer: Any, *args: Any) -> Any:
+            self._note("publishing")
+            time.sleep(0.2 * save_s)
+            return manifest_of(range_writer, *args)
+
+        def point_and_note(root: Path) -> None:
+            self._note("published")
+            point_latest(root)
+
+        writer.write_file = write_slowly
+        writer.RangeWriter._manifest = describe_slowly  # type: ignore[method-assign]
+        layout.point_latest = point_and_note
+
+    def _note(self, phase: str) -> None:
+        draft = self._run_dir / f"phase.{self._rank}.part"
+        draft.write_text(f"{phase} {os.getpid()}")
+        draft.replace(draft.with_suffix(""))
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(8, 4)
+
+    def dataset(self, split: Literal["train", "val"]) -> list[torch.Tensor] | None:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(8, generator=generator) for _ in range(64)] if split == "train" else None
+
+    def n_targets(self, batch: torch.Tensor) -> int:
+        return len(batch)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self._note("training")
+        time.sleep(self.pace)
+        return model(batch).square().sum()  # type: ignore[no-any-return]
+
+
+def phase_of(run_dir: Path, rank: int = 0) -> tuple[str, int]:
+    """(phase, process id) of a rank of `SlowSaves`; the phase is empty before its first step."""
+    try:
+        phase, _, pid = (run_dir / f"phase.{rank}").read_text().partition(" ")
+    except OSError:
+        return "", 0
+    return phase, int(pid)
+
+
 def _watch(run_dir: Path) -> None:
     """USR2 is blocked in every thread, so that it stays pending: who looks can see it."""
     before = ""
@@ -77,7 +148,7 @@ def _phase() -> str:
         where = (Path(frame.f_code.co_filename).name, frame.f_code.co_name)
         if where == ("evaluate.py", "evaluate"):
             return "evaluation"
-        if where == ("checkpointer.py", "save"):
+        if where == ("save.py", "save"):
             return "saving"
         if where == ("trainer.py", "steps"):
             found = "training"

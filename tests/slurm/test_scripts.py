@@ -37,8 +37,9 @@ def undisturbed(tmp_path: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["term", "file"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("term", marks=pytest.mark.slow), pytest.param("file", marks=pytest.mark.release)]
+)
 def test_a_plain_script_is_preempted_and_resumed_with_the_same_losses(
     how: str, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -58,7 +59,7 @@ def test_a_plain_script_is_preempted_and_resumed_with_the_same_losses(
     assert {path.name for path in (run_dir / "submit/1").iterdir()} >= {"script.json", "job.sbatch", "code.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("style", ["torchrun", "srun"])
 def test_a_script_that_fails_ends_the_job_with_its_code_and_traceback(
     style: str, cluster: Cluster, tmp_path: Path
@@ -72,7 +73,7 @@ def test_a_script_that_fails_ends_the_job_with_its_code_and_traceback(
     assert "error: rank 1 failed: KeyError: 'x'" in read(output)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     """It stops when it is told to, three times, without a checkpoint: a fourth start would get no further."""
@@ -91,7 +92,7 @@ def test_a_script_that_saves_nothing_is_not_started_for_ever(cluster: Cluster, t
     assert (tmp_path / "starts").read_text() == "xxx"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize(
     "stage",
@@ -129,7 +130,7 @@ def test_transformers_just_in_time_checkpoint_resumes_with_the_same_losses(
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_lightnings_own_requeue_works_under_submit(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

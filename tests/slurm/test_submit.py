@@ -30,7 +30,7 @@ def test_submit_queues_shows_follows(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.shardkit("logs", str(folder)).stdout == (folder / f"logs/slurm-{job}.out").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.call("sbatch", "--parsable", "-o", "/dev/null", "--wrap=true").strip()
     args = ["configs/ddp.yaml", *settings(tmp_path / "run"), "train.seed=%a", "--gpus-per-node=0", "--ranks-per-node=1"]
@@ -42,6 +42,13 @@ def test_an_array_trains_one_run_per_index_after_the_job_it_depends_on(cluster: 
         assert cluster.wait(f"{job}_{index}", output) == "COMPLETED", read(output)
         assert f"seed: {index}" in (tmp_path / f"run/array_{index}/config.yaml").read_text()
     assert losses(tmp_path / "run/array_3") != losses(tmp_path / "run/array_4")
+    followed = cluster.shardkit("logs", "-f", job).stdout
+    for index in (3, 4):
+        assert f"{index}: step 6/6" in followed and "%a" not in done.stdout, (followed, done.stdout)
+        alone = cluster.shardkit("logs", str(tmp_path / f"run/array_{index}")).stdout
+        assert alone == (tmp_path / f"run/logs/slurm-{job}_{index}.out").read_text()
+    again = cluster.shardkit("submit", *args, "--array=0-3", "--style=srun")
+    assert again.returncode == 2 and f"error: {tmp_path}/run/array_3 already holds a run" in again.stderr, again
 
 
 @pytest.mark.parametrize(

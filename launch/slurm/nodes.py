@@ -1,0 +1,157 @@
+"""Check a job's nodes before its ranks start: interpreter, packages, and whether all see the same run directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import LaunchError
+
+_PATIENCE_S = 60  # for the whole check; a controller that is busy must not end the job
+_MARK = ".shardkit-nodes"
+# Each task prints lines of HOST, KIND and DETAIL. Plain bash: the interpreter may be what is missing.
+_SCRIPT = r"""
+trap '' USR2
+word=$1 python=$2 code=$3; shift 3
+say() { printf '%s\x1f%s\x1f%s\n' "$SLURMD_NODENAME" "$1" "$(printf %s "$2" | tr '\n' ' ')"; }
+for folder; do
+  seen=
+  for _ in $(seq 50); do
+    if [ "$(cat "$folder/MARK" 2>/dev/null)" = "$word" ]; then seen=1; break; fi
+    ls "$folder" >/dev/null 2>&1; sleep 0.2 # listing refreshes the cache of a network file system
+  done
+  if [ -z "$seen" ]; then say unseen "$folder"; break; fi # one is enough, and each takes 10 s
+  if ! (: >"$folder/MARK.$SLURMD_NODENAME") 2>/dev/null; then say unwritable "$folder"; fi
+  rm -f "$folder/MARK.$SLURMD_NODENAME" 2>/dev/null
+done
+if [ -z "$python" ]; then say versions ""
+elif ! command -v "$python" >/dev/null; then say interpreter "$python"
+elif said=$("$python" -c "$code" 2>&1); then say versions "$said"
+else say packages "$(printf %s "$said" | tail -n 1)"; fi
+""".replace("MARK", _MARK)
+# Nothing is imported: torch takes seconds.
+_VERSIONS = """
+import importlib.util as find, sys
+from importlib import metadata
+for name in NAMES:
+    if find.find_spec(name) is None:
+        sys.exit(f"no module {name}")
+torch = ["torch " + metadata.version("torch")] if "torch" in NAMES else []
+print("Python {}.{}".format(*sys.version_info), *torch)
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One task's word about its node.
+
+    Attributes:
+        kind: `unseen`, `unwritable`, `interpreter`, `packages`, or `versions`, which is no fault.
+        detail: the folder, the interpreter, what it lacks, or its versions.
+    """
+
+    host: str
+    kind: str
+    detail: str
+
+
+def check(
+    options: Sequence[str],
+    python: str | None,
+    packages: Sequence[str],
+    folders: Sequence[Path],
+    environ: Mapping[str, str],
+) -> str | None:
+    """Run the check on every node of the job; returns a warning if the nodes could not be asked.
+
+    Args:
+        options: srun and its options, which start one task on each node.
+        python: the ranks' interpreter; None in a container, whose image is the same on every node.
+        packages: modules that the interpreter must have.
+        folders: directories that all nodes must see and may write to.
+
+    Raises:
+        LaunchError: a node lacks the interpreter or a package, has other versions, or does not see the directories
+            that this node writes to. Names the node.
+        OSError: this node cannot write to a directory.
+    """
+    with _marked(folders) as word:
+        argv = [*options, *script_argv(word, python, packages, folders)]
+        try:
+            done = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"the nodes could not be checked: {error}"
+    findings = parse(done.stdout)
+    if not findings:
+        return f"the nodes could not be checked: {' '.join(done.stderr.split())[-300:] or 'srun printed nothing'}"
+    problem = judge(findings, str(python))
+    if problem is not None:
+        raise problem
+    return None
+
+
+def script_argv(word: str, python: str | None, packages: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """The command of one task."""
+    code = _VERSIONS.replace("NAMES", repr(list(packages)))
+    return ["bash", "-c", _SCRIPT, "nodes", word, python or "", code, *map(str, folders)]
+
+
+@contextmanager
+def _marked(folders: Sequence[Path]) -> Iterator[str]:
+    """Write a random word into each folder, for the other nodes to find."""
+    word = secrets.token_hex(8)
+    with ExitStack() as written:
+        for folder in folders:
+            mark = folder / _MARK
+            mark.write_text(word)
+            written.callback(mark.unlink, missing_ok=True)
+        yield word
+
+
+def parse(text: str) -> list[Finding]:
+    """The findings in the tasks' output."""
+    lines = (line.split("\x1f") for line in text.splitlines())
+    return [Finding(*words) for words in lines if len(words) == 3]
+
+
+def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
+    """The error that the findings amount to; None if all nodes are alike."""
+    where = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    by_kind = {
+        kind: [finding for finding in findings if finding.kind == kind]
+        for kind in ("unseen", "unwritable", "interpreter", "packages")
+    }
+    for folders, cause in (
+        (by_kind["unseen"], f"does not see what {where} wrote to"),
+        (by_kind["unwritable"], "cannot write to"),
+    ):
+        if folders:
+            return LaunchError(
+                f"node {_hosts(folders)} {cause} {folders[0].detail}",
+                "set run.dir to a directory that all nodes share and may write to, or leave the node out (--exclude)",
+            )
+    if by_kind["interpreter"]:
+        return LaunchError(
+            f"node {_hosts(by_kind['interpreter'])} has no interpreter {python}",
+            "install the environment there or on a shared file system and set SHARDKIT_PYTHON, or --exclude the node",
+        )
+    if by_kind["packages"]:
+        return LaunchError(
+            f"node {_hosts(by_kind['packages'])}: {python}: {by_kind['packages'][0].detail}",
+            "install the same packages on every node, or leave the node out (--exclude)",
+        )
+    versions = {finding.detail: finding for finding in findings if finding.kind == "versions"}
+    if len(versions) > 1:
+        told = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
+        fix = "install the same versions on every node, or leave the node out (--exclude)"
+        return LaunchError(f"the nodes differ: {told}", fix)
+    return None
+
+
+def _hosts(findings: Sequence[Finding]) -> str:
+    return ", ".join(dict.fromkeys(finding.host for finding in findings))

@@ -1,0 +1,63 @@
+"""What the check of a job's nodes says of each fault; the tasks' own script, run here as Slurm's tasks would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.errors import LaunchError
+from shardkit.launch.slurm import nodes
+from tests.launch.jobs import REPO, environment
+
+
+def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: str = "right") -> list[nodes.Finding]:
+    """The findings of one task, where another node has written `word`."""
+    folder = tmp_path / "run dir"
+    folder.mkdir(exist_ok=True)
+    (folder / ".shardkit-nodes").write_text("right")
+    argv = nodes.script_argv(word, python, ["shardkit", "torch"], [folder])
+    done = subprocess.run(argv, cwd=REPO, env=environment(SLURMD_NODENAME=host), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert os.listdir(folder) == [".shardkit-nodes"], "a task leaves nothing"
+    return nodes.parse(done.stdout)
+
+
+def test_a_node_that_is_as_it_should_be_tells_its_versions(tmp_path: Path) -> None:
+    (finding,) = ask(tmp_path)
+    assert (finding.host, finding.kind) == ("n2", "versions") and finding.detail.startswith("Python 3.")
+    assert " torch 2." in finding.detail and nodes.judge([finding], "python") is None
+
+
+def test_a_directory_that_is_another_one_there_is_named(tmp_path: Path) -> None:
+    unseen, versions = ask(tmp_path, word="another node's")
+    problem = nodes.judge([unseen, versions], "python")
+    assert problem is not None and problem.cause.startswith("node n2 does not see what ")
+    assert problem.cause.endswith("run dir") and "run.dir" in problem.fix
+
+
+def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Path) -> None:
+    problem = nodes.judge(ask(tmp_path, python="/nowhere/python"), "/nowhere/python")
+    assert problem is not None and problem.cause == "node n2 has no interpreter /nowhere/python"
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    problem = nodes.judge(ask(tmp_path, python=str(bare)), str(bare))
+    assert problem is not None and problem.cause == f"node n2: {bare}: no module shardkit"
+
+
+def test_nodes_with_other_versions_are_refused_by_name() -> None:
+    findings = [nodes.Finding("n1", "versions", "torch 2.13.0"), nodes.Finding("n2", "versions", "torch 2.12.0")]
+    problem = nodes.judge(findings, "python")
+    assert problem is not None and problem.cause == "the nodes differ: n2 has torch 2.12.0; n1 has torch 2.13.0"
+
+
+def test_a_check_that_cannot_run_is_a_warning_and_ends_no_job(tmp_path: Path) -> None:
+    assert "could not be checked" in (nodes.check(["/nowhere/srun"], None, [], [tmp_path], {}) or "")
+    assert "no such partition" in (nodes.check(["bash", "-c", "echo no such partition >&2"], None, [], [], {}) or "")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(LaunchError, match="node n9 has no interpreter"):
+        nodes.check(["env", "SLURMD_NODENAME=n9"], "/nowhere/python", [], [tmp_path], os.environ)

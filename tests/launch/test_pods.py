@@ -1,0 +1,205 @@
+"""Pods of a JobSet that are preempted: the rules of its manifest, and real launchers with the environment of its pods.
+
+`ends_of_job` and `end_of_job_set` decide as the controllers do. They were written after reading, and checked against,
+matchPodFailurePolicy and syncJob of kubernetes/kubernetes pkg/controller/job (2b02db1), and executeFailurePolicy and
+ruleIsApplicable of kubernetes-sigs/jobset pkg/controllers/failure_policy.go (08dfbdf, v0.12). The labels are those of
+labelAndAnnotateObject in the same controller.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardkit.launch.cluster import choose
+from shardkit.launch.spec import JobSpec, KubernetesOptions
+from tests.commands import python_m
+from tests.launch.jobs import REPO, environment, losses, settings
+
+SPEC = JobSpec(
+    config=None, run_dir="/data/runs/a", nproc_per_node=1, nodes=(2, 2), name="pretrain-a",
+    kubernetes=KubernetesOptions("train:3"),
+)  # fmt: skip
+RESTARTED, ENDED, COMPLETE, RUNS = "restarted, not counted", "ended", "complete", "still runs"
+
+
+@dataclass(frozen=True)
+class PodEnd:
+    """A pod that has terminated: its container's exit code, and whether Kubernetes had marked it as disrupted."""
+
+    exit_code: int
+    is_disrupted: bool = False
+
+
+def job_set_of(spec: JobSpec) -> Any:
+    return yaml.safe_load(choose("jobset").render(spec))["spec"]
+
+
+def end_of_job(job: Any, ends: list[PodEnd]) -> str | None:
+    """The reason of a Job's failure when the controller has seen these pods end; None while it has not failed."""
+    for pod in [pod for pod in ends if pod.exit_code != 0]:
+        for rule in job["podFailurePolicy"]["rules"]:
+            codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions")
+            if codes is not None:
+                assert codes["operator"] == "In" and codes["containerName"] == pod_spec(job)["containers"][0]["name"]
+                matches = pod.exit_code in codes["values"]
+            else:
+                assert conditions == [{"type": "DisruptionTarget", "status": "True"}]
+                matches = pod.is_disrupted
+            if matches:
+                assert rule["action"] == "FailJob"
+                return "PodFailurePolicy"
+    failed = sum(pod.exit_code != 0 for pod in ends)
+    return "BackoffLimitExceeded" if failed > job["backoffLimit"] else None
+
+
+def end_of_job_set(job_set: Any, ends: list[PodEnd], counted_restarts: int = 0) -> str:
+    """What the JobSet's controller does once its one Job has ended; pods are seen one by one, in this order."""
+    job = job_set["replicatedJobs"][0]["template"]["spec"]
+    reasons = (end_of_job(job, ends[: seen + 1]) for seen in range(len(ends)))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is None:
+        return COMPLETE if sum(pod.exit_code == 0 for pod in ends) == job["completions"] else RUNS
+    policy = job_set["failurePolicy"]
+    for rule in policy["rules"]:
+        if reason in rule["onJobFailureReasons"]:
+            assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+            return RESTARTED
+    return ENDED if counted_restarts >= policy["maxRestarts"] else "restarted, counted"
+
+
+def pod_spec(job: Any) -> Any:
+    return job["template"]["spec"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([PodEnd(75, True), PodEnd(75), PodEnd(75)], RESTARTED),
+        ([PodEnd(137, True), PodEnd(75), PodEnd(75)], RESTARTED),
+        ([PodEnd(0), PodEnd(0), PodEnd(0)], COMPLETE),
+        ([PodEnd(1), PodEnd(1), PodEnd(1)], ENDED),
+        ([PodEnd(2), PodEnd(2), PodEnd(2)], ENDED),
+    ],
+)
+def test_a_disruption_restarts_the_set_whichever_pod_is_seen_first(
+    order: tuple[int, ...], ends: list[PodEnd], expected: str
+) -> None:
+    job_set = job_set_of(replace(SPEC, nodes=(3, 3)))
+    assert end_of_job_set(job_set, [ends[index] for index in order]) == expected
+
+
+def test_failures_are_counted_and_disruptions_are_not() -> None:
+    job_set = job_set_of(replace(SPEC, kubernetes=KubernetesOptions("train:3", max_restarts=2)))
+    assert end_of_job_set(job_set, [PodEnd(1)], counted_restarts=1) == "restarted, counted"
+    assert end_of_job_set(job_set, [PodEnd(1)], counted_restarts=2) == ENDED
+    assert end_of_job_set(job_set, [PodEnd(75)], counted_restarts=2) == RESTARTED
+    job = job_set["replicatedJobs"][0]["template"]["spec"]
+    assert pod_spec(job)["restartPolicy"] == "Never", "the API server takes a podFailurePolicy with no other"
+    assert all(len(rule.keys() & {"onExitCodes", "onPodConditions"}) == 1 for rule in job["podFailurePolicy"]["rules"])
+
+
+def pod_environment(spec: JobSpec, index: int, uid: str, attempt: int) -> dict[str, str]:
+    """The variables of a pod's container, its fields filled in as JobSet and the Job's controller label a pod."""
+    values = {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+        "metadata.labels['jobset.sigs.k8s.io/jobset-uid']": uid,
+        "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(attempt),
+    }
+    (container,) = pod_spec(job_set_of(spec)["replicatedJobs"][0]["template"]["spec"])["containers"]
+    return {
+        entry["name"]: entry["value"] if "value" in entry else values[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        for entry in container["env"]
+    }
+
+
+def test_a_pod_that_is_started_again_goes_on_and_another_job_overwrites(tmp_path: Path) -> None:
+    """One pod with one rank needs no launcher; it is killed in its fourth step, and JobSet starts it again."""
+    spec, run_dir = replace(SPEC, nodes=(1, 1)), tmp_path / "run"
+    args = settings(
+        run_dir, "kill", task__args__rank=0, task__args__calls=4, train__max_steps=5, checkpoint__every_steps=2,
+        checkpoint__async_save="false", run__overwrite="true",
+    )  # fmt: skip
+    first = python_m("shardkit.train", *args, env=pod_environment(spec, 0, "0b6f", 0))
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    second = python_m("shardkit.train", *args, env=pod_environment(spec, 0, "0b6f", 1))
+    assert second.returncode == 0 and "resuming from" in second.stderr, second.stderr
+    assert sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
+    other = python_m("shardkit.train", *args, "task.args.how=nothing", env=pod_environment(spec, 0, "77aa", 0))
+    assert other.returncode == 0 and "resuming" not in other.stderr, other.stderr
+    assert "run.overwrite deletes the run in" in other.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_preempted_pods_save_longer_than_torchruns_patience_and_go_on(tmp_path: Path) -> None:
+    """The manifest's own command in each pod. The first start's save takes 35 s: torchrun kills 30 s after SIGTERM."""
+    run_dir, slow_save = tmp_path / "run", tmp_path / "slow"
+    overrides = settings(
+        run_dir, "wait", train__max_steps=150, run__overwrite="true", task__factory="tests.launch.tasks:SlowToSave",
+        task__args__slow_while=slow_save,
+    )  # fmt: skip
+    spec = replace(SPEC, overrides=tuple(overrides), grace_s=90, run_dir=str(run_dir))
+    slow_save.touch()
+    first = [start_pod(spec, index, 0, port) for port in [free_port()] for index in (0, 1)]
+    try:
+        wait_for_step(run_dir, 5, first)
+        first[1].send_signal(signal.SIGTERM)  # the kubelet ends one pod
+        said = [pod.communicate(timeout=150)[0] for pod in first]
+    finally:
+        end(first)
+    codes = [pod.returncode for pod in first]
+    assert codes == [75, 75], said
+    assert end_of_job_set(job_set_of(spec), [PodEnd(codes[0]), PodEnd(codes[1], True)]) == RESTARTED
+    assert len(list(run_dir.glob("logs/*-node[01]-*/torchrun.log"))) == 2, "an overwrite leaves every node's logs"
+    saved = max(losses(run_dir))
+    slow_save.unlink()
+    second = [start_pod(spec, index, 1, port) for port in [free_port()] for index in (0, 1)]
+    try:
+        said = [pod.communicate(timeout=150)[0] for pod in second]
+    finally:
+        end(second)
+    assert [pod.returncode for pod in second] == [0, 0], said
+    assert f"resuming from {run_dir}/checkpoints/step_{saved:08d}" in said[0]
+    assert sorted(losses(run_dir)) == list(range(1, 151))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_pod(spec: JobSpec, index: int, attempt: int, port: int) -> subprocess.Popen[str]:
+    """A pod's container as a process of this machine, where the pods' names mean nothing."""
+    (container,) = pod_spec(job_set_of(spec)["replicatedJobs"][0]["template"]["spec"])["containers"]
+    here = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, *container["command"][1:], *container["args"]], cwd=REPO, text=True, start_new_session=True,
+        env=environment(**{**pod_environment(spec, index, "0b6f", attempt), **here}),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def wait_for_step(run_dir: Path, step: int, pods: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 120
+    while not (metrics := run_dir / "metrics.jsonl").exists() or f'"step": {step},' not in metrics.read_text():
+        assert all(pod.poll() is None for pod in pods) and time.monotonic() < deadline, end(pods)
+        time.sleep(0.05)
+
+
+def end(pods: list[subprocess.Popen[str]]) -> list[str]:
+    for pod in pods:
+        if pod.poll() is None:
+            pod.kill()
+    return [pod.communicate()[0] for pod in pods if pod.stdout is not None and not pod.stdout.closed]

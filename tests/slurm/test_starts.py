@@ -1,0 +1,84 @@
+"""Jobs that start where they should not: in a directory that another job uses, or on nodes that differ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import losses
+from tests.slurm.cluster import SCRIPT, Cluster, read
+from tests.slurm.runs import reasons, record, steady
+
+pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["torchrun", "srun"])
+def test_of_two_jobs_that_overwrite_one_directory_the_loser_ends_at_once_and_says_why(
+    style: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Both start at the same moment, one node each, so either may be the first."""
+    run_dir = tmp_path / "run"
+    args = [*steady(run_dir, steps=300), "run.overwrite=true"]
+    outputs = [tmp_path / "0.out", tmp_path / "1.out"]
+    jobs = [cluster.sbatch(style, output, args, nodes=1) for output in outputs]
+    states = [cluster.wait(job, output) for job, output in zip(jobs, outputs, strict=True)]
+    assert sorted(states) == ["COMPLETED", "FAILED"], [read(output) for output in outputs]
+    lost = states.index("FAILED")
+    loser, said, winner, report = jobs[lost], read(outputs[lost]), jobs[1 - lost], read(outputs[1 - lost])
+    assert cluster.field(loser, "ExitCode") == "2:0", said
+    assert f"error: run.dir={run_dir} is being written by Slurm job {winner} of test" in said
+    began, ended = (datetime.fromisoformat(cluster.field(loser, name)) for name in ("StartTime", "EndTime"))
+    assert (ended - began).total_seconds() < 60, said
+    assert f"refused, as this run was writing to the directory: job {loser}" in report
+    assert "started" not in report.partition("files written")[0].splitlines()[-1], report
+    assert sorted(losses(run_dir)) == list(range(1, 301))
+    assert (run_dir / f"logs/slurm-{loser}.0").is_dir(), "the loser's logs are its own"
+    (end,) = [event for event in record(run_dir) if event["event"] == "end" and event["job"] == loser]
+    assert end["refused"] is True
+    assert not (run_dir / ".rendezvous").exists(), "whoever has met needs no address any more"
+
+
+@pytest.fixture
+def hide(cluster: Cluster) -> Iterator[Callable[[Path], None]]:
+    """Lets what runs on n2 find a folder empty."""
+
+    def hide_on_n2(path: Path) -> None:
+        cluster.call("bash", str(SCRIPT), "hide", str(cluster.folder), "n2", str(path))
+
+    yield hide_on_n2
+    cluster.call("bash", str(SCRIPT), "show", str(cluster.folder), "n2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["torchrun", "srun"])
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [
+        ("venv", "error: node n2 has no interpreter {}/venv/bin/python\n  fix: install the environment there"),
+        ("run", "error: node n2 does not see what n1 wrote to {}/run\n  fix: set run.dir to a directory that all"),
+        ("run/checkpoints", "error: node n2 does not see what n1 wrote to {}/run/checkpoints\n  fix: set run.dir to"),
+    ],
+)
+def test_nodes_that_differ_are_refused_before_ranks_start(
+    hidden: str, said: str, style: str, cluster: Cluster, hide: Callable[[Path], None], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "venv").mkdir()
+    for entry in Path(sys.prefix).iterdir():  # the same environment under a path of its own
+        (tmp_path / "venv" / entry.name).symlink_to(entry)
+    hide(tmp_path / hidden)
+    python = f"--export=ALL,NPROC_PER_NODE=1,SHARDKIT_PYTHON={tmp_path}/venv/bin/python"
+    job = cluster.sbatch(style, output, steady(tmp_path / "run"), python, ranks=1)
+    assert cluster.wait(job, output) == "FAILED", read(output)
+    assert cluster.field(job, "ExitCode") == "2:0", read(output)
+    assert said.format(tmp_path) in read(output) and "Traceback" not in read(output)
+    began, ended = (datetime.fromisoformat(cluster.field(job, name)) for name in ("StartTime", "EndTime"))
+    assert (ended - began).total_seconds() < 60, "no rank waited for another"
+    assert reasons(tmp_path / "run")[-1].startswith("failed: node n2 ")
+    assert not list((tmp_path / "run").rglob(".shardkit-nodes*"))
