@@ -23,6 +23,7 @@ from .format import layout
 from .format.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
 from .format.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
 from .format.reader import CheckpointReader, RangeReader
+from .shared_reads import SharedReads, keys_of
 
 
 def first_failure(failure: CheckpointException) -> tuple[int, BaseException]:
@@ -103,7 +104,6 @@ def resume(
     paths = box[0]
     if not paths:
         return None
-    strategy.create_optimizer_state()
     damaged: list[Path] = []
     for path in paths:
         try:
@@ -167,10 +167,16 @@ def _load(
         manifest = reader.manifest
         if accept is not None:
             accept(manifest.run)
+        strategy.create_optimizer_state(stateless(manifest))
         ranges = by_name(shard for shard in strategy.load_targets() if shard.name not in left_out)
-        _check_names(group, manifest, ranges)
+        everyone: list[Any] = [None] * world.size
+        dist.all_gather_object(everyone, (keys_of(ranges), world.env.node_rank), group=group)
+        # With flat partitions a rank knows only its own names.
+        refuse_leftovers(manifest.tensors, [name for keys, _ in everyone for name, _, _ in keys])
+        reads = SharedReads(ranges, everyone, world.rank)
         generators = _rng_targets(manifest, world)
-        _read(reader, {**ranges, **{s.name: [s] for s in generators.values()}}, group)
+        _read(reader, {**reads.to_read(), **{s.name: [s] for s in generators.values()}}, group)
+        reads.exchange(group)
     finally:
         if reader is not None:
             reader.close()
@@ -182,11 +188,17 @@ def _load(
     return manifest.run
 
 
-def _check_names(group: dist.ProcessGroup, manifest: Manifest, ranges: Ranges) -> None:
-    """Check that every saved tensor has a place; with flat partitions a rank knows only its own names."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, list(ranges), group=group)
-    refuse_leftovers(manifest.tensors, [name for names in everyone for name in names])
+def stateless(manifest: Manifest) -> set[str]:
+    """Names of the saved parameters without any optimizer state, if others have some: no step had used them."""
+    names = (
+        name.removeprefix("optim.") for name in (*manifest.tensors, *manifest.scalars) if name.startswith("optim.")
+    )
+    with_state: set[str] = set()
+    for name in names:  # the parameter's name, then one state or two parts (`exp_avg.scale`)
+        parameter = name.rpartition(".")[0]
+        with_state |= {parameter, parameter.rpartition(".")[0]}
+    saved = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
+    return saved - with_state if with_state else set()
 
 
 def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:

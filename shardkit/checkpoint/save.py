@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from ..strategies.base import Shard
 from . import rng
 from .format import layout
 from .format.manifest import CHUNK_BYTES, RunState, storable
+from .progress import seen_on_disk, standstill_s
 from .staging import Staging, give_way
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
@@ -87,7 +88,10 @@ class Checkpointer:
         self._staging = Staging(world.device)
         self._thread: threading.Thread | None = None
         self._ended: SaveReport | BaseException | None = None
+        self._writer: RangeWriter | None = None
+        self._measured_s: list[float] = []
         self._last_save = time.monotonic()
+        self._run_ends = False
         self.last_step: int | None = None
         self.last_report: SaveReport | None = None
         self.failures = 0
@@ -115,6 +119,22 @@ class Checkpointer:
         except OSError:  # the draft was just renamed
             return 0
 
+    def standstill_s(self) -> float:
+        """Seconds in which a save may write no byte: `checkpoint.timeout_s`, or what this run's saves took so far."""
+        return standstill_s(self._config.timeout_s, self._measured_s)
+
+    def remember(self, saves_s: Sequence[float]) -> None:
+        """Take the durations of earlier saves of this run as measured."""
+        self._measured_s += saves_s
+
+    def phase(self, rank: int) -> str:
+        """What a rank is doing in the save: this rank knows, another one's files show it."""
+        if rank == self._world.rank:
+            return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
+        from .format.writer import data_file_name
+
+        return seen_on_disk(self.root, rank, data_file_name(rank))
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The gloo group of saves and loads."""
@@ -131,13 +151,16 @@ class Checkpointer:
         by_count = every is not None and step % every == 0
         return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step
 
-    def save(self, run: RunState) -> SaveReport | None:
+    def save(self, run: RunState, is_last: bool = False) -> SaveReport | None:
         """Write a checkpoint of the state after `run.step`; collective.
 
         With `async_save`, training may continue when this returns: it returns `None`, and the next `save` or `wait`
         passes the report to `on_done`. There are never two saves at once: a save waits for the one before it.
 
         A disk that is full or fails ends the save, not the run: the report says why and `failures` counts it.
+
+        Args:
+            is_last: the run ends after this save: a failure is not said to leave the run going on.
 
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
@@ -146,6 +169,7 @@ class Checkpointer:
 
         began = time.monotonic()
         self.wait()
+        self._writer = None
         try:
             self.meet(self._meeting_s)
         except RuntimeError as error:
@@ -158,7 +182,7 @@ class Checkpointer:
         run = storable(run, scalars)
         if self._config.async_save:
             ranges = self._staging.copy(ranges)
-        writer = RangeWriter(
+        self._writer = writer = RangeWriter(
             self.root / layout.folder_name(run.step),
             self._world.rank,
             run,
@@ -167,7 +191,7 @@ class Checkpointer:
             scalars,
             self._fence,
         )
-        self._last_save, self.last_step = time.monotonic(), run.step
+        self._last_save, self.last_step, self._run_ends = time.monotonic(), run.step, is_last
         if not self._config.async_save:
             return self._finished(self._write(writer, ranges, run.step, began, None))
         blocking = time.monotonic() - began
@@ -263,10 +287,13 @@ class Checkpointer:
 
     def _finished(self, report: SaveReport) -> SaveReport:
         self.last_report = report
-        if report.error is not None:
+        if report.error is None:
+            self._measured_s.append(report.total_s)
+        else:
             self.failures += 1
             if self._world.is_main:
-                _LOG.warning("checkpoint of step %d failed, the run goes on: %s", report.step, report.error)
+                goes_on = "" if self._run_ends else ", the run goes on"
+                _LOG.warning("checkpoint of step %d failed%s: %s", report.step, goes_on, report.error)
         if self._on_done is not None:
             self._on_done(report)
         return report
@@ -297,6 +324,7 @@ class Checkpointer:
         Raises:
             SaveError: it failed; the fix names the checkpoint that is left.
         """
+        self._run_ends = True
         self.wait()
         last = self.last_report
         if last is None or last.error is None:
@@ -314,6 +342,7 @@ class Checkpointer:
         Args:
             failed: an error already ends the run; an error of this call is logged, not raised in its place.
         """
+        self._run_ends = True
         try:
             self.wait()
         except Exception as error:

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 def give_way() -> None:
     """Let this thread, and those it starts, use only idle cores: Linux has a niceness per thread."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-    except OSError:  # its niceness is already higher
-        pass
+    own = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + 10))
 
 
 class Staging:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Plain:
     def load_targets(self) -> Iterator[Shard]:
         return self._split(0, 1)
 
-    def create_optimizer_state(self) -> None:
+    def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
         pass
 
     def scalars(self) -> dict[str, float]:

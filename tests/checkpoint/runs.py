@@ -32,7 +32,7 @@ def settings(case: str, world: int, root: str, run: str, **extra: Any) -> dict[s
         "data.path": f"{root}/text", "data.cache_dir": f"{root}/cache", "run.dir": f"{root}/{run}", "run.device": "cpu",
         "parallel.strategy": strategy, "train.deterministic": True, "model.dropout": 0.1,
         "train.max_steps": STEPS, "train.seq_len": 16, "model.max_seq_len": 16, "train.micro_batch_size": 12 // world,
-        "train.grad_accum_steps": 2, "train.eval_every": 3, "train.eval_batches": 1, "optim.lr": 3e-3,
+        "train.grad_accum_steps": 2, "train.eval_every": 3, "train.eval_samples": 12, "optim.lr": 3e-3,
         "model.d_model": 36, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 3, "logging.every": 1000,
         "logging.tensorboard": False, "checkpoint.every_steps": 1, "checkpoint.keep_last": 2,
     }  # fmt: skip

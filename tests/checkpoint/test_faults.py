@@ -273,7 +273,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param(name, marks=() if name == "after a damaged one" else pytest.mark.slow) for name in PLACES]
+    "place", [pytest.param(name, marks=() if name == "after a damaged one" else pytest.mark.release) for name in PLACES]
 )
 def test_a_crash_before_any_change_on_disk(place: str, saved: Path, tmp_path: Path) -> None:
     """One process for each change (write, fsync, rename, ...) that a resume and a save make, ended right before it."""
@@ -369,7 +369,7 @@ def test_killed_during_saves(async_save: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_killed_during_saves_many_times(async_save: bool, tmp_path: Path) -> None:

@@ -28,14 +28,16 @@ def check(stages: Sequence[matrix.Stage], root: Path, mode: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mode", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("fp32", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.release)]
+)
 def test_every_strategy_to_another_and_on(mode: str, tmp_path: Path) -> None:
     stages = matrix.covering()
     assert {name for stage in stages for name in stage.names} == set(cases.CASES)
     check(stages, tmp_path, mode)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_the_full_matrix(mode: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shardkit.run.job import start
 from shardkit.run.preemption import note_early
 from shardkit.run.trainer import Trainer
 from tests.checkpoint import runs
+from tests.checkpoint.reads import WIDTH
 from tests.commands import environment, python_m
 from tests.parallel.drawing import counted
 from tests.ranks import run_ranks
@@ -53,6 +54,35 @@ def check_bitwise(world: int, names: list[str], root: Path, **extra: Any) -> Non
             assert recorded[0][0] == list(range(1, runs.STEPS + 1))
 
 
+def check_reads(results: list[dict[str, Any]], copies: dict[str, float]) -> None:
+    """Check that all ranks together read a checkpoint as many times as `copies` says, each as much as the others."""
+    for case, times in copies.items():
+        reads, total = [result[case][0] for result in results], results[0][case][1]
+        assert all(result[case][2] for result in results), (case, "every rank holds the saved values")
+        assert sum(reads) == pytest.approx(times * total, rel=2e-3), (case, reads, total)
+        assert max(reads) < 1.01 * min(reads), (case, reads)
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_ranks_of_a_node_read_what_they_share_once(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": ["ddp", "zero2"], "message_bytes": 2**20}
+    check_reads(run_ranks(2, "tests.checkpoint.reads:resumed", **arguments), {"ddp": 1, "zero2": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("local_size", [2, 4])
+def test_each_of_several_nodes_reads_once(local_size: int, tmp_path: Path) -> None:
+    nodes, frozen = 4 // local_size, 4 * WIDTH * (WIDTH + 1)
+    strategies = ["ddp", "hsdp 2", "zero1"]
+    arguments: dict[str, Any] = {"root": str(tmp_path), "strategies": strategies, "message_bytes": 2**20}
+    results = run_ranks(4, "tests.checkpoint.reads:resumed", local_size=local_size, timeout=200, **arguments)
+    frozen_share = frozen / results[0]["zero1"][1]  # under ZeRO-1 every rank holds it
+    check_reads(results, {"ddp": nodes, "hsdp 2": nodes, "zero1": 1 + (nodes - 1) * frozen_share})
+
+
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.timeout(900)
@@ -62,7 +92,7 @@ def test_resumed_runs_repeat_the_uninterrupted_one_to_the_bit(root: Path) -> Non
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -72,7 +102,7 @@ def test_every_strategy_resumes_to_the_bit(world: int, async_save: bool, root: P
     check_bitwise(world, names, tmp_path, **{"checkpoint.async_save": async_save})
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.deepspeed
 def test_cpu_adam_goes_on_to_the_bit() -> None:
     stops = (7, 9, 14, 20)  # where the powers of beta by repeated multiplication and by `pow` differ
@@ -104,7 +134,7 @@ def fresh(tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.release
 def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The whole command, SIGKILL to every process, the same command again."""
     other = tmp_path_factory.mktemp("whole")
@@ -286,6 +316,7 @@ def test_a_full_disk_fails_the_saves_not_the_steps(fresh: Path, small_disk: Path
     done = run(fresh, "train.max_steps=3")
     assert done.returncode == 5, done.stderr
     assert "checkpoint of step 1 failed, the run goes on: rank 0" in done.stderr
+    assert "checkpoint of step 3 failed: rank 0" in done.stderr, "the run ends after this one"
     assert len(losses(fresh)) == 3
     saves = lines(fresh / "run" / "logs" / "checkpoints.jsonl")
     assert ["64.0 MiB to keep free" in s["error"] for s in saves] == [True] * 3
@@ -347,7 +378,7 @@ def test_nothing_is_drawn_for_weights_that_are_loaded(tmp_path: Path) -> None:
 def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     """Steps done, signal, validation samples read, whether there was a validation loss."""
     settings = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "train.max_steps=5",
-                "train.eval_every=2", "train.eval_batches=40", "run.device=cpu", "logging.tensorboard=false",
+                "train.eval_every=2", "train.eval_samples=80", "run.device=cpu", "logging.tensorboard=false",
                 "parallel.strategy=ddp", f"run.dir={folder}"]  # fmt: skip
     note_early()  # as train's entry does: the signal stays pending
     with start(load_config(None, settings)) as job:

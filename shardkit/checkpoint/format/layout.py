@@ -24,6 +24,7 @@ from .manifest import FILE_NAME, CorruptCheckpoint, Manifest, parse
 LATEST = "latest"
 TMP, OLD, DELETED = ".tmp", ".old", ".deleted"
 CORRUPT, SUPERSEDED = ".corrupt", ".superseded"
+_LATEST_DRAFT = re.compile(rf"{LATEST}\.part[0-9a-f]{{12}}")
 _STEP = re.compile(r"step_(\d{8,})")
 _LOG = logging.getLogger(__name__)
 
@@ -80,11 +81,13 @@ def check_files(path: Path, manifest: Manifest) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Clean up after a crash: delete half-written folders, bring back a replaced one whose successor is missing."""
+    """Clean up after a crash: delete drafts, bring back a replaced folder whose successor is missing."""
     if not root.is_dir():
         return
     for path in sorted(root.iterdir()):
         base, suffix = path.with_suffix(""), path.suffix
+        if _LATEST_DRAFT.fullmatch(path.name):
+            path.unlink()
         if step_of(base) is None:
             continue
         if suffix == OLD and not base.exists():

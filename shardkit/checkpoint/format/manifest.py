@@ -22,7 +22,7 @@ BLOCK_BYTES = 2**20
 """Bytes under one checksum: reading a part of a chunk reads at most this many extra bytes at each end."""
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _FILE = re.compile(r"rank_\d{5,}\.bin")
 _LARGEST = 2**62

@@ -52,6 +52,8 @@ class RangeWriter(StorageWriter):
         self._fence = fence or (lambda: None)
         self.draft = final.with_suffix(TMP)
         self._rank = rank
+        self.phase = "waiting for all ranks' plans"
+        """What this rank is doing; `waiting …` if it needs another rank to go on."""
         self._about: dict[str, Any] = dict(run=run, strategy=strategy, world_size=world_size, scalars=scalars)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -69,6 +71,7 @@ class RangeWriter(StorageWriter):
         Raises:
             OSError: no space for the checkpoint beside the existing ones, or the folder cannot be made.
         """
+        self.phase = f"making {self.draft.name}"
         self._fence()
         needed = sum(_item_bytes(item) for plan in plans for item in plan.items)
         self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -76,29 +79,34 @@ class RangeWriter(StorageWriter):
         if self.draft.exists():
             shutil.rmtree(self.draft)
         self.draft.mkdir()
+        self.phase = "waiting for all ranks' plans"
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         if plan.items:
+            self.phase = f"writing {self.draft.name}/{data_file_name(self._rank)}"
             tensors = (planner.resolve_data(item) for item in plan.items)
             placed = write_file(self.draft / data_file_name(self._rank), tensors)  # type: ignore[arg-type]
             results = [
                 WriteResult(item.index, _item_bytes(item), (self._rank, offset, crcs))
                 for item, (offset, crcs) in zip(plan.items, placed, strict=True)
             ]
+        self.phase = "waiting for the other ranks' files"
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, once every rank's file is on disk: write the manifest, then give the folder its name."""
+        self.phase = f"writing {self.draft.name}/{FILE_NAME}"
         manifest = self._manifest(metadata, results)
         with (self.draft / FILE_NAME).open("xb") as file:
             file.write(dump(manifest))
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(self.draft)
+        self.phase = f"publishing {self.final.name}"
         self._fence()
         publish(self.draft, self.final)
 

@@ -83,7 +83,9 @@ def convert(
     try:
         source = open_source(path, step, weights_only or not (to == "shardkit" or average))
         try:
-            info = model_info(source.path) if source.kind == "shardkit" and to != "shardkit" else ModelInfo()
+            info = ModelInfo()
+            if source.kind == "shardkit" and to != "shardkit":
+                info = model_info(path, source.path)
             notes = [*source.notes, *([info.note] if info.note else [])]
             adapter = saved_adapter(source)
             _check_adapter(source, adapter, to, merge, base)

@@ -51,7 +51,7 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
     kept.save_pretrained(folder)
     described = config.model.described_by if config is not None else None
     if config is not None and described is not None and (described.parent / GENERATION).is_file():
-        _copy(described.parent / GENERATION, folder)
+        _copy_of(described.parent, GENERATION, folder)
         _replace_keys(folder / GENERATION, {key: value for key, value in config.model.hf.items() if key in _IDS})
     elif getattr(model, "can_generate", lambda: False)() and getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
@@ -70,19 +70,19 @@ def copy_tokenizer(config: RunConfig, folder: Path) -> str:
     if source is None:
         return "the run has no tokenizer (data are bytes or token ids), so none is written"
     if source.is_file():
-        _copy(source, folder, "tokenizer.json")
+        _copy(source, folder / "tokenizer.json")
         source = source.parent
     for name in TOKENIZER:
         if (source / name).is_file() and not (folder / name).exists():
-            _copy(source / name, folder)
+            _copy_of(source, name, folder)
     for file in sorted(source.glob("additional_chat_templates/*.jinja")):
         (folder / "additional_chat_templates").mkdir(exist_ok=True)
-        _copy(file, folder / "additional_chat_templates")
+        _copy_of(source, f"additional_chat_templates/{file.name}", folder)
     if config.data.chat_template is not None:
-        _copy(Path(config.data.chat_template).expanduser(), folder, "chat_template.jinja")
+        _copy(Path(config.data.chat_template).expanduser(), folder / "chat_template.jinja")
         _forget_own_template(folder)
     for file in sorted(path for pattern in LICENCES for path in source.glob(pattern) if path.is_file()):
-        _copy(file, folder)
+        _copy_of(source, file.name, folder)
     return ""
 
 
@@ -102,9 +102,27 @@ def _forget_own_template(folder: Path) -> None:
         file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n")
 
 
-def _copy(file: Path, folder: Path, name: str | None = None) -> None:
+def _copy_of(model: Path, name: str, folder: Path) -> None:
+    """Copy a file of a model's folder, which may be a stranger's, to the same name in `folder`.
+
+    Raises:
+        CheckpointError: it is a link to a file outside of the model's folder, whose content would be published with the
+            export; or it cannot be read. The cache of the Hugging Face hub links to its own blobs, which are allowed.
+    """
+    file = model / name
+    target, inside = file.resolve(), [model.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    if not any(target.is_relative_to(allowed) for allowed in inside):
+        raise CheckpointError(
+            f"{file} is a link to {target}, outside of the model's folder", "replace the link by a file, or remove it"
+        )
+    _copy(file, folder / name)
+
+
+def _copy(file: Path, target: Path) -> None:
     try:
-        (folder / (name or file.name)).write_bytes(read_regular(file))
+        target.write_bytes(read_regular(file))
     except OSError as error:
         if error.filename is not None and str(error.filename) != str(file):
             raise  # the target: its disk is full

@@ -55,21 +55,34 @@ class ModelInfo:
     note: str = ""
 
 
-def config_near(checkpoint: Path) -> Path | None:
-    """The `config.yaml` of the run that contains a checkpoint folder: RUN/checkpoints/step_…."""
-    for folder in checkpoint.resolve().parents[:2]:
-        if (folder / "config.yaml").is_file():
-            return folder / "config.yaml"
-    return None
+def run_of(checkpoint: Path) -> Path | None:
+    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config; links are not followed.
+
+    A config that merely lies near a checkpoint may be a stranger's, and a config is code.
+    """
+    folder = checkpoint.absolute().parent
+    is_run = folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file()
+    return folder.parent if is_run else None
 
 
-def model_info(checkpoint: Path) -> ModelInfo:
-    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible."""
-    config = config_near(checkpoint)
-    if config is None:
-        return ModelInfo(note="no config.yaml of a run beside it, so tied names and config.json are left out")
+def model_info(path: Path, checkpoint: Path) -> ModelInfo:
+    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible.
+
+    Args:
+        path: what the user named. A task of the user's own is imported only if this is the run directory itself.
+        checkpoint: the checkpoint folder that was chosen there.
+    """
+    run = run_of(checkpoint)
+    if run is None:
+        return ModelInfo(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
+    config = run / "config.yaml"
     try:
         loaded = load_config(config).config
+        if loaded.task.factory is not None and run != path.absolute():
+            return ModelInfo(
+                note=f"{config} names code (task.factory={loaded.task.factory}), which is imported only if the run is "
+                f"named (shardkit convert {run} --step …): tied names and config.json are left out"
+            )
         task = load_task(loaded)
         with parameters_on_meta():
             model = task.build_model()
@@ -82,7 +95,7 @@ def model_info(checkpoint: Path) -> ModelInfo:
     adapter = getattr(task, "adapter", None)
     names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None)
-    return ModelInfo(ties_of(model), prefix, pretrained, frozen, loaded, config.parent)
+    return ModelInfo(ties_of(model), prefix, pretrained, frozen, loaded, run)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:

@@ -81,7 +81,7 @@ def settings(folder: str, root: str, **extra: Any) -> dict[str, Any]:
     return {
         "run.device": "cpu", "run.dir": f"{root}/run", "task.name": "hf_causal_lm", "model.init_from": folder,
         "data.path": f"{root}/tokens.bin", "train.max_steps": 1, "train.micro_batch_size": 2, "train.seq_len": 16,
-        "train.eval_batches": 1, "optim.lr": 0.0, "optim.weight_decay": 0.0, "logging.tensorboard": False, **extra,
+        "train.eval_samples": 4, "optim.lr": 0.0, "optim.weight_decay": 0.0, "logging.tensorboard": False, **extra,
     }  # fmt: skip
 
 

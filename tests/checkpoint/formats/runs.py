@@ -31,7 +31,7 @@ def settings(case: str, root: str, **extra: Any) -> dict[str, Any]:
     out = {
         "run.device": "cpu", "run.dir": f"{root}/{case}", "train.max_steps": 2, "train.micro_batch_size": 4,
         "train.seq_len": 24, "data.path": f"{root}/text.txt", "data.cache_dir": f"{root}/cache", "optim.lr": 3e-3,
-        "train.eval_batches": 2, "logging.tensorboard": False, "checkpoint.every_steps": 1, **CASES[case],
+        "train.eval_samples": 16, "logging.tensorboard": False, "checkpoint.every_steps": 1, **CASES[case],
     }  # fmt: skip
     out |= extra
     if out["parallel.strategy"] == "zero3":
@@ -57,7 +57,7 @@ def start_all(root: str, cases: list[tuple[str, str, str, dict[str, Any]]]) -> l
         key = "run.resume" if more.pop("resume", False) else "model.init_from"
         extra = {
             "parallel.strategy": strategy, key: source, "run.dir": f"{root}/started-{index}", "optim.lr": 0.0,
-            "train.max_steps": 1, "train.eval_batches": 0, "train.ema_decay": None, "checkpoint.at_end": False,
+            "train.max_steps": 1, "train.eval_samples": 0, "train.ema_decay": None, "checkpoint.at_end": False,
             "checkpoint.every_steps": None, **more,
         }  # fmt: skip
         with start(None, settings(case, root, **extra)) as job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,28 @@ def test_a_model_that_cannot_be_built_is_exported_without_its_config(runs_root: 
     done = convert(run, "safetensors", tmp_path / "out")
     assert len(done.notes) == 1 and "no_such_module" in done.notes[0]
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_only_the_config_of_the_named_run_is_code(
+    runs_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hostile = "task: {factory: 'planted:Task'}\n"
+    step = newest(runs_root / "llama")
+    beside, inside, run = tmp_path / "beside", tmp_path / "inside" / "checkpoints", tmp_path / "run"
+    for checkpoints in (beside, inside, run / "checkpoints"):
+        shutil.copytree(step, checkpoints / step.name)
+    for config in (beside, inside, run, tmp_path):  # beside a bare step, in checkpoints/, of a run, above a bare step
+        (config / "config.yaml").write_text(hostile)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / step.name).symlink_to(run / "checkpoints" / step.name)
+    for number, checkpoints in enumerate([beside, inside, run / "checkpoints", tmp_path / "link"]):
+        for path in (checkpoints, checkpoints / step.name):
+            out = tmp_path / f"out-{number}-{path.name}"
+            notes = convert(path, "safetensors", out).notes
+            assert len(notes) == 1 and "tied names and config.json are left out" in notes[0]
+            assert ("task.factory=planted:Task" in notes[0]) == (checkpoints == run / "checkpoints")
+    assert not (tmp_path / "ran").exists()
+    convert(run, "safetensors", tmp_path / "out")
+    assert (tmp_path / "ran").exists(), "the run was named, and so was its code"

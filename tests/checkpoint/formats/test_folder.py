@@ -196,3 +196,33 @@ def test_special_tokens_that_the_run_changed_are_exported(tmp_path: Path) -> Non
     settings = GenerationConfig.from_pretrained(out)
     assert settings.eos_token_id == 7 and settings.bos_token_id == 0 and settings.temperature == 0.5
     assert AutoConfig.from_pretrained(out).eos_token_id == 7
+
+
+def test_links_out_of_a_strangers_folder_are_not_published(tmp_path: Path) -> None:
+    secret = tmp_path / "environ"
+    secret.write_text("HF_TOKEN=hf_secret")
+    for name in ("LICENSE", "special_tokens_map.json", "additional_chat_templates/tool.jinja"):
+        model, out = tmp_path / f"model-{Path(name).name}", tmp_path / f"out-{Path(name).name}"
+        hub.make_folder(model, "llama")
+        out.mkdir()
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to(secret)
+        with pytest.raises(CheckpointError, match=r"is a link to .*environ, outside of the model's folder"):
+            copy_tokenizer(load_config(None, {"task.name": "hf_causal_lm", "model.init_from": str(model)}).config, out)
+        assert not any(b"hf_secret" in file.read_bytes() for file in out.rglob("*") if file.is_file())
+
+
+def test_files_of_the_hubs_cache_are_links_to_its_blobs(tmp_path: Path) -> None:
+    hub.make_folder(tmp_path / "plain", "llama")
+    snapshot, blobs, out = tmp_path / "models--a--b/snapshots/main", tmp_path / "models--a--b/blobs", tmp_path / "out"
+    for folder in (snapshot, blobs, out):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "plain").glob("*.json"))):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "LICENSE").write_text("mine")
+    config = load_config(None, {"task.name": "hf_causal_lm", "model.init_from": str(snapshot)}).config
+    assert copy_tokenizer(config, out) == ""
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "plain" / "tokenizer.json").read_bytes()
+    assert (out / "LICENSE").read_text() == "mine"

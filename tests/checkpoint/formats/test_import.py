@@ -28,7 +28,7 @@ ALSO_RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("zero1-bf16", {"parallel.strategy": "zero2", "precision.mode": "bf16"}),
     ("dcp-flat", {"parallel.strategy": "ddp"}),
 ]
-SLOW = pytest.mark.slow
+RELEASE = pytest.mark.release
 
 
 @pytest.mark.dist
@@ -52,7 +52,7 @@ def test_masters_and_moments_are_kept_to_the_bit(case: str, foreign_root: Path, 
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("cases", [RESUMED, pytest.param(ALSO_RESUMED, marks=SLOW)], ids=["some", "others"])
+@pytest.mark.parametrize("cases", [RESUMED, pytest.param(ALSO_RESUMED, marks=RELEASE)], ids=["some", "others"])
 def test_a_run_resumes_from_them_under_other_strategies(
     cases: list[tuple[str, dict[str, Any]]], foreign_root: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +82,7 @@ ALSO_STARTED = [
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(
-    "cases", [pytest.param(STARTED, marks=SLOW), pytest.param(ALSO_STARTED, marks=SLOW)], ids=["some", "others"]
+    "cases", [pytest.param(STARTED, marks=RELEASE), pytest.param(ALSO_STARTED, marks=RELEASE)], ids=["some", "others"]
 )
 def test_training_starts_from_exported_weights(
     cases: list[tuple[str, str, str, dict[str, Any]]], runs_root: Path, tmp_path: Path

@@ -131,6 +131,7 @@ def refused(root: str, folders: list[str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_nodes_with_other_weights_under_one_path_are_refused(tmp_path: Path) -> None:
     """Each node would read its own, and the ranks would train a mixture."""

@@ -106,6 +106,7 @@ def test_the_other_engines_and_world_sizes_give_the_same_rows(tmp_path: Path) ->
             check_rows(tmp_path / f"out-{world}-{index}", tmp_path / kind)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_new_rows_are_trained_and_resume_keeps_them(tmp_path: Path) -> None:
     keys = write(tmp_path, ("llama",))

@@ -28,7 +28,7 @@ def test_masters_moments_and_buffers_are_those_of_the_tool(case: str, foreign_ro
     check(foreign_root / case)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_the_other_stages_and_precisions(tmp_path: Path) -> None:

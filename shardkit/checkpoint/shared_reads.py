@@ -1,0 +1,137 @@
+"""Read what several ranks of a node hold once: each reads a part, and they send it to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+
+from .format.planner import Ranges
+
+MESSAGE_BYTES = 64 * 2**20
+"""Most bytes of a piece that a rank reads and sends at once: what the exchange takes in host memory."""
+
+Range = tuple[str, int, int]
+"""Name of a tensor, first element, number of elements."""
+Piece = tuple[Range, int, int, int]
+"""A range, the piece's first byte and number of bytes in it, and the position of its reader among the holders."""
+
+
+def keys_of(ranges: Ranges) -> list[Range]:
+    """The ranges that this rank fills, as other ranks can compare them."""
+    return [(shard.name, shard.start, shard.local.numel()) for shards in ranges.values() for shard in shards]
+
+
+class SharedReads:
+    """Divides the reads of ranges that several ranks of one node fill.
+
+    Args:
+        ranges: this rank's ranges.
+        everyone: `keys_of` and the node of each rank, in the order of ranks.
+    """
+
+    def __init__(self, ranges: Ranges, everyone: Sequence[tuple[list[Range], int]], rank: int) -> None:
+        self._rank = rank
+        self._shards = {
+            (shard.name, shard.start, shard.local.numel()): shard for shards in ranges.values() for shard in shards
+        }
+        holders: dict[tuple[int, Range], list[int]] = {}
+        for holder, (keys, node) in enumerate(everyone):
+            for key in dict.fromkeys(keys):
+                holders.setdefault((node, key), []).append(holder)
+        self.sets = sorted({tuple(ranks) for ranks in holders.values() if len(ranks) > 1})
+        """Each set of ranks that share ranges; the same on every rank."""
+        node = everyone[rank][1]
+        self._shared: dict[tuple[int, ...], list[Range]] = {}
+        for key in self._shards:
+            ranks = tuple(holders[node, key])
+            if len(ranks) > 1:
+                self._shared.setdefault(ranks, []).append(key)
+        for keys in self._shared.values():
+            keys.sort()  # all holders divide them alike
+
+    def to_read(self) -> Ranges:
+        """The ranges that this rank reads itself."""
+        shared = {key for keys in self._shared.values() for key in keys}
+        ranges: Ranges = {}
+        for key, shard in self._shards.items():
+            if key not in shared:
+                ranges.setdefault(shard.name, []).append(shard)
+        for ranks, keys in self._shared.items():
+            for (name, start, numel), first, n_bytes, reader in self._pieces(ranks, keys):
+                if ranks[reader] != self._rank:
+                    continue
+                shard = self._shards[name, start, numel]
+                size = shard.local.element_size()
+                part = shard.local.narrow(0, first // size, n_bytes // size)
+                ranges.setdefault(name, []).append(replace(shard, start=start + first // size, local=part))
+        return ranges
+
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        """Send what this rank has read to the ranks that share it, and fill the rest of its ranges; collective.
+
+        Args:
+            group: a gloo group of all ranks.
+        """
+        for ranks in self.sets:
+            with _group_of(ranks, group) as shared_by:
+                if self._rank in ranks:
+                    self._exchange(ranks, shared_by)
+
+    def _exchange(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        for reader, message in _messages(self._pieces(ranks, self._shared[ranks])):
+            buffer = torch.empty(sum(n_bytes for _, _, n_bytes, _ in message), dtype=torch.uint8)
+            is_reader = ranks[reader] == self._rank
+            parts = [
+                self._shards[key].local.view(torch.uint8).narrow(0, first, n_bytes)
+                for key, first, n_bytes, _ in message
+            ]
+            places = torch.split(buffer, [n_bytes for _, _, n_bytes, _ in message])
+            if is_reader:
+                for place, part in zip(places, parts, strict=True):
+                    place.copy_(part)
+            dist.broadcast(buffer, src=ranks[reader], group=group)
+            if not is_reader:
+                for place, part in zip(places, parts, strict=True):
+                    part.copy_(place)
+
+    def _pieces(self, ranks: tuple[int, ...], keys: Sequence[Range]) -> Iterator[Piece]:
+        """All bytes of the shared ranges in order; each rank reads an even part of them, to a piece."""
+        sizes = [self._shards[key].local.nbytes for key in keys]
+        total, at = sum(sizes), 0
+        for key, size in zip(keys, sizes, strict=True):
+            step = MESSAGE_BYTES // self._shards[key].local.element_size() * self._shards[key].local.element_size()
+            for first in range(0, size, step):
+                n_bytes = min(size - first, step)
+                yield key, first, n_bytes, (at + n_bytes // 2) * len(ranks) // total
+                at += n_bytes
+
+
+def _messages(pieces: Iterator[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+    """(reader, its next pieces): as many together as fit into one message."""
+    for reader, of_reader in groupby(pieces, key=lambda piece: piece[3]):
+        message: list[Piece] = []
+        for piece in of_reader:
+            if message and sum(n_bytes for _, _, n_bytes, _ in message) + piece[2] > MESSAGE_BYTES:
+                yield reader, message
+                message = []
+            message.append(piece)
+        yield reader, message
+
+
+@contextmanager
+def _group_of(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """A group of these ranks, for a moment; every rank takes part in making it."""
+    if len(ranks) == dist.get_world_size(group):
+        yield group
+        return
+    made = dist.new_group(list(ranks), backend="gloo")
+    try:
+        yield made
+    finally:
+        if dist.get_rank() in ranks:
+            dist.destroy_process_group(made)
