@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import ShardkitError, report
 from ..files import outlive_full_disks
+from ..files.children import module_command
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
@@ -142,7 +143,7 @@ def tokenize(
 ) -> None:
     """Tokenise a data set into DIR, a memory-mapped corpus with the bounds of its documents: set data.path to it."""
     # A process of its own, as a run's are: this one need not know the data's modules.
-    command = [sys.executable, "-m", "shardkit.data.text", source, str(directory), str(tokenizer), *(overrides or [])]
+    command = [*module_command("shardkit.data.text"), source, str(directory), str(tokenizer), *(overrides or [])]
     raise typer.Exit(subprocess.run(command).returncode)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate
 
-OVERRIDES = ("train.eval_batches=0",)
+OVERRIDES = ("train.eval_samples=0",)
 """Their evaluation is not shardkit's."""
 _WIDTH = 46
 
@@ -152,6 +152,11 @@ def _others(keys: list[Said]) -> Iterator[str]:
     plain = [said.key for said in keys if said.fate == "absent" and not said.note]
     yield from (_row(said.key, f"no counterpart: {said.note}") for said in keys if said.fate == "absent" and said.note)
     yield from (_row(said.key, f"ignored there: {said.note}") for said in keys if said.fate == "ignored")
+    yield from (
+        _row(f"{said.key}: {_value(said.value)}", f"not planned: {said.note}")
+        for said in keys
+        if said.fate == "unplanned"
+    )
     for said in keys:
         if said.fate == "unknown":
             hint = f"; did you mean {said.note}?" if said.note else ""
@@ -179,6 +184,7 @@ def as_json(job: Job) -> dict[str, Any]:
         ],
         "settings": job.settings,
         "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
+        "not_planned": job.not_planned,
         "left_out": [{"text": one.text, "bytes_per_token": one.per_token} for one in job.left_out],
     }
 

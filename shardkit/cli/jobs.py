@@ -67,7 +67,9 @@ def _forgotten(command: str | None, words: Sequence[str], program: int) -> tuple
     return f"{words[program]} is not a config: a script stands behind `--`", shown
 
 
-def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **options: Any) -> Script | None:
+def _script(
+    ctx: typer.Context, config: str | None, overrides: Sequence[str], grace_s: float | None, **options: Any
+) -> Script | None:
     """The script behind `--`, checked; None for a config.
 
     Raises:
@@ -85,6 +87,7 @@ def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **
             own = ctx.meta[_OWN]
             raise LaunchError(*_forgotten(command, own, own.index(config)))
         _refuse_options(ctx, options, "applies to a script behind `--`, and this is a config", "remove it")
+        scripts.check_grace(0 if grace_s is None else grace_s)
         return None
     if config is not None:
         both = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
@@ -99,7 +102,7 @@ def _script(ctx: typer.Context, config: str | None, overrides: Sequence[str], **
     script = scripts.Script(
         argv=tuple(words), on_preempt=options["on_preempt"], heartbeat=options["heartbeat"],
         heartbeat_timeout_s=options["heartbeat_timeout"], checkpoints=options.get("checkpoints"),
-        grace_s=options["grace_s"],
+        **({} if grace_s is None else {"grace_s": grace_s}),
     )  # fmt: skip
     scripts.check(script, None if ctx.params.get("to", "slurm") != "slurm" else Path.cwd())
     return script
@@ -134,7 +137,10 @@ Heartbeat = Annotated[
     typer.Option(metavar="auto|FILE", help="A script's ranks that stop touching it are ended as hung."),
 ]
 HeartbeatTimeout = Annotated[float, typer.Option(metavar="S", help="Seconds without a heartbeat.")]
-Grace = Annotated[float, typer.Option("--grace-s", metavar="S", help="A script's time to end after SIGTERM.")]
+Grace = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option("--grace-s", metavar="S", help="The ranks' time to save and end after SIGTERM."),
+]
 
 
 def launch(
@@ -162,7 +168,7 @@ def launch(
     on_preempt: OnPreempt = "term",
     heartbeat: Heartbeat = None,
     heartbeat_timeout: HeartbeatTimeout = 600.0,
-    grace_s: Grace = 25.0,
+    grace_s: Grace = None,
 ) -> None:
     """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
     from ..launch import kubernetes
@@ -172,8 +178,8 @@ def launch(
     from ..launch.spec import JobSpec, Rendezvous, parse_nnodes
 
     script = _script(
-        ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
-        heartbeat_timeout=heartbeat_timeout, grace_s=grace_s,
+        ctx, config, overrides or [], grace_s, run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
+        heartbeat_timeout=heartbeat_timeout,
     )  # fmt: skip
     nnodes, nproc_per_node = kubernetes.sizes(os.environ, nnodes, nproc_per_node)
     loaded = None if script is not None else _load(str(config), overrides or []).config
@@ -190,6 +196,7 @@ def launch(
         bind_cpus=bind_cpus and script is None,
         on_gpus=device != "cpu" and visible_gpus() > 0,
         script=script,
+        grace_s=grace_s if script is None else None,
     )
     torchrun.check_elastic(spec, loaded)
     raise typer.Exit(run(spec, rendezvous_timeout_s=600 if loaded is None else loaded.run.init_timeout_s))
@@ -267,7 +274,7 @@ def submit(
     on_preempt: OnPreempt = "term",
     heartbeat: Heartbeat = None,
     heartbeat_timeout: HeartbeatTimeout = 600.0,
-    grace_s: Grace = 25.0,
+    grace_s: Grace = None,
 ) -> None:
     """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
 
@@ -287,11 +294,15 @@ def submit(
         described = _described(ctx, config, overrides or [], theirs or [], model, peft)
         config, overrides = None, None
     script = _script(
-        ctx, config, overrides or [], run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
-        heartbeat_timeout=heartbeat_timeout, grace_s=grace_s, checkpoints=checkpoints,
+        ctx, config, overrides or [], grace_s, run_dir=run_dir, on_preempt=on_preempt, heartbeat=heartbeat,
+        heartbeat_timeout=heartbeat_timeout, checkpoints=checkpoints,
     )  # fmt: skip
     if style not in ("torchrun", "srun"):
         raise LaunchError(f"--style {style!r}", "pass torchrun or srun")
+    if max_requeues < 0:
+        raise LaunchError(f"--max-requeues {max_requeues} is negative", "pass 0 or more")
+    if time is not None and time.startswith("-"):
+        raise LaunchError(f"--time {time!r} is negative", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited")
     if signal_s is not None and signal_s < 1:
         raise LaunchError(f"--signal-s {signal_s} is not a number of seconds before the limit", "pass 1 or more")
     options = SlurmOptions(
@@ -325,12 +336,14 @@ def submit(
         )  # fmt: skip
         spec = replace(job.spec, kubernetes=pods, name=name or _dns_name(job.spec.name))
         if script is None:
-            spec = replace(spec, config=config, overrides=tuple(overrides or ()))
+            spec = replace(spec, config=config, overrides=tuple(overrides or ()), grace_s=grace_s)
         else:
             spec = replace(spec, run_dir=_run_dir(run_dir, script))
         typer.echo(cluster.render(spec), nl=False)
         return
     _refuse_options(ctx, ("volume", "runtime"), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
+    if script is None:
+        _refuse_options(ctx, ("grace_s",), "applies to pods and to scripts; Slurm's KillWait decides here", "remove it")
     for doubt in job.doubts:
         typer.echo(f"warning: {doubt}", err=True)
     if dry_run:
@@ -340,7 +353,9 @@ def submit(
     if planned is not None:
         estimate, loaded = planned
         estimate.save(Path(job.spec.run_dir), loaded)
-    output = f"{job.spec.run_dir}/logs/slurm-{job_id}{'_%a' if array else ''}.out"
+    numbers = [f"_{index}" for index in launcher.array_indices(array)] if array else [""]
+    outputs = [f"{job.spec.run_dir}/logs/slurm-{job_id}{number}.out" for number in numbers]
+    output = ", ".join(outputs) if len(outputs) < 4 else f"{outputs[0]} … {outputs[-1]}"
     typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {folder}")
     typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
     held = queue.held_back(job_id)
@@ -457,6 +472,7 @@ def _planned_by_files(
 
     Raises:
         ConfigError: it does not fit, or the files leave something open.
+        NotPlannedError: a key of the files changes memory, and no plan models it.
     """
     from ..config.foreign.translate import read_job
     from ..errors import ConfigError
@@ -467,6 +483,7 @@ def _planned_by_files(
     _refuse_no_gpu(spec)
     job = read_job(asked.files, asked.model, spec.nproc_per_node * spec.nodes[1], asked.peft)
     overrides = [*OVERRIDES, *(item for item in asked.settings if "%a" not in item)]
+    job.refuse_unplanned("submit it anyway with --force")
     loaded = job.load(overrides).config
     target = choose_target(
         loaded, job.gpus, spec.nproc_per_node, gpu, gpu_memory, _on_host(mem), expandable=job.expandable

@@ -91,7 +91,7 @@ def plan(
     With --from, plan the job that files of Accelerate, DeepSpeed or transformers' Trainer describe together, and first
     say what each of their keys becomes here.
 
-    Exit code 0 if it fits, 4 if it does not.
+    Exit code 0 if it fits, 4 if it does not, 7 if a key of the files changes memory and is not planned.
     """
     import json
     from dataclasses import asdict
@@ -123,7 +123,10 @@ def plan(
         loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap,
         expandable=job.expandable if job else True,
     )  # fmt: skip
+    unplanned = job.not_planned if job else []
     if auto:
+        if job:
+            job.refuse_unplanned()
         path = str(save(job, out)) if job else path
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
@@ -131,7 +134,7 @@ def plan(
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
         changes = []
-        if misfit and advice:
+        if misfit and advice and not unplanned:
             changes = (
                 changes_in_their_keys(job, ours, estimate, planner)
                 if job
@@ -145,18 +148,20 @@ def plan(
                  for c in changes]  # fmt: skip
         found: dict[str, Any] = {**estimate.to_json(), "changes": tried}
         if job:
+            if unplanned:
+                found |= {"verdict": "not planned", "verdict_without": estimate.verdict}
             found["from"] = {**as_json(job), "beside_the_steps": [asdict(one) for one in beside]}
         typer.echo(json.dumps(found, indent=1))
     else:
         name = job.name if job else "the defaults" if path is None else Path(path).name
-        typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target))
+        typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target, unplanned))
         if job:
             typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
             for line in left_out(job, loaded, estimate):
                 typer.echo(line)
-        if misfit and advice:
+        if misfit and advice and not unplanned:
             typer.echo("\n" + show_changes(changes))
-    raise typer.Exit(4 if misfit or too_large else 0)
+    raise typer.Exit(7 if unplanned else 4 if misfit or too_large else 0)
 
 
 def asked(
@@ -246,6 +251,7 @@ def _ladder_of_theirs(
     from .foreign import OVERRIDES
 
     ours = [*OVERRIDES, *given]
+    job.refuse_unplanned()
     loaded = job.load(ours).config
     per_node = min(job.gpus, job.gpus_per_node or 8)
     target = choose_target(

@@ -42,7 +42,7 @@ _ZERO3_ONLY = "only ZeRO-3 has it"
 _FSDP_ONLY = "only FSDP2 gathers block by block: use fsdp or hsdp"
 _AUTOCAST = "its forward always runs under autocast: remove the key"
 _LEFT_ALONE = "it already skips parameters without a gradient: remove the key"
-_IN_BUCKETS = "ZeRO reduces gradients in the order of backward, which must be the same on every rank: use ddp"
+_IN_BUCKETS = "ZeRO lets ranks leave out members of lists by itself, and no other parameters: remove the key or use ddp"
 _HOOKS_INSIDE = "hooks gather weights in the middle of the model's forward, and each would break its graph"
 _HSDP_ONLY = "only hsdp has a two-dimensional mesh"
 
@@ -117,7 +117,7 @@ DESCRIPTIONS: dict[str, str] = {
     "pure_bf16": "weights, gradients and optimizer states all bf16 (`pure_bf16`)",
     "autocast": "forward under autocast too, for models that mix types (`autocast`)",
     "reduce_dtype": "type in which gradients travel (`reduce_dtype`)",
-    "find_unused": "parameters that a step leaves out (`find_unused`)",
+    "find_unused": "any parameter may be left out of a step (`find_unused: true`)",
     "prefetch": "gather further ahead (`prefetch`)",
     "hpz": "second copy of the weights inside a node (`hpz`, CUDA only)",
     "offload_ratio": "offload a share of the optimizer states (`offload_ratio`)",
@@ -414,11 +414,11 @@ IGNORED: tuple[Ignored, ...] = (
         lambda c: c.task.factory is None and c.task.name == "image_classification" and c.data.path is None,
         "the lower part of scikit-image's pictures is the validation data",
     ),
-    Ignored("data.val_path", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
-    Ignored("train.sample_prompts", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
+    Ignored("data.val_path", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
+    Ignored("train.sample_prompts", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
     Ignored("train.sample_tokens", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
     Ignored("train.sample_temperature", lambda c: not c.train.sample_prompts, "train.sample_prompts is empty"),
-    Ignored("train.eval_every", lambda c: c.train.eval_batches == 0, "train.eval_batches=0 turns evaluation off"),
+    Ignored("train.eval_every", lambda c: c.train.eval_samples == 0, "train.eval_samples=0 turns evaluation off"),
     Ignored("optim.min_lr_ratio", lambda c: c.optim.schedule == "constant", "optim.schedule=constant never falls"),
     Ignored("optim.implementation", _cpu_adam, "ZeRO's offloaded AdamW steps with DeepSpeedCPUAdam"),
     Ignored(

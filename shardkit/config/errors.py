@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -117,6 +118,31 @@ _REFUSED = {
 """Keys, and values of keys, that people know from other tools, and shardkit refuses: (reason, fix)."""
 
 
+EVAL_BATCHES = ("train", "eval_batches")
+"""A key of earlier versions."""
+
+
+def counted_micro_batches(count: Any, train: dict[str, Any], where: str) -> ConfigError:
+    """The error for `train.eval_batches`, with the value of `train.eval_samples` that evaluates as much.
+
+    Args:
+        count: the key's value.
+        train: the settings of the section so far, not validated.
+    """
+    micro = train.get("micro_batch_size", section_fields()["train"]["micro_batch_size"].default)
+    cause = f"train.eval_batches={shown(count)}{_in(where)} counted the micro-batches of each rank"
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in (count, micro)):
+        return ConfigError(cause, "set train.eval_samples, a number of samples over all ranks")
+    named = os.environ.get("WORLD_SIZE", "")
+    ranks = int(named) if named.isdecimal() and int(named) else 1
+    total, of = count * micro * ranks, f"{count} × train.micro_batch_size={micro}"
+    many = f"{of} × {ranks} ranks" if ranks > 1 else f"{of}, times the number of ranks"
+    return ConfigError(
+        f"{cause}, so that the validation loss depended on them",
+        f"set train.eval_samples={total}, a number of samples over all ranks" + (f" ({many})" if total else ""),
+    )
+
+
 def unknown_key(path: Path, where: str) -> ConfigError:
     """The error for a key that no section has."""
     fields = section_fields()
@@ -169,6 +195,8 @@ def _in_words(schema: dict[str, Any]) -> str:
         "object": "a mapping",
         "null": "null",
     }[schema["type"]]
+    if schema.get("format") == "date":
+        return "a day like 2026-01-31"
     if schema.get("pattern"):
         return f"{words} like package.module:Class"
     if schema.get("minLength"):

@@ -7,7 +7,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import ConfigError
-from .errors import Path, combined, from_validation, one_line, section_fields, shown, unknown_key, wrong_value
+from .errors import (
+    EVAL_BATCHES,
+    Path,
+    combined,
+    counted_micro_batches,
+    from_validation,
+    one_line,
+    section_fields,
+    shown,
+    unknown_key,
+    wrong_value,
+)
 from .presets import HF_PRESETS, MODEL_PRESETS
 from .schema import RunConfig
 from .yaml import Document, check_plain, read_yaml
@@ -24,6 +35,8 @@ class Layers:
         self._lines: dict[Path, int] = {}
         self._overridden: set[Path] = set()
         self._problems: list[ConfigError] = []
+        self._replaced: dict[Path, Any] = {}
+        """Keys of earlier versions: their errors name a value that depends on other keys."""
 
     def add_file(self, name: str, document: Document) -> None:
         self._file, self._lines = one_line(name), document.lines
@@ -44,7 +57,8 @@ class Layers:
                 continue
             paths: list[Path] = [(section, key) for key in keys] if isinstance(keys, dict) else []
             unknown = [path for path in paths or [(section,)] if not _known(path)]
-            self._problems += [unknown_key(path, self._where(path)) for path in unknown]
+            self._replaced |= {path: keys[path[1]] for path in unknown if path == EVAL_BATCHES}
+            self._problems += [unknown_key(path, self._where(path)) for path in unknown if path != EVAL_BATCHES]
             if section in section_fields():
                 self._tree[section] = {key: value for key, value in keys.items() if (section, key) not in unknown}
 
@@ -56,6 +70,10 @@ class Layers:
             near = unknown_key(path, "").fix if len(path) == 1 and path[0] and path[0] not in section_fields() else ""
             raise _malformed(name, near if near.startswith("did you mean") else "")
         dotted = one_line(check_plain(dotted, "an override's key"))
+        if path == EVAL_BATCHES:
+            self._replaced[path] = read_yaml(str(value), "value").value if raw else value
+            self._overridden.add(path)
+            return
         if not _known(path):
             raise unknown_key(path, COMMAND_LINE)
         value = _parse_value(path, dotted, value) if raw else check_plain(value, dotted)
@@ -89,6 +107,10 @@ class Layers:
         given = {section: dict(keys) for section, keys in self._tree.items()}
         sizes = self._preset_sizes()
         self._problems += self._bools_as_numbers()
+        train = self._tree.get("train", {})
+        self._problems += [
+            counted_micro_batches(count, train, self._where(path)) for path, count in self._replaced.items()
+        ]
         try:
             config = RunConfig.model_validate(self._tree)
         except ValidationError as error:

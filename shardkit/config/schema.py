@@ -7,6 +7,7 @@ refuses the combinations that cannot work.
 from __future__ import annotations
 
 import math
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,6 +175,9 @@ class DataConfig(Section):
     `model.hf_config`. Without any, text is read as bytes."""
     chat_template: str | None = Field(None, min_length=1)
     """A file with a chat template; unset = the tokenizer's."""
+    chat_date: date | None = None
+    """The day (YYYY-MM-DD) that a chat template takes for today. Templates that write the date into the text
+    (`strftime_now`; Llama 3's does) need it: all nodes and resumes then make the same tokens."""
     columns: dict[Literal["text", "messages", "prompt", "completion"], str] = {}
     """Columns of records under other names, such as {text: body}; unset = messages, conversations, prompt and
     completion, or text, whichever is there."""
@@ -247,8 +251,9 @@ class TrainConfig(Section):
     """Deterministic kernels and reduction layouts: the same run twice gives the same bits."""
     eval_every: int | None = Field(None, ge=1)
     """Steps between evaluations; unset = at the end only."""
-    eval_batches: int = Field(50, ge=0)
-    """Limit of micro-batches per rank in one evaluation; 0 = no evaluation."""
+    eval_samples: int = Field(400, ge=0)
+    """Validation samples of one evaluation, over all ranks; 0 = no evaluation. Evenly spaced ones represent a larger
+    set, the same for any number of ranks and any micro-batch size. A packed sample is `seq_len` tokens."""
     sample_prompts: tuple[str, ...] = ()
     """causal_lm and hf_causal_lm: texts that the model continues at each evaluation (`samples.jsonl`)."""
     sample_tokens: int = Field(64, ge=1)
@@ -330,9 +335,11 @@ class ParallelConfig(Section):
     bucket_mb: float | None = Field(None, gt=0)
     """ddp and zero: size in MiB of the gradient buckets that are reduced during backward; default 25 for ddp,
     500 (or the whole model, if smaller) for zero."""
-    find_unused: bool = False
-    """ddp: average the gradient of a parameter that some ranks do not use in a step (an expert without tokens), and
-    skip it if no rank does; costs a graph traversal and a small reduction per step."""
+    find_unused: bool | None = None
+    """Average the gradient of a parameter that some ranks do not use in a step (an expert without tokens), and do not
+    update it if no rank uses it. Null: where the model has lists whose members the data may choose. true (ddp): for
+    every parameter. false: every rank uses every parameter; ddp then saves a graph traversal per step, zero3 gathers
+    the members of such lists one by one."""
     prefetch: int = Field(1, ge=1)
     """fsdp/hsdp: number of blocks to gather ahead of the computing one; 1 = torch's own overlap."""
     hpz: int | None = Field(None, ge=2)
@@ -432,6 +439,9 @@ class CheckpointConfig(Section):
     """Write while training continues, from a copy of the rank's share in host memory."""
     on_corrupt: Literal["previous", "error"] = "previous"
     """A damaged checkpoint on resume: use the newest intact one, or stop."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Seconds in which a save may write no byte before the job ends and names the rank; unset = 1800 for a run's first
+    save, then ten times its longest save, at least 120."""
 
     @property
     def is_periodic(self) -> bool:

@@ -123,6 +123,7 @@ def find_targets(model: nn.Module, wanted: str | list[str]) -> list[str]:
     if wanted == "all-linear":
         if not linear:
             raise ConfigError(f"{type(model).__name__} has no linear layers to adapt", "use a model of another type")
+        _refuse_stacked_experts(model, linear)
         return _of_one_kind(linear, modules)
     found = {
         name
@@ -141,6 +142,28 @@ def find_targets(model: nn.Module, wanted: str | list[str]) -> list[str]:
                 f"name some of {_listed(linear)}",
             )
     return _of_one_kind([name for name in modules if name in found], modules)
+
+
+def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
+    """Refuse `all-linear` for a model whose experts are 3-D parameters, [experts, out, in], and no linear layers.
+
+    Convolutions hold 3-D parameters too, in torch's own modules; tokens and positions have a dimension of 1.
+    """
+    stacked = {
+        f"{prefix}.{name}": param
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() == 3 and min(param.shape) > 1
+    }
+    if not stacked:
+        return
+    share = sum(param.numel() for param in stacked.values()) / sum(param.numel() for param in model.parameters())
+    raise ConfigError(
+        f"adapter.targets=all-linear would leave {share:.1%} of the parameters without an adapter: experts that are "
+        f"3-D parameters and no linear layers ({_listed(list(stacked))})",
+        f"name the layers to adapt, such as adapter.targets=[{_listed(linear)}]; the experts then stay frozen",
+    )
 
 
 def _of_one_kind(names: list[str], modules: dict[str, nn.Module]) -> list[str]:

@@ -8,6 +8,7 @@ construction context.
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import cached_property, partial
@@ -271,7 +272,21 @@ def _file_keys(model: ModelConfig) -> dict[str, Any]:
             f"{named} is of a quantised model, which cannot be trained whole",
             "use the config of the model it was made from",
         )
-    return keys
+    return _without_kernels(keys)
+
+
+_KERNEL_KEY = re.compile(r"_?\w*_implementation(_internal)?")
+"""Keys whose value may name a repository of compiled kernels, which transformers would fetch and import. They say how
+a model is computed, not what it is, so a file of a stranger loses nothing without them; `model.hf` may set them."""
+
+
+def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config file, and of the configs inside it, without those that name kernels."""
+    return {
+        key: _without_kernels(value) if isinstance(value, dict) else value
+        for key, value in keys.items()
+        if not _KERNEL_KEY.fullmatch(key)
+    }
 
 
 def _refuse_special_ids(config: Any, model: ModelConfig) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from .. import errors
 from ..config.libraries import NameGone
 from ..config.schema import RunConfig
 from ..errors import ShardkitError
+from ..files.children import module_command
 from .model.estimate import MemoryEstimate, Method
 from .target import Target
 
@@ -132,7 +132,7 @@ class Planner:
         hear_read, hear_write = os.pipe()
         with self._lock:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "shardkit.plan.worker", str(ask_read), str(hear_write), fakes],
+                [*module_command("shardkit.plan.worker"), str(ask_read), str(hear_write), fakes],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

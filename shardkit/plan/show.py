@@ -15,14 +15,18 @@ from .search.trial import Trial
 from .target import Target
 
 
-def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
-    """The memory of one rank: its peak, its phases and its categories."""
+def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequence[str] = ()) -> str:
+    """The memory of one rank: its peak, its phases and its categories.
+
+    Args:
+        not_planned: lines about settings that the estimate lacks; they take the verdict's place.
+    """
     where = f"{target.world_size} × {estimate.device}"
     lines = [
         f"{title} on {where}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
         f"{estimate.n_params / 1e6:,.1f} M parameters; figures are of rank {estimate.rank}, which takes the most",
         "",
-        *_peak(estimate),
+        *_peak(estimate, not_planned),
         "",
         *_phases(estimate),
         "",
@@ -34,7 +38,7 @@ def show(title: str, estimate: MemoryEstimate, target: Target) -> str:
     return "\n".join(lines)
 
 
-def _peak(estimate: MemoryEstimate) -> Iterable[str]:
+def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]:
     peak = estimate.peak
     place = peak.phase + (f", {peak.module}" if peak.module else "")
     yield f"peak       {gib(peak.allocated)} allocated, in {place}"
@@ -44,6 +48,7 @@ def _peak(estimate: MemoryEstimate) -> Iterable[str]:
         yield f"outside    {gib(estimate.overhead)} for the CUDA context and communicators ({estimate.overhead_from})"
     if estimate.host_peak:
         yield f"host       {gib(estimate.host_peak)} of tensors, beside the process itself"
+    yield from (f"verdict    {line}" for line in not_planned)
     if estimate.verdict is None:
         return
     limits = []
@@ -52,7 +57,8 @@ def _peak(estimate: MemoryEstimate) -> Iterable[str]:
         limits.append(f"{gib(estimate.needed)} of {gib(estimate.device_memory)} {where}")
     if estimate.host_memory is not None:
         limits.append(f"{gib(estimate.host_peak)} of {gib(estimate.host_memory)} on the host")
-    yield f"verdict    {estimate.verdict}: {' and '.join(limits)} (± {100 * estimate.uncertainty:.0f} %)"
+    label, verdict = ("without", f"them: {estimate.verdict}") if not_planned else ("verdict", estimate.verdict)
+    yield f"{label:<9}  {verdict}: {' and '.join(limits)} (± {100 * estimate.uncertainty:.0f} %)"
 
 
 def _phases(estimate: MemoryEstimate) -> Iterable[str]:

@@ -149,6 +149,46 @@ def test_a_job_of_which_nothing_fits_says_each_part_and_exits_with_4(
     assert any("stage3_gather_16bit_weights_on_model_save" in line for line in told)
 
 
+def test_a_key_that_is_not_planned_takes_the_verdicts_place(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan, the search and the ladder end with 7; `submit` queues such a job only with --force."""
+    (args,) = write(tmp_path, args__yaml=Path(files[0]).read_text() + "tp_size: 4\nload_in_4bit: true\ncp_size: 1\n")
+    given = (
+        "--from",
+        args,
+        files[1],
+        "--model",
+        tmp_path,
+        "--gpu-memory",
+        "80GB",
+        "train.seq_len=64",
+        "run.device=cpu",
+    )
+    lines = ["not planned: tp_size=4 in ", "not planned: load_in_4bit=true in "]
+    assert shardkit("plan", *given, "--gpus", 2) == 7
+    out = capsys.readouterr().out
+    verdicts = [line.removeprefix("verdict    ") for line in out.splitlines() if line.startswith("verdict")]
+    assert [line.startswith(begin) for line, begin in zip(verdicts, lines, strict=True)] == [True, True], verdicts
+    assert "divides each layer's weights" in verdicts[0] and "without    them: fits" in out
+    assert shardkit("plan", *given, "--json") == 7
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["verdict_without"], len(found["from"]["not_planned"])) == ("not planned", "fits", 2)
+    for command in (("plan", "--auto", "--out", tmp_path / "auto"), ("ladder", "--out", tmp_path / "ladder")):
+        assert shardkit(command[0], *given, *command[1:]) == 7
+        err = capsys.readouterr().err
+        assert all(line in err for line in lines) and "remove the key from a copy of the file" in err
+    assert not (tmp_path / "auto").exists() and not (tmp_path / "ladder").exists()
+    (tmp_path / "train.py").write_text("pass\n")
+    gate = (*GATE, "--from", args, files[1], "--model", tmp_path, "--gpu", "l4", "train.seq_len=64")
+    script = ("--run-dir", tmp_path / "run", "--", tmp_path / "train.py")
+    assert shardkit(*gate, *script) == 7
+    out, err = capsys.readouterr()
+    assert all(line in err for line in lines) and "--force" in err and "#SBATCH" not in out
+    assert shardkit(*gate, "--force", *script) == 0
+    assert "#SBATCH" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -187,8 +227,6 @@ BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {
         {"args.yaml": TRAINER + "fsdp: full_shard\nfsdp_config: fsdp.json\n", "fsdp.json": b"\xff\xfe\x00"}, PLAN,
         "fsdp.json cannot be read"),
     "an adapter that only the script describes": ({"args.yaml": TRAINER + "use_peft: true\n"}, PLAN, "--peft"),
-    "a model that is quantised while it is read": (
-        {"args.yaml": TRAINER + "load_in_4bit: true\n"}, PLAN, "load_in_4bit=true changes what is trained"),
     "--from forgotten": ({}, ["plan", "args.yaml"], "pass it as --from args.yaml"),
     "another tool's file to launch": (
         {"ds.json": ZERO3}, ["launch", "ds.json"], "ds.json is a file of DeepSpeed, not a config of shardkit"),

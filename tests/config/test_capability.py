@@ -203,8 +203,8 @@ def test_zero_without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"activation.block_classes": ["Block"]}, "activation.block_classes"),
         ({"data.prefetch": 4}, "data.prefetch"),
         ({"data.val_path": "x", "data.val_fraction": 0.1}, "data.val_fraction"),
-        ({"data.val_path": "x", "train.eval_batches": 0}, "data.val_path"),
-        ({"train.eval_every": 5, "train.eval_batches": 0}, "train.eval_every"),
+        ({"data.val_path": "x", "train.eval_samples": 0}, "data.val_path"),
+        ({"train.eval_every": 5, "train.eval_samples": 0}, "train.eval_every"),
         ({"optim.schedule": "constant", "optim.min_lr_ratio": 0.5}, "optim.min_lr_ratio"),
         (
             {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "optim.implementation": "foreach"},

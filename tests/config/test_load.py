@@ -297,6 +297,18 @@ def test_unknown_keys_get_a_suggestion(write: Write, override: str, meant: str) 
     assert "c.yaml:2" in error.cause
 
 
+def test_micro_batches_of_an_evaluation_are_said_in_samples(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    error = refused(write("train:\n  eval_batches: 8\n"), ["train.micro_batch_size=4"])
+    assert "train.eval_batches=8 (" in error.cause and "c.yaml:2" in error.cause
+    assert error.fix.startswith("set train.eval_samples=32, ") and "times the number of ranks" in error.fix
+    assert "train.eval_samples=0," in refused(None, ["train.eval_batches=0"]).fix
+    assert refused(None, ["train.eval_batches=few"]).fix.startswith("set train.eval_samples, a number")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    fix = refused(None, ["train.eval_batches=8"]).fix
+    assert "train.eval_samples=256," in fix and "× 4 ranks" in fix
+
+
 def test_unknown_keys_without_a_near_one_list_what_there_is() -> None:
     assert "max_steps" in refused(None, ["train.qqqqq=1"]).fix
     assert "parallel" in refused(None, ["qqqqq.zzzzz=1"]).fix

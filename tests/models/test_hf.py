@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,28 @@ def test_chunks_cut_the_peak_of_the_logits_eightfold() -> None:
         peaks.append(tape.peak)
     assert peaks[0] > 2 * 256 * 50257 * 4, "logits and their gradient"
     assert peaks[0] > 8 * peaks[1]
+
+
+def test_a_config_file_cannot_name_code_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers import modeling_utils
+
+    setters = {
+        name for name, value in inspect.getmembers(transformers.PreTrainedConfig)
+        if isinstance(value, property) and value.fset is not None and "implementation" in name
+    }  # fmt: skip
+    assert setters == {"_attn_implementation", "_experts_implementation"}, "transformers has a new key like these"
+    fetched: list[str] = []
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda name, *_, **__: fetched.append(name))
+    for prefix in ("", "_"):
+        for suffix in ("", "_internal"):
+            keys = {f"{prefix}{part}_implementation{suffix}": "stranger/kernel" for part in ("attn", "experts")}
+            strange = {"model_type": "llama", "task_specific_params": keys, **keys}
+            (tmp_path / "config.json").write_text(json.dumps(strange))
+            small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            hf = model(hf_config=str(tmp_path), hf=small)
+            assert hf.reference is not None
+            config = hf.config
+            assert config._attn_implementation != "stranger/kernel"
+            assert "stranger/kernel" not in json.dumps(config.to_dict(), default=str)
+    assert not fetched

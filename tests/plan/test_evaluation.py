@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
 
 ENGINES: dict[str, list[str]] = {
-    "fsdp": [],
-    "zero3": [f"parallel.ds_config={json.dumps(PARTITION_ALL)}", "parallel.bucket_mb=4"],
+    "fsdp": ["train.eval_samples=1"],  # a micro-batch has two
+    "zero3": ["train.eval_samples=16", f"parallel.ds_config={json.dumps(PARTITION_ALL)}", "parallel.bucket_mb=4"],
 }
 PROMPTS = ["import os", "def main(args):", "class"]
 
@@ -32,8 +32,7 @@ def settings(strategy: str, root: str) -> list[str]:
         *MODELS["llama"], f"parallel.strategy={strategy}", *ENGINES[strategy], "run.device=cpu",
         f"run.dir={root}/{strategy}", f"data.path={pydoc.__file__}", f"data.cache_dir={root}/cache",
         f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=3", "train.max_steps=2",
-        "train.eval_batches=2", "logging.tensorboard=false", "checkpoint.at_end=false",
-        "optim.implementation=foreach",
+        "logging.tensorboard=false", "checkpoint.at_end=false", "optim.implementation=foreach",
     ]  # fmt: skip
 
 
@@ -118,7 +117,7 @@ class Hungry:
 @pytest.mark.slow
 def test_an_evaluation_that_takes_more_than_a_step_is_the_peak() -> None:
     own = ["task.factory=tests.plan.test_evaluation:Hungry", "parallel.strategy=ddp"]
-    alone, both = (load_config(None, [*own, *more]).config for more in (["train.eval_batches=0"], []))
+    alone, both = (load_config(None, [*own, *more]).config for more in (["train.eval_samples=0"], []))
     with Planner(choose_target(both, 2, gpu="h100")) as planner:
         without, found = planner.predict(alone), planner.predict(both)
     assert "evaluate" not in without.phases and found.peak.phase == "evaluate"

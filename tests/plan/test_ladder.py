@@ -121,7 +121,7 @@ def test_the_table_is_printed_once(
     assert said.out.splitlines() == rows, "progress and result are the same rows"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_dry_ladder_predicts_every_rung_for_a_card_that_is_not_here(tmp_path: Path) -> None:
     done = run("ladder", "-", "model.preset=debug", "--gpu", "l4", "--dry-run", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -132,7 +132,7 @@ def test_a_dry_ladder_predicts_every_rung_for_a_card_that_is_not_here(tmp_path: 
     assert done.stdout.count("|\n") == 8
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_rungs_run_out_of_memory_or_fit_as_predicted(tmp_path: Path) -> None:
     rungs = ["--rung", "plain: parallel.strategy=single", "--rung", "+ checkpointing: activation.policy=full"]
     done = run("ladder", "-", *SMALL, "--memory-cap", "60MiB", *rungs, "--out", str(tmp_path), "--steps", "3")
@@ -224,7 +224,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("asked", LIMITS)

@@ -398,7 +398,7 @@ def test_weights_that_are_on_the_cpu_already_count_once(on_a_cpu: Ask) -> None:
     assert estimate.phases["wrap"].allocated < 1.2 * 4 * estimate.n_params
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("fp32", "bf16")])
 def test_a_mixture_of_experts_is_planned_in_every_precision(precision: str) -> None:
     """Torch's kernel for grouped products of fake tensors knows bf16 alone."""
     sizes = {

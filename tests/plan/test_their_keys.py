@@ -215,7 +215,7 @@ def test_a_plain_job_has_no_engine_no_half_precision_and_no_checkpointing(
     assert told.text == text
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_ladder_of_files_goes_on_without_rungs_that_they_cannot_say(tmp_path: Path) -> None:
     ds = {**FIXED, "bf16": {"enabled": True}, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     job = described(tmp_path, ds__json=ds)
@@ -224,7 +224,7 @@ def test_a_ladder_of_files_goes_on_without_rungs_that_they_cannot_say(tmp_path: 
         Rung("+ chunked", ("model.loss_chunk_size=8",)),
         Rung("+ ZeRO-2", ("parallel.strategy=zero2",)),
     ]
-    given = [*GIVEN[:1], "train.eval_batches=0"]
+    given = [*GIVEN[:1], "train.eval_samples=0"]
     steps = list(climb(job, given, rungs, choose_target(job.load(given).config, 8, gpu="l4", expandable=False)))
     names = [step.rung.name for step in steps]
     assert names == ["the files as they are", "plain ddp", "+ bf16", "+ chunked", "+ ZeRO-2"]

@@ -104,6 +104,7 @@ def test_heads_that_share_keys_are_planned_as_torch_runs_them(tmp_path: Path, h1
     assert peaks["bf16", 2] <= peaks["bf16", 4]
 
 
+@pytest.mark.slow
 def test_blocks_of_fixed_segments_are_counted_whole() -> None:
     peaks = {}
     for expandable in (False, True):

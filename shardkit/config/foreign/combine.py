@@ -10,8 +10,9 @@ from ..errors import shown
 from . import tables
 from .files import File, family
 from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue, find
+from .unplanned import effect_of
 
-Fate = Literal["mapped", "default", "auto", "absent", "ignored", "unknown"]
+Fate = Literal["mapped", "default", "auto", "absent", "ignored", "unknown", "unplanned"]
 PSEUDO = ("fp16", "bf16", "tf32", "engine", "gpus", "machines")
 """Keys of `Together.settings` that are not keys here; `translate` turns them into such."""
 _SIZES = {"reduce_bucket_size": 1.0, "stage3_prefetch_bucket_size": 0.9}
@@ -30,7 +31,8 @@ class Said:
 
     Attributes:
         ours: keys here with their values; for `auto`, those that it becomes.
-        note: why it is absent or ignored, the key that was probably meant, or the file that fills in `auto`.
+        note: why it is absent or ignored, the key that was probably meant, the file that fills in `auto`, or what an
+            `unplanned` key changes.
     """
 
     file: str
@@ -102,8 +104,6 @@ class Together:
 
 SCRIPTS_OWN = ", unless the script has such an argument"
 """Ends the message about an unknown key in a Trainer's file: a script (TRL's) may read arguments of its own there."""
-_ANOTHER_MODEL = ("use_peft", "load_in_4bit", "load_in_8bit")
-"""Arguments of TRL's scripts that change what is trained, and so its memory."""
 
 
 def combine(files: list[File], model: dict[str, Any], problems: list[Problem]) -> Together:
@@ -117,25 +117,20 @@ def combine(files: list[File], model: dict[str, Any], problems: list[Problem]) -
     for file in files:
         if file.tool != "model":
             job.said += [_sorted(job, file, key, value) for key, value in file.values.items() if value is not None]
-    _refuse_another_model(job)
+    _refuse_an_adapter_that_no_file_describes(job)
     _add_defaults(job)
     _settle(job)
     _fill_auto(job)
     return job
 
 
-def _refuse_another_model(job: Together) -> None:
+def _refuse_an_adapter_that_no_file_describes(job: Together) -> None:
+    """TRL's scripts take `use_peft` and make the adapter of their own arguments."""
     file = job.file("trainer")
-    for name in _ANOTHER_MODEL:
-        if file is None or not file.values.get(name) or (name == "use_peft" and job.has("peft")):
-            continue
-        cause = f"{file.name}: {name}=true changes what is trained, and only the script's own arguments say how"
-        if name == "use_peft":
-            ours = "adapter.type"
-            fix = "pass --peft with peft's adapter_config.json, or set adapter.type=lora on the command line"
-        else:
-            fix, ours = "plan without it: remove the key from a copy of the file", ""
-        job.problem("no counterpart", cause, fix, ours, (name,))
+    if file is not None and file.values.get("use_peft") and not job.has("peft"):
+        cause = f"{file.name}: use_peft=true changes what is trained, and only the script's own arguments say how"
+        fix = "pass --peft with peft's adapter_config.json, or set adapter.type=lora on the command line"
+        job.problem("no counterpart", cause, fix, "adapter.type", ("use_peft",))
 
 
 def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
@@ -144,12 +139,14 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
     def ended(fate: Fate, ours: Settings | None = None, note: str = "") -> Said:
         return Said(file.name, file.tool, key, value, fate, ours or {}, note)
 
-    entry = find(file.tool, key)
+    entry, effect = find(file.tool, key), "" if file.tool == "peft" else effect_of(key, value)
     if entry is None:
-        return ended("unknown", note=meant(file.tool, key))
+        return ended("unplanned", note=effect) if effect else ended("unknown", note=meant(file.tool, key))
     reason = "it does nothing any more" if entry.dead else _ignored(job, file.tool, key)
     if reason:
         return ended("ignored", note=reason)
+    if effect and entry.ours is None:
+        return ended("unplanned", note=effect)
     if entry.ours is None:
         return ended("absent", note=entry.note)
     if value == AUTO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -60,7 +61,26 @@ def read(name: str) -> File:
     value = parse(text, shown_name)
     tool = recognise(value, shown_name)
     flat = {} if tool == "model" else flatten(value)
+    _refuse_infinite(flat, shown_name, text)
     return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), Path(name).parent)
+
+
+def _refuse_infinite(values: dict[str, Any], name: str, text: str = "") -> None:
+    """Refuse numbers that are not finite, which Python's JSON and YAML let pass and no key of these tools can mean.
+
+    Args:
+        values: dotted key → value.
+        text: of the file, to name the line; empty for a program's own dict.
+    """
+    for key, value in values.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                leaf = key.rpartition(".")[2]
+                line = next((n for n, line in enumerate(text.splitlines(), start=1) if leaf in line), 0)
+                raise ConfigError(
+                    f"{name}{f':{line}' if line else ''}: {key} is {number}, which is no finite number",
+                    "set a finite number there, or remove the key",
+                )
 
 
 def read_text(name: str) -> str:
@@ -103,6 +123,7 @@ def read_object(value: Any) -> File:
         raise ConfigError(f"the {name} is empty", "pass a config of one of the tools")
     tool = recognise(tree, f"the {name}")
     flat = {} if tool == "model" else flatten(tree)
+    _refuse_infinite(flat, f"the {name}")
     shown_name = f"dict of {family(tool)}" if name == "dict" else name
     return File(shown_name, tool, tree if tool == "model" else flat, _text_numbers("{", flat))
 
@@ -112,6 +133,10 @@ def given(value: Any) -> dict[str, Any]:
     values: dict[str, Any] = value.to_dict()
     if not is_dataclass(value):
         return values
+    for one in fields(value):  # TrainingArguments.to_dict() leaves ParallelismConfig out
+        attribute = getattr(value, one.name, None)
+        if values.get(one.name) is None and is_dataclass(attribute):
+            values[one.name] = attribute
     defaults = {
         one.name: one.default_factory() if one.default_factory is not MISSING else one.default
         for one in fields(value)
@@ -125,6 +150,8 @@ def given(value: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):  # Accelerate's ParallelismConfig in TrainingArguments
+        return {one.name: getattr(value, one.name) for one in fields(value)}
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
 
 

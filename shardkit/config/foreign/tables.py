@@ -238,19 +238,16 @@ DEEPSPEED: dict[str, Key] = {
     "fp16.loss_scale": Key(note="a fixed loss scale: shardkit's is dynamic; memory is the same"),
     **absent(
         """
-        torch_autocast.* activation_checkpointing.* zero_optimization.leaf_module.*
-
-
-
-        zero_optimization.zero_quantized_weights
+        torch_autocast.* zero_optimization.leaf_module.* zero_optimization.zero_quantized_weights
         zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_gradients
         zero_optimization.zenflow.* weight_quantization.* compile.*
         zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
-        pipeline.* tensor_parallel.* expert_parallel.* hybrid_engine.* sequence_parallel_size
+        tensor_parallel.* expert_parallel.* hybrid_engine.* sequence_parallel_size
         bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads
         """,
-        note="it changes memory in a way that this plan does not have",
     ),
+    **absent("activation_checkpointing.*", note="only models that call DeepSpeed's own checkpointing read it"),
+    **absent("pipeline.*", note="only DeepSpeed's PipelineModule reads it"),
     "zero_optimization.cpu_offload": to("parallel.offload_optimizer", lambda value: "cpu" if truth(value) else "none"),
     "zero_optimization.cpu_offload_param": to(
         "parallel.offload_param", lambda value: "cpu" if truth(value) else "none"
@@ -388,10 +385,10 @@ ACCELERATE: dict[str, Key] = {
     ),
     **absent(
         """
-        megatron_lm_config.* parallelism_config.*
+        parallelism_config.*
         """,
-        note="it changes memory in a way that this plan does not have",
     ),
+    **absent("megatron_lm_config.*", note="only distributed_type MEGATRON_LM reads it"),
 }
 ACCELERATE_DEFAULTS: dict[str, Settings] = {
     "fsdp": {"fsdp_config.fsdp_reshard_after_forward": "FULL_SHARD"},
@@ -506,11 +503,11 @@ TRAINER: dict[str, Key] = {
     ),
     **absent(
         """
-        use_liger_kernel liger_kernel_config.* liger_kernel_config neftune_noise_alpha auto_find_batch_size
-        parallelism_config.* parallelism_config
+        use_liger_kernel liger_kernel_config.* liger_kernel_config parallelism_config.* parallelism_config
         """,
-        note="it changes memory in a way that this plan does not have",
     ),
+    **absent("auto_find_batch_size", note="a batch that does not fit is made smaller: planned is the first"),
+    **absent("neftune_noise_alpha", note="the noise is one more copy of the embedding's output"),
 }
 TRAINER_DEFAULTS: Settings = {
     "per_device_train_batch_size": 8,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-from ..errors import combined
+from ...errors import ConfigError, NotPlannedError
+from ..errors import combined, shown
 from ..layers import Layers, split_override
 from ..load import LoadedConfig
 from ..schema import RunConfig
@@ -89,6 +89,28 @@ class Job:
     @property
     def name(self) -> str:
         return " + ".join(Path(file.name).name for file in self.files if file.tool != "model")
+
+    @property
+    def not_planned(self) -> list[str]:
+        """A line for each key that changes memory and that no plan models; with one there is no verdict."""
+        return [
+            f"not planned: {said.key}={shown(said.value)} in {said.file}: {said.note}"
+            for said in self.said
+            if said.fate == "unplanned"
+        ]
+
+    def refuse_unplanned(self, otherwise: str = "") -> None:
+        """Stop before work that only a complete plan is good for.
+
+        Args:
+            otherwise: a second fix, such as a flag that goes on without a plan.
+
+        Raises:
+            NotPlannedError: a key of the files changes memory, and no plan models it; each has a line.
+        """
+        if self.not_planned:
+            fix = "to plan the job without, remove the key from a copy of the file"
+            raise NotPlannedError("\n".join(self.not_planned), f"{fix}, or {otherwise}" if otherwise else fix)
 
     def load(self, overrides: Sequence[str] = ()) -> LoadedConfig:
         """The config here, validated; `["train.seq_len=2048"]` wins over the files and settles open points.

@@ -326,7 +326,8 @@ def _trainer_engine(ours: _Ours) -> dict[str, Any]:
         )
         tree["deepspeed"] = {**dict.fromkeys(keys, AUTO), **engine}
     if ours.strategy == "ddp":
-        tree["ddp_find_unused_parameters"] = ours("parallel.find_unused")
+        if ours("parallel.find_unused") is not None:
+            tree["ddp_find_unused_parameters"] = ours("parallel.find_unused")
         if ours("parallel.bucket_mb") is not None:
             tree["ddp_bucket_cap_mb"] = int(ours("parallel.bucket_mb"))
     return tree

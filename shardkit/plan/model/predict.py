@@ -165,7 +165,7 @@ def _traceable(config: RunConfig, micro_batches: int, rough: bool) -> tuple[RunC
     notes = []
     few: dict[str, Any] = {"grad_accum_steps": micro_batches, "global_batch_size": None}
     if rough:
-        few["eval_batches"] = 0
+        few["eval_samples"] = 0
     changes["train"] = config.train.model_copy(update=few)
     if config.compile.enabled:
         changes["compile"] = config.compile.model_copy(update={"enabled": False})
@@ -264,6 +264,7 @@ def trace(
     work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
     task = load_task(config)
     batch = sample_batch(task, config)
+    evaluated = sample_batch(task, config, most) if (most := _evaluated_at_once(config)) else None
     zero = config.parallel.strategy in STAGES
     n_targets = float(task.n_targets(batch))
     prompts = read_prompts(config, task)
@@ -273,15 +274,20 @@ def trace(
         fake_world(device, target.world_size, target.ranks_per_node, target.rank or 0, zero=zero) as world,
         Tracing(tracker) as tracing,
     ):
-        counts = _follow(config, world, task, on_fake(batch), n_targets, weights, tracing, steps, prompts)
+        counts = _follow(config, world, task, on_fake(batch), evaluated, n_targets, weights, tracing, steps, prompts)
     if target.gpu is not None:  # on CPUs peaks are measured under a dispatch mode too
         log.accumulated_in_place()
     return log, counts, work.segments if work else [], n_targets
 
 
+def _evaluated_at_once(config: RunConfig) -> int:
+    """Samples of an evaluation's largest micro-batch; 0 without evaluations."""
+    return min(config.train.micro_batch_size, config.train.eval_samples)
+
+
 def _follow(
-    config: RunConfig, world: World, task: Task, batch: Batch, n_targets: float, weights: Weights, tracing: Tracing,
-    steps: int, prompts: Prompts | None,
+    config: RunConfig, world: World, task: Task, batch: Batch, evaluated: Batch | None, n_targets: float,
+    weights: Weights, tracing: Tracing, steps: int, prompts: Prompts | None,
 ) -> dict[str, int]:  # fmt: skip
     """The traced run; its objects are freed when this returns."""
     with wrapped(config, world, task, weights) as strategy:
@@ -290,8 +296,8 @@ def _follow(
         for _ in range(steps):
             take_step(config, world, task, batch, n_targets, strategy, tracing)
             tracing.stepped(strategy)
-        if config.train.eval_batches:
-            take_evaluation(config, world, task, batch, prompts, strategy, tracing)
+        if evaluated is not None:
+            take_evaluation(config, world, task, on_fake(evaluated), prompts, strategy, tracing)  # made after the steps
     return counts
 
 

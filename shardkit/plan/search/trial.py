@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ...errors import ConfigError
+from ...files.children import module_command
 from ...memory import read_jsonl
 
 TRACED = 2  # step 1 creates the optimizer's state; step 2 is like all later steps
@@ -78,10 +78,10 @@ def run_trial(
     """
     settings = trial_settings(overrides, folder, steps, cap)
     if ranks == 1:
-        command = [sys.executable, "-m", "shardkit.train", *(["--config", config] if config else []), *settings]
+        command = [*module_command("shardkit.train"), *(["--config", config] if config else []), *settings]
     else:
-        launch = ["-m", "shardkit.cli", "launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *launch]
+        launch = ["launch", config or "-", *settings, "--nproc-per-node", str(ranks)]
+        command = [*module_command("shardkit.cli"), *launch]
     shutil.rmtree(folder / "oom", ignore_errors=True)  # an earlier run's; this run may fail before it would clear it
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return read_trial(folder, done.returncode, done.stderr)
@@ -93,7 +93,7 @@ def trial_settings(
     """Overrides of a short run that leaves its memory behind, and no checkpoint."""
     return [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
-        "train.eval_batches=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
+        "train.eval_samples=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
         "memory.interval=1", "memory.plan=false",
         f"memory.trace_step={TRACED if traced else 'null'}",
         *([f"memory.cap={cap}"] if cap else []),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,9 @@ from ...parallel.optim import make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
+from ...strategies.batches import map_tensors, to_device
 from ...strategies.build import parallelize
-from ...strategies.step import to_device, train_step
+from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
 from ...tracing.traced_step import Tracing
@@ -88,15 +88,19 @@ def count_model(strategy: Strategy, task: Task) -> dict[str, int]:
     }  # fmt: skip
 
 
-def sample_batch(task: Task, config: RunConfig) -> Batch:
-    """A micro-batch on the CPU: the task's `plan_batch`, or the first samples of its training data.
+def sample_batch(task: Task, config: RunConfig, n_samples: int | None = None) -> Batch:
+    """A batch on the CPU: the task's `plan_batch`, or the first samples of its training data.
+
+    Args:
+        n_samples: default: `train.micro_batch_size`.
 
     Raises:
         ConfigError: the task has neither, or its dataset has no `len()`.
     """
+    size = config.train.micro_batch_size if n_samples is None else n_samples
     make = getattr(task, "plan_batch", None)
     if make is not None:
-        return make(config.train.micro_batch_size)
+        return make(size)
     data = task.dataset("train")
     name = config.task.factory or config.task.name
     if data is not None and not hasattr(data, "__len__"):
@@ -109,22 +113,10 @@ def sample_batch(task: Task, config: RunConfig) -> Batch:
             f"task {name} has no training data to plan with",
             "return samples from dataset('train'), or give the task plan_batch(n)",
         )
-    samples = [data[index % len(data)] for index in range(config.train.micro_batch_size)]
+    samples = [data[index % len(data)] for index in range(size)]
     return getattr(task, "collate", default_collate)(samples)
 
 
 def on_fake(batch: Batch) -> Batch:
     """The batch as fake tensors on the CPU; called inside a `FakeTensorMode`."""
-    return _map(batch, lambda t: torch.empty(t.shape, dtype=t.dtype))
-
-
-def _map(batch: Any, change: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: _map(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_map(value, change) for value in batch)
-    return batch
+    return map_tensors(batch, lambda t: torch.empty(t.shape, dtype=t.dtype))

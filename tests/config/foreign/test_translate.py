@@ -13,7 +13,7 @@ import pytest
 from shardkit.config.foreign.lint import check
 from shardkit.config.foreign.transfers import Sizes
 from shardkit.config.foreign.translate import Job, read_job
-from shardkit.errors import ConfigError
+from shardkit.errors import ConfigError, NotPlannedError
 
 from .test_lint import DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
 
@@ -455,7 +455,81 @@ def test_contents_and_objects_are_read_as_files_are(tmp_path: Path) -> None:
     assert read_job([texts, files[1]], tmp_path, 2).settings["train.micro_batch_size"] == 3
 
 
+@pytest.mark.parametrize(
+    ("files", "not_planned"),
+    [
+        ({"accelerate__yaml": DDP
+          + "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_tp_size: 1}\n"},
+         {"parallelism_config.parallelism_config_cp_size": 2}),
+        ({"ds__json": {**ZERO3, "tensor_parallel": {"autotp_size": 4, "tp": {"tp_size": 1}},
+                       "sequence_parallel_size": 2}},
+         {"tensor_parallel.autotp_size": 4, "sequence_parallel_size": 2}),
+        ({"ds__json": {**ZERO3, "zero_optimization": {**ZERO3["zero_optimization"], "zero_quantized_weights": True}}},
+         {"zero_optimization.zero_quantized_weights": True}),
+        ({"args__yaml": TRAINER + "ep_size: 8\nsp_size: 2\nquantization_bit: 4\nuse_liger_kernel: true\n"},
+         {"ep_size": 8, "sp_size": 2, "quantization_bit": 4, "use_liger_kernel": True}),
+        ({"args__json": {"output_dir": "o", "model_init_kwargs": {"quantization_config": {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}}},
+         {"model_init_kwargs.quantization_config.load_in_4bit": True}),
+        ({"args__json": {"output_dir": "o", "quantization_config": {"quant_method": "gptq"}}},
+         {"quantization_config.quant_method": "gptq"}),
+        ({"args__yaml": TRAINER + "load_in_4bit: false\nload_in_8bit: null\ntp_size: 1\ncp_size: '1'\n"
+          "quantization_bit: null\nuse_liger_kernel: false\nparallelism_config: {cp_size: 1, cp_backend: torch}\n",
+          "ds__json": {**ZERO3, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 0},
+                       "hybrid_engine": {"enabled": False, "max_out_tokens": 512}}}, {}),
+    ],
+)  # fmt: skip
+def test_keys_that_change_memory_and_are_not_planned_are_named(
+    files: dict[str, Any], not_planned: dict[str, Any], tmp_path: Path
+) -> None:
+    found = job(tmp_path, 2, **files)
+    assert {said.key: said.value for said in found.said if said.fate == "unplanned"} == not_planned
+    assert len(found.not_planned) == len(not_planned)
+    if not_planned:
+        with pytest.raises(NotPlannedError, match="remove the key"):
+            found.refuse_unplanned()
+    else:
+        found.refuse_unplanned()
+
+
+def test_parallelism_in_an_object_of_training_arguments_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    accelerate = pytest.importorskip("accelerate")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    for size in (1, 2):
+        parallel = accelerate.ParallelismConfig(tp_size=size, dp_shard_size=2)
+        arguments = transformers.TrainingArguments("out", use_cpu=True, parallelism_config=parallel)
+        found = read_job([arguments], tmp_path, 2)
+        assert [line.partition(" in ")[0] for line in found.not_planned] == [
+            "not planned: parallelism_config.tp_size=2"
+        ][: size - 1]
+
+
 @pytest.mark.parametrize("wrong", [3, {}, {"nonsense": 1}, None, ["a"]])
 def test_an_object_that_is_no_config_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError):
         read_job([wrong])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "cause"),
+    [
+        (
+            "ds.json",
+            '{"zero_optimization": {\n"stage": 2,\n"reduce_bucket_size": NaN}}',
+            r"ds.json:3: .*bucket_size is nan",
+        ),
+        (
+            "args.json",
+            '{"output_dir": "o",\n"per_device_train_batch_size": Infinity}',
+            r"args.json:2: .*batch_size is inf",
+        ),
+        ("args.json", '{"output_dir": "o", "adam_beta1": 1e999}', r"args.json:1: adam_beta1 is inf"),
+        ("acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: .nan\n", r"acc.yaml:2: num_processes is nan"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named_by_line(name: str, text: str, cause: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=cause) as caught:
+        read_job([str(tmp_path / name)])
+    assert "\n" not in caught.value.cause
