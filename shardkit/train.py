@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
         loaded = load_config(args.config, args.overrides)
-        if restart.is_restart():
-            again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
+        again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
+        if again:
             loaded = load_config(args.config, [*args.overrides, *again])
         if args.print_config:
             print(loaded.render(), end="")

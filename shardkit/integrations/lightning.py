@@ -40,12 +40,14 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
         self._run_dir, self._every, self._cap = run_dir, every, cap
         self._resume, self._tensorboard = resume, tensorboard
         self._steps = 0
+        self._losses: list[Any] = []
+        """Losses of the step's micro-batches so far, as tensors on their device."""
         self.watching: Watching | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin; collective."""
         mode = _PRECISION.get(str(trainer.precision))
-        self._steps = trainer.global_step
+        self._steps, self._losses = trainer.global_step, []
         settings = Settings(
             Path(self._run_dir or Path(trainer.default_root_dir) / "shardkit"),
             every=self._every,
@@ -79,14 +81,23 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
             self.watching.marks.update_begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """If the model was updated, a step ended; collective every few steps."""
-        if self.watching is None or trainer.global_step == self._steps:
+        """If the model was updated, a step ended; collective every few steps.
+
+        The step's loss is the mean over its micro-batches. Lightning gives each one's divided by
+        `accumulate_grad_batches`, also in a shorter step at the end of an epoch.
+        """
+        if self.watching is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        if trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
         self.watching.marks.step_ends()
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is not None:
-            self.watching.log(loss=loss)
+        if self._losses:
+            self.watching.log(loss=sum(self._losses) / len(self._losses))
+        self._losses = []
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Gather a last time and print the table; collective."""

@@ -6,30 +6,34 @@ from __future__ import annotations
 import json
 import logging
 import math
+import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import pvariance
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..config.capability import CAPABILITIES
+from ..config.capability import CAPABILITIES, ZERO
 from ..config.libraries import is_first_rank
 from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
 from ..errors import ConfigError, DataError, TrainingError, gib
 from ..memory.phases import Phases
 from ..memory.rows import KINDS
 from ..memory.state import local_tensors
-from ..parallel.blocks import chosen_by_data
+from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, may_leave_out, plain_type
 from ..parallel.compat import graph_breaks
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.step import GatherWaits, HostValue, MicroBatch, accumulate, one_number
+
+if TYPE_CHECKING:
+    from ..strategies.reach import Reach
 
 SHOWN = 4
 FIRST_STEPS = 2
@@ -52,7 +56,9 @@ class BlockCalls:
         waits: the waits of forward for gathered parameters.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World, reach: Reach | None = None
+    ) -> None:
         self.blocks, self._model, self._world = blocks, model, world
         self._strategy = config.parallel.strategy
         self._step = 1
@@ -60,15 +66,22 @@ class BlockCalls:
         self._forwards = 0
         self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
         self._order = [self._names[id(block)] for block in blocks]
-        # DDP gathers nothing, and with parallel.find_unused it averages gradients that some ranks lack.
         alone = world.size == 1
         self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
-        self._same_uses = not alone and not config.parallel.find_unused
-        sharded = [module for module in model.modules() if _is_fsdp(type(module))]
+        # DDP gathers nothing; where it looks for unused parameters, it averages gradients that some ranks lack.
+        find_unused = config.parallel.find_unused
+        finds_unused = self._strategy == "ddp" and may_leave_out(find_unused, model, blocks)
+        self._same_uses = not alone and not finds_unused
+        sharded = [module for module in model.modules() if is_sharded(module)]
+        self._explain = reach is not None
         gathering = [*model.modules()] if self._strategy == "zero3" else sharded
         unknown = config.compile.enabled and bool(gathering) and not alone  # hooks would be compiled with the blocks
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
-        self._may_differ = chosen_by_data(model, blocks) if sharded and _fsdp_reduces_unused() else set[str]()
+        is_zero = self._strategy in ZERO
+        counts_as_zero = find_unused is not False if is_zero else bool(sharded) and _fsdp_reduces_unused()
+        self._may_differ = {plain(fqn) for fqn in chosen_by_data(model, blocks)} if counts_as_zero else set[str]()
+        members = chosen_members(model, blocks).values() if counts_as_zero and is_zero else ()
+        self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks: list[Any] = []
         self._counts_forwards = self._strategy != "single" and not config.compile.enabled
@@ -77,7 +90,8 @@ class BlockCalls:
         if self._same_calls:
             for index, block in enumerate(blocks):
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
-            for module in sharded or self._callable(model):
+            gathered = [module for module in sharded if reach is None or not reach.is_held(module)]
+            for module in gathered or self._callable(model):
                 # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
         if self._same_uses and not config.compile.enabled:
@@ -89,7 +103,8 @@ class BlockCalls:
         found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
         if self._strategy == "zero3":
             found += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-        return list({id(m): m for m in [model, *self.blocks, *found]}.values())
+        callable_modules = {id(m): m for m in [model, *self.blocks, *found]}
+        return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
 
     @property
     def last(self) -> str:
@@ -155,14 +170,15 @@ class BlockCalls:
         """
 
         def compared(*args: Any) -> Loss:
-            if self._step > FIRST_STEPS:
-                return loss(*args)
             self._forwards = 0
             try:
                 found = loss(*args)
             except RuntimeError as error:  # a layer cannot compute with a shard
-                self._refuse_parts(error)
-                raise
+                if self._step <= FIRST_STEPS:
+                    self._refuse_parts(error)
+                raise self._explained(error) from error
+            if self._step > FIRST_STEPS:
+                return found
             self._refuse_parts(None)
             if self._same_calls:
                 self._compare(_END)
@@ -171,6 +187,18 @@ class BlockCalls:
             return found
 
         return self.waits.around(compared)
+
+    def _explained(self, error: Exception) -> Exception:
+        if not self._explain:
+            return error
+        from ..strategies.reach import explained  # imports FSDP2
+
+        return explained(error, self._model, self._strategy)
+
+    def compare_reach(self, words: str) -> None:
+        """Raise on every rank unless all have just found the same part used outside of its block; collective."""
+        if self._same_calls and self._model.training and self._step <= FIRST_STEPS:
+            self._compare(words)
 
     def _refuse_parts(self, error: RuntimeError | None) -> None:
         if self._counts_forwards and not self._forwards:
@@ -221,13 +249,11 @@ class BlockCalls:
 
 def advice(strategy: StrategyName, shared: str | None) -> str:
     """The fix for a model whose ranks use different parts; `shared`: a class around the parts that every rank calls."""
-    ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
     if strategy == "ddp":
         return "set parallel.find_unused=true"
-    if shared is None or not _fsdp_reduces_unused():
-        return ddp
-    one = f"block_classes that every rank calls ({shared})"
-    return f"name {one}, or {ddp}" if strategy in ("fsdp", "hsdp") else f"{ddp}, or fsdp with {one}"
+    ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
+    counts_as_zero = strategy in ZERO or _fsdp_reduces_unused()
+    return f"name block_classes that every rank calls ({shared}), or {ddp}" if shared and counts_as_zero else ddp
 
 
 def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
@@ -244,42 +270,52 @@ def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
         waiting += [after for after, _ in node.next_functions]
 
 
-def refuse_unused(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, watched: set[str]
-) -> None:
-    """Before an update, raise if a trained parameter got no gradient: any in the first step, later those in `watched`.
+def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, chosen: set[str]) -> None:
+    """Before each update, raise if a trained parameter got no gradient and the strategy cannot leave it alone.
 
-    Does nothing for strategies that skip such parameters.
+    Args:
+        chosen: names of the parameters that a rank may skip in a step. Unless `parallel.find_unused` is false, they
+            are left out of the check, and DDP, which then looks for unused parameters, is not checked at all.
 
     Raises (from the optimizer's step):
         ConfigError: parameters got no gradient; names them.
     """
     strategy = config.strategy
     reason = CAPABILITIES["unused_params"][strategy]
-    if reason is True or config.find_unused:
+    may_skip = set[str]() if config.find_unused is False else {plain(name) for name in chosen}
+    if reason is True or config.find_unused or (strategy == "ddp" and may_skip):
         return
-    trained = {plain(fqn): p for fqn, p in model.named_parameters() if p.requires_grad}
+    named = ((plain(fqn), p) for fqn, p in model.named_parameters())
+    trained = {fqn: p for fqn, p in named if p.requires_grad and fqn not in may_skip}
     waiting = dict(trained)
-    hooks: dict[str, Any] = {}
+    hooks: list[Any] = []
     for fqn, param in trained.items():
-        hooks[fqn] = param.register_hook(partial(_seen, waiting, fqn))  # type: ignore[no-untyped-call]
-    expected = dict(trained)
+        hooks.append(param.register_hook(partial(_seen, waiting, fqn)))  # type: ignore[no-untyped-call]
+    names = {id(param): fqn for fqn, param in trained.items()}
+    steps = 0
 
     def check(*_: Any) -> None:
-        if len(waiting) == len(expected):  # no backward: a resume creates the optimizer's state by such a step
-            return  # or nothing to expect any more: a hook must not remove itself while torch calls them in turn
-        if waiting:
-            when = "the first step" if len(expected) == len(trained) else "this step"
+        nonlocal steps
+        if strategy == "ddp" and steps:  # gradients can be looked at, which costs less than hooks
+            updated = (param for group in optimizer.param_groups for param in group["params"])
+            lacking = [names[id(param)] for param in updated if param.grad is None and id(param) in names]
+        elif len(waiting) == len(trained):  # no backward: a resume creates the optimizer's state by such a step
+            return
+        else:
+            lacking = [*waiting]
+        if lacking:
+            when = "this step" if steps else "the first step"
             raise ConfigError(
-                f"{len(waiting)} of {len(trained)} parameters got no gradient in {when} ({_listed([*waiting])}), which "
+                f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({_listed(lacking)}), which "
                 f"parallel.strategy={strategy} cannot train: {reason}",
                 "freeze them (requires_grad_(False)), use them in the loss, or "
                 + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
             )
-        for fqn in expected.keys() - {plain(name) for name in watched}:
-            hooks.pop(fqn).remove()
-            del expected[fqn]
-        waiting.update(expected)
+        steps += 1
+        waiting.update(trained)
+        if strategy == "ddp":
+            while hooks:
+                hooks.pop().remove()
 
     optimizer.register_step_pre_hook(check)
 
@@ -293,15 +329,9 @@ def plain(fqn: str) -> str:
     return fqn.removeprefix("module.")
 
 
-def _is_fsdp(kind: type) -> bool:
-    """Whether FSDP2 made this class; tested without importing FSDP2, which other engines do not need."""
-    return kind.__mro__[1].__name__ == "FSDPModule"
-
-
 def plain_class(module: nn.Module) -> str:
     """Name of a module's class in the model's code."""
-    kind = type(module)
-    return (kind.__mro__[2] if _is_fsdp(kind) else kind).__name__
+    return plain_type(module).__name__
 
 
 def _fsdp_reduces_unused() -> bool:
@@ -329,6 +359,33 @@ def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized])
             raise DataError(
                 f"ranks see different {split} data: {told} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
                 "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
+            )
+
+
+def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
+    """Refuse ranks that read other data of the same size, or tokenise them otherwise: they would train a mixture. All
+    ranks call it.
+
+    Args:
+        digests: of this rank's data, by name, as `Task.digests` gives them.
+
+    Raises:
+        DataError: the digests differ; names the ranks and hosts with each.
+    """
+    everyone: list[Any] = world.gather((platform.node(), dict(digests)))
+    for name in sorted({name for _, others in everyone for name in others}):
+        ranks_with: dict[str, list[str]] = {}
+        for rank, (host, others) in enumerate(everyone):
+            ranks_with.setdefault(others.get(name, "none"), []).append(f"{rank} ({host})")
+        if len(ranks_with) > 1:
+            parts = [
+                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {', '.join(ranks[:SHOWN])}"
+                f"{', …' if len(ranks) > SHOWN else ''}"
+                for digest, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
+            ]
+            raise DataError(
+                f"ranks do not have the same {name}, and would train a mixture: {'; '.join(parts)}",
+                "give every node the same files: the digest is of their contents, not of where they are",
             )
 
 

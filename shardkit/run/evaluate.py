@@ -12,7 +12,7 @@ import torch
 from ..data.loader import eval_batches
 from ..launch.failures import job_starts
 from ..parallel.blocks import release_graph_outputs
-from ..strategies.step import to_device
+from ..strategies.batches import to_device
 from ..tasks.base import Dataset, Task
 from . import directory
 from .job import Job
@@ -30,16 +30,18 @@ def val_parts(task: Task) -> dict[str, Dataset]:
 def evaluate(
     job: Job, task: Task, parts: Mapping[str, Dataset], is_over: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Means over about `train.eval_batches` micro-batches per rank of the validation data; collective.
+    """Means over `train.eval_samples` samples of the validation data; collective.
+
+    The samples are the same whatever the ranks and the micro-batch size, and so are the means, to rounding.
 
     Keys: `val_loss`, and `val_<name>` for each further metric of the task; with several parts, which share the
-    micro-batches by size, also `val_<name>_<part>`. Tasks whose `perplexity` is true get it as a metric: exp(loss).
+    samples by size, also `val_<name>_<part>`. Tasks whose `perplexity` is true get it as a metric: exp(loss).
 
     Args:
         is_over: called before every micro-batch, with the same answer on every rank; True ends the evaluation with no
             means.
     """
-    limit, size = job.config.train.eval_batches, sum(map(len, parts.values()))
+    limit, size = job.config.train.eval_samples, sum(map(len, parts.values()))
     found: dict[str, float] = {}
     whole: dict[str, float] = {}
     with torch.no_grad(), job.strategy.evaluating():
@@ -82,9 +84,9 @@ def _sums(job: Job, task: Task, data: Dataset, limit: int, is_over: Callable[[],
             return None
         release_graph_outputs()
         for name, value in measure(model, to_device(batch, world.device)).items():
-            total = sums.setdefault(name, torch.zeros((), device=world.device))
+            total = sums.setdefault(name, torch.zeros((), dtype=torch.float64, device=world.device))
             if not is_filler:
-                total += value.float()
+                total += value.double()
         count += 0 if is_filler else task.n_targets(batch)
     model.train()
     totals = world.sum([*map(float, sums.values()), count])

@@ -130,7 +130,10 @@ class Job:
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             wrapped = self.strategy.model
             blocks = find_blocks(wrapped, block_classes)
-            self.calls = BlockCalls(wrapped, blocks, self.config, self.world)
+            reach = getattr(self.strategy, "reach", None)  # of fsdp
+            self.calls = BlockCalls(wrapped, blocks, self.config, self.world, reach)
+            if reach is not None:
+                reach.agree = self.calls.compare_reach
             refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))
             check_masters(self.config.precision, self.strategy)
         if self.cap is not None:  # the model may have been built before the cap began

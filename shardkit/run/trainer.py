@@ -25,7 +25,7 @@ from ..data.packing import PackedDocuments
 from ..data.sampler import BatchSchedule, Order, State
 from ..data.samples import Mixed
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError
-from ..files import append_jsonl, write_whole
+from ..files import TAIL, append_jsonl, read_objects, write_whole
 from ..hardware.cards import blas_workspace
 from ..launch.failures import failure
 from ..memory.phases import Phases, doing
@@ -44,7 +44,7 @@ from .preemption import StopRequest
 from .profiler import Profiler
 from .recorder import open_recorder
 from .samples import write_samples
-from .watchdog import WATCHED_S, Watchdog
+from .watchdog import WATCHED_S, Part, Watchdog
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,12 @@ class Trainer:
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
             data = self.task.dataset("train")
-            self.val_parts = val_parts(self.task) if self.config.train.eval_batches else {}
+            self.val_parts = val_parts(self.task) if self.config.train.eval_samples else {}
             checks.check_same_data(job.world, data, self.val_parts)
             self.prompts = read_prompts(self.config, self.task)
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
+            checks.check_same_digests(job.world, self._digests())
             self.schedule = self._make_schedule(data)
         self.run_dir, owner = directory.prepare(job.loaded, job.world)
         self.owner = None if owner is None else job.at_end.enter_context(owner)
@@ -140,7 +141,11 @@ class Trainer:
         )
         self.stop = StopRequest()
         hang, limit = self.run_dir / "logs" / "hang", self.config.run.init_timeout_s
-        self.watchdog = Watchdog(hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last)
+        hosts = [str(host) for host in job.world.gather(os.environ.get("SLURMD_NODENAME") or os.uname().nodename)]
+        self.watchdog = Watchdog(
+            hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last, hosts=hosts,
+            key="run.init_timeout_s",
+        )  # fmt: skip
         self._sums = SumCheck()
         self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
         if job.world.is_main:
@@ -152,6 +157,7 @@ class Trainer:
             fence=None if owner is None else owner.fence, left_out=self.base.names if self.base else (),
         )  # fmt: skip
         self.loader = self._make_loader(data, self._resume(loads))
+        self._limit_saves()
         self.first_step = self.step + 1
         compiling = ", which compiles the model" if self.config.compile.enabled else ""
         self._say(f"writing to {self.run_dir}; the first step takes the longest{compiling}")
@@ -493,6 +499,9 @@ class Trainer:
                 None if self.step == self.config.memory.trace_step else meanwhile,
             )  # fmt: skip
         if self.profiler is not None:
+            if self.profiler.ends_with(self.step) and meanwhile.done:
+                # torch corrupts the heap if its profiler stops while gloo runs a collective that began under it.
+                meanwhile(out.loss_sum, out.ended).sums()
             self.profiler.after(self.step)
         return out
 
@@ -559,7 +568,19 @@ class Trainer:
     def _unhurried(self) -> AbstractContextManager[None]:
         """Let a save take as long as its files grow on some rank."""
         self.watchdog.beat(self.step, "save")
-        return self.watchdog.allowing(self.config.run.init_timeout_s, self.checkpoints.written_bytes)
+        saves = self.checkpoints
+        return self.watchdog.within(
+            Part(saves.standstill_s(), "checkpoint.timeout_s", saves.written_bytes, saves.phase)
+        )
+
+    def _limit_saves(self) -> None:
+        """Take the times of the run's earlier saves as measured, and say how long the next may stand still."""
+        if self.config.run.resume is not False:
+            records = read_objects(self.run_dir / "logs" / "checkpoints.jsonl", TAIL)
+            timed = [record for record in records if "total_s" in record and not record.get("error")]
+            self.checkpoints.remember([float(record["total_s"]) for record in timed])
+        limit_s = self.checkpoints.standstill_s()
+        self._say(f"a save that writes nothing for {limit_s:.0f} s ends the job (checkpoint.timeout_s)")
 
     def _stop_asked(self) -> bool:
         """Whether some rank was asked to stop; checked before each micro-batch of an evaluation; collective."""
@@ -594,7 +615,7 @@ class Trainer:
             },
         )  # fmt: skip
         with doing("save"):
-            self.checkpoints.save(run)
+            self.checkpoints.save(run, self.step == self.config.train.max_steps or self.stop.agreed is not None)
 
     def _note_save(self, report: SaveReport) -> None:
         if self.world.is_main:

@@ -341,6 +341,9 @@ class Watching:
             job = self._job(Path(folder))
             if job is None or not _first(self.run_dir / PLANNING):
                 return advice
+            if job.not_planned:
+                say(f"shardkit: no change is planned: {'; '.join(job.not_planned)}")
+                return advice
             say(f"shardkit: planning changes that would make room, {LIMIT_S:g} s at most")
             seen, cap = self._loop.settings(), self._config().config.memory.cap_bytes
             keys = [key for key in ("train.seq_len", "train.micro_batch_size") if key not in job.settings]

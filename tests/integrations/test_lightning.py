@@ -38,6 +38,17 @@ def test_its_ranks_are_counted(ranks: int, tmp_path: Path) -> None:
     assert [(line["step"], line["loss"] > 0) for line in run.metrics] == [(1, True), (2, True), (3, True)]
 
 
+def test_the_loss_of_a_step_is_the_mean_over_its_micro_batches(tmp_path: Path) -> None:
+    """Steps of 4 micro-batches, and one of 2 at the end of each epoch of 10."""
+    done = fit(tmp_path, 0, accumulate_grad_batches=4, samples=40, max_steps=6)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("losses "))
+    steps = json.loads(line.removeprefix("losses "))
+    assert [len(losses) for losses in steps] == [4, 4, 2, 4, 4, 2]
+    logged = [line["loss"] for line in read_run(tmp_path).metrics]
+    assert logged == pytest.approx([sum(losses) / len(losses) for losses in steps], rel=1e-6)
+
+
 def test_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
     done = fit(tmp_path, 0, cap="0.09MiB")
     assert done.returncode == 1

@@ -1,10 +1,12 @@
-"""An evaluation over several sources tells each one's loss."""
+"""An evaluation takes the same samples whatever the ranks, and tells each source's loss."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from shardkit.config.load import load_config
 from shardkit.tasks.hf_causal_lm import HFCausalLM
 from tests.commands import python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer
+from tests.ranks import run_ranks
+from tests.strategies.cases import PARTITION_ALL
 
 
 @pytest.mark.dist
@@ -43,3 +47,56 @@ def test_each_source_gets_its_loss_and_perplexity(tmp_path: Path) -> None:
     for key in ("", "_sums", "_talk.jsonl"):
         assert last[f"val_perplexity{key}"] == pytest.approx(math.exp(last[f"val_loss{key}"]))
     assert "validation perplexity sums" in done.stdout
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel.strategy": "ddp"},
+    "fsdp": {"parallel.strategy": "fsdp"},
+    "zero3": {"parallel.strategy": "zero3", "parallel.ds_config": PARTITION_ALL},
+    "ddp, some": {"parallel.strategy": "ddp", "train.eval_samples": 7},
+    "fsdp, packed": {"parallel.strategy": "fsdp", "data.packing": "packed"},
+    "ddp, some, streaming": {"parallel.strategy": "ddp", "train.eval_samples": 7, "data.streaming": True},
+}
+
+
+def val_losses(root: str) -> dict[str, list[float]]:
+    """Each case's validation loss of the same weights with micro-batches of 1 and of 3 samples."""
+    import torch.distributed as dist
+
+    from shardkit.run.evaluate import evaluate
+    from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
+
+    found = {}
+    for case, settings in CASES.items():
+        found[case] = []
+        for micro_batch in (1, 3):
+            keys = {
+                "model.vocab_size": 512, "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 2,
+                "train.seq_len": 96, "data.path": f"{root}/train.jsonl", "data.val_path": f"{root}/val.jsonl",
+                "data.tokenizer": f"{root}/tokenizer", "data.cache_dir": f"{root}/cache", "data.tokenize_workers": 1,
+                "data.workers": 0, "run.dir": f"{root}/{case}-{micro_batch}-{dist.get_world_size()}",
+                "run.device": "cpu", "logging.tensorboard": False, "train.micro_batch_size": micro_batch, **settings,
+            }  # fmt: skip
+            with start(None, keys) as job:
+                trainer = Trainer(job)
+                found[case].append(evaluate(job, trainer.task, trainer.val_parts)["val_loss"])
+            gc.collect()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_the_validation_loss_is_the_same_for_any_ranks_and_micro_batch(tmp_path: Path) -> None:
+    """11 conversations of different lengths: neither ranks nor micro-batches divide them, nor 7 of them."""
+    pytest.importorskip("transformers")
+    write_tokenizer(tmp_path / "tokenizer")
+    for name, numbers in (("train", range(40)), ("val", range(40, 51))):
+        rows = ({"messages": conversation(number, turns=1 + number % 3)} for number in numbers)
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    found = {world: run_ranks(world, "tests.run.test_evaluate:val_losses", root=str(tmp_path)) for world in (1, 2, 4)}
+    for case in CASES:
+        losses = [loss for ranks in found.values() for rank in ranks for loss in rank[case]]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6), case
+    alone = found[1][0]
+    assert alone["ddp, some"][0] != pytest.approx(alone["ddp"][0], rel=1e-5), "7 samples are not 11"

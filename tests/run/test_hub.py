@@ -47,7 +47,7 @@ def keys_of(root: Path, **more: Any) -> dict[str, Any]:
     (root / "text.txt").write_text("import os, sys\ndef main(args):\n" * 200)
     return {
         "task.name": "hf_causal_lm", "model.init_from": "some/model", "data.path": str(root / "text.txt"),
-        "data.cache_dir": str(root / "cache"), "train.seq_len": 32, "train.max_steps": 1, "train.eval_batches": 0,
+        "data.cache_dir": str(root / "cache"), "train.seq_len": 32, "train.max_steps": 1, "train.eval_samples": 0,
         "run.dir": str(root / "run"), "run.device": "cpu", "parallel.strategy": "single", "logging.tensorboard": False,
         **more,
     }  # fmt: skip

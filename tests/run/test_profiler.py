@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def settings(folder: Path, name: str, **extra: Any) -> list[str]:
         (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
     values = {
         "data.path": text, "data.cache_dir": folder / "cache", "run.dir": folder / name, "run.device": "cpu",
-        "train.max_steps": 5, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_batches": 0,
+        "train.max_steps": 5, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_samples": 0,
         "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 1,
         "logging.tensorboard": "false", "checkpoint.at_end": "false", "profile.start": START, "profile.steps": STEPS,
     }  # fmt: skip
@@ -45,8 +46,34 @@ def train(*runs: list[str]) -> list[int]:
 
 
 def train_all(runs: list[list[str]]) -> list[int]:
-    """Runs in a rank's process, one after the other: torch is loaded once."""
-    return train(*runs)
+    """Runs in a rank's process, one after the other: torch is loaded once.
+
+    A reduction that runs while torch's profiler stops corrupts the heap, once in some ten runs: none may be open then.
+    """
+    from shardkit.parallel.world import World
+    from shardkit.run.profiler import Profiler
+
+    running: set[int] = set()
+    begin_sum, stop = World.begin_sum, Profiler._stop
+
+    def begin_counted(self: World, values: list[float]) -> Callable[[], list[float]]:
+        wait = begin_sum(self, values)
+        running.add(id(wait))
+
+        def wait_counted() -> list[float]:
+            running.discard(id(wait))
+            return wait()
+
+        return wait_counted
+
+    def stop_checked(self: Profiler) -> None:
+        assert not running, "torch's profiler stops within a reduction"
+        stop(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "begin_sum", begin_counted)
+        patch.setattr(Profiler, "_stop", stop_checked)
+        return train(*runs)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,8 @@ def timed(folder: str, own_s: float = OWN_S, **extra: Any) -> tuple[list[dict[st
     """What a run records of its steps, and how long they took from outside; it saves after steps 3 and 6."""
     settings = gradients.settings("single", folder, "fine")
     settings |= {
-        "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4, "train.eval_batches": 3,
+        "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4,
+        "train.eval_samples": 3 * gradients.ROWS,
         "checkpoint.every_steps": 3, "checkpoint.at_end": False, "memory.interval": 2, **extra,
     }  # fmt: skip
     records = []
@@ -124,7 +125,8 @@ def two_starts(folder: str, **extra: Any) -> list[tuple[float, float]]:
     for first, last in ((1, 6), (7, 12)):
         settings = gradients.settings("single", folder, "fine") | {
             "task.factory": "tests.run.test_steps:Task", "task.args": {}, "train.eval_every": 4,
-            "train.eval_batches": 3, "train.max_steps": last, "checkpoint.at_end": True, "checkpoint.every_steps": 4,
+            "train.eval_samples": 3 * gradients.ROWS, "train.max_steps": last, "checkpoint.at_end": True,
+            "checkpoint.every_steps": 4,
             "run.resume": first > 1, "logging.tensorboard": False, **extra,
         }  # fmt: skip
         with start(None, settings) as job:

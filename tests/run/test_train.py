@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 def settings(tmp_path: Path, text: Path, **extra: Any) -> list[str]:
     values = {
         "data.path": text, "data.cache_dir": tmp_path / "cache", "run.dir": tmp_path / "run", "run.device": "cpu",
-        "train.max_steps": 6, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_batches": 2,
+        "train.max_steps": 6, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_samples": 16,
         "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 3,
     }  # fmt: skip
     return [f"{k}={v}" for k, v in {**values, **{k.replace("__", "."): v for k, v in extra.items()}}.items()]
@@ -254,6 +254,7 @@ def test_ranks_that_never_come_end_the_wait(tmp_path: Path, text: Path) -> None:
     user_error(run(settings(tmp_path, text, run__init_timeout_s=2), env=env), "init_timeout_s")
 
 
+@pytest.mark.slow
 def test_zero_without_deepspeed_is_refused(tmp_path: Path, text: Path) -> None:
     (tmp_path / "site").mkdir()
     # The path finder says that deepspeed does not exist, as on a machine without it.
@@ -408,7 +409,7 @@ def test_every_ready_made_config_trains(name: str, tmp_path: Path, text: Path) -
         f"run.dir={tmp_path}/run",
         f"data.path={text}",
         f"data.cache_dir={tmp_path}/cache",
-        "train.eval_batches=2",
+        "train.eval_samples=16",
     ]
     done = run(["--config", f"configs/{name}.yaml", *small, "train.global_batch_size=null", "train.grad_accum_steps=1"],
                ranks=CONFIG_RANKS[name], timeout=280)  # fmt: skip

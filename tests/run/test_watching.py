@@ -403,6 +403,7 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> N
     assert [step for step, _ in read_jsonl(tmp_path / "memory.jsonl")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_importing_shardkit_imports_no_other_tool() -> None:
     code = "import shardkit, sys; shardkit.watch; print([n for n in sys.modules if '.' not in n])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
