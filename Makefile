@@ -19,12 +19,12 @@ CUDA_INSTALLED := $(CUDA_VENV)/.installed-$(CUDA_TORCH)
 # Not from the environment: some systems have the host's name there.
 NAME := all
 
-.PHONY: help install train test test-slow test-release test-cuda bench bench-gpu bench-emulated wheels lint format typecheck docs ci clean distclean
+.PHONY: help install train test test-slow test-touched test-release test-cuda bench bench-gpu bench-emulated wheels lint format typecheck docs ci clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train      run configs/quickstart.yaml on every GPU, else on 2 CPU ranks'
-	@echo 'make test       run the test suite (test-slow: the long matrix; test-release: everything that is long)'
+	@echo 'make test       run the test suite (test-slow: what CI runs beyond it; test-release: everything that is long)'
 	@echo 'make test-cuda  run the tests that need GPUs, on emulated ones (once: 5 GB into $(CUDA_VENV))'
 	@echo 'make bench      run NAME=a benchmark; without it all that need no GPU, then render docs/benchmarks.md'
 	@echo 'make bench-gpu  what only a GPU shows (docs/gpu.md); make wheels: what a machine without network needs for it'
@@ -68,12 +68,16 @@ train: $(INSTALLED)
 	set -x; \
 	$(BIN)/torchrun --standalone --nproc-per-node $$nproc -m shardkit.train --config configs/quickstart.yaml run.overwrite=true $(ARGS)
 
-# Files of tests side by side (tests/conftest.py); the long ones have the machine for themselves.
+# Files of tests side by side, three for two cores, as some wait (tests/conftest.py).
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# ARGS='--touched-since main' leaves those that cover a changed file (tests/touched.py).
+test-touched: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'release and covers' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
 
 test-release: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'slow or release' $(ARGS)
@@ -87,7 +91,7 @@ test-cuda: $(CUDA_INSTALLED)
 	EMUCUDA=1 $(CUDA_BIN)/python -c 'import sys; from deepspeed.ops.op_builder import CPUAdamBuilder as Builder; \
 	  from shardkit.strategies.zero import cpu_adam; sys.exit(cpu_adam._load(Builder) or 0)'
 	EMUCUDA=1 EMUCUDA_DEVICES=$${EMUCUDA_DEVICES:-4} \
-	  $(CUDA_BIN)/python -m pytest -m '(gpu or multigpu) and not slow and not release' $(ARGS)
+	  $(CUDA_BIN)/python -m pytest -m '(gpu or multigpu) and not slow and not release' $(ARGS) || [ $$? = 5 ]  # 5: no test is touched
 
 # The package index's own wheel of torch is the CUDA one; settings of pip may prefer another.
 $(CUDA_INSTALLED): export PIP_CONFIG_FILE := /dev/null

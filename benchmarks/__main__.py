@@ -24,6 +24,7 @@ ON_CPU: dict[str, list[str]] = {
     "folder": [],
     "launch": [],
     "crashes": [],
+    "moments": [],
     "plan": [],
     "plan_accuracy": [],
     "plan_peers": [],

@@ -118,7 +118,7 @@ def worker(*arguments: str) -> None:
 
     *settings, scratch = arguments
     ours = Ours([
-        *settings, f"run.dir={scratch}/run", "train.max_steps=1000", "train.eval_batches=0", "memory.plan=false",
+        *settings, f"run.dir={scratch}/run", "train.max_steps=1000", "train.eval_samples=0", "memory.plan=false",
         "checkpoint.at_end=false", "logging.tensorboard=false", f"memory.trace_step={TRACED}",
     ])  # fmt: skip
 

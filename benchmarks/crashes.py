@@ -348,7 +348,7 @@ def _go_on(one: Scenario, run_dir: Path) -> list[str]:
         own = run_dir / "config.yaml"
         return ["run.overwrite=false", "run.resume=true"] if own.exists() and "lr: 0.01" in own.read_text() else []
     resume = one.name != "from another run" or str(one.work / "template")
-    return restart.overrides(str(run_dir), resume, {})
+    return restart.overrides(str(run_dir), resume, {"TORCHELASTIC_RESTART_COUNT": "1"})
 
 
 # ---- real ranks

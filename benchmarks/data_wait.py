@@ -37,7 +37,7 @@ def records(model: Path, data: Path, kind: str, workers: int, steps: int, folder
     launch([
         "shardkit.train", "task.name=hf_causal_lm", f"model.hf_config={model}", f"model.hf={json.dumps(MODEL)}",
         f"data.path={data}", f"data.cache_dir={folder}/cache", "data.loss_on=all", f"data.workers={workers}",
-        "data.max_bad_rows=0.01", f"train.max_steps={WARMUP + steps}", "train.eval_batches=0",
+        "data.max_bad_rows=0.01", f"train.max_steps={WARMUP + steps}", "train.eval_samples=0",
         "parallel.strategy=ddp", "run.device=cpu", f"run.dir={run}", "checkpoint.at_end=false",
         "logging.tensorboard=false", *KINDS[kind],
     ])  # fmt: skip

@@ -56,7 +56,7 @@ def settings(engine: str, tokens: str, folder: str, steps: int) -> dict[str, Any
     return {
         "model.preset": "355m", "parallel.strategy": engine, "run.dir": folder, "run.device": "cuda",
         "precision.mode": "bf16", "activation.policy": "none", "train.seq_len": SEQ, "train.micro_batch_size": MICRO,
-        "train.grad_accum_steps": 1, "train.max_norm": bare.MAX_NORM, "train.max_steps": steps, "train.eval_batches": 0,
+        "train.grad_accum_steps": 1, "train.max_norm": bare.MAX_NORM, "train.max_steps": steps, "train.eval_samples": 0,
         "checkpoint.at_end": False, "checkpoint.every_steps": None, "memory.interval": GATHER, "memory.plan": False,
         "data.path": tokens, "data.shuffle": False, "optim.lr": bare.LR, "optim.schedule": "constant",
         "optim.weight_decay": bare.WEIGHT_DECAY,

@@ -13,8 +13,9 @@ from .gpu.tables import section as on_a_gpu
 from .markdown import interval, machine, mib, paragraph
 from .report_auto import auto
 from .report_compiled import compiled
-from .report_crashes import crashes
+from .report_crashes import crashes, moments
 from .report_cuda import cuda_parity, host_cost
+from .report_graphs import draws, graphs
 from .report_mutants import mutants
 from .report_other_loops import other_loops
 from .report_peers import peers, peers_on_cards
@@ -389,6 +390,9 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint_matrix": checkpoint_matrix,
     "folder": folder,
     "crashes": crashes,
+    "graphs": graphs,
+    "draws": draws,
+    "moments": moments,
     "cuda_parity": cuda_parity,
     "host_cost": host_cost,
     "launch": launch,

@@ -230,7 +230,7 @@ def overrides(setting: Setting, steps: int, folder: str) -> list[str]:
         f"data.cache_dir={folder}/cache", "data.shuffle=false", "data.loss_on=assistant", "data.val_fraction=1e-9",
         f"data.packing={'packed' if setting.layout == 'packed' else 'none'}", f"train.seq_len={SEQ}",
         f"train.micro_batch_size={MICRO}", f"train.max_norm={MAX_NORM}", f"train.max_steps={steps}",
-        "train.eval_batches=0", f"optim.lr={LR}", "optim.betas=[0.9, 0.999]", "optim.weight_decay=0",
+        "train.eval_samples=0", f"optim.lr={LR}", "optim.betas=[0.9, 0.999]", "optim.weight_decay=0",
         "optim.schedule=constant", *(LORA if setting.tuned == "lora" else []),
     ]  # fmt: skip
 

@@ -87,7 +87,7 @@ def write_adapter(model_dir: Path, folder: Path, settings: Sequence[str]) -> Non
         settings: shardkit's keys of the adapter.
     """
     run = folder.parent / "initial"
-    step = ["train.max_steps=1", "train.seq_len=64", "train.eval_batches=0", "optim.lr=0"]
+    step = ["train.max_steps=1", "train.seq_len=64", "train.eval_samples=0", "optim.lr=0"]
     shardkit = [sys.executable, "-m", "shardkit.cli"]
     trained = [
         sys.executable, "-m", "shardkit.train", "task.name=hf_causal_lm", f"model.init_from={model_dir}",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .common import REPO, median_ci, write_result
@@ -47,7 +48,17 @@ def seconds(code: str, environ: dict[str, str]) -> float:
     return time.perf_counter() - start
 
 
-def interleaved(codes: list[str], rounds: int) -> list[list[float]]:
+def cpu_seconds(code: str, environ: dict[str, str]) -> float:
+    """CPU time of a fresh interpreter that runs `code`: what a busy machine changes little."""
+    before = os.times()
+    seconds(code, environ)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def interleaved(
+    codes: list[str], rounds: int, timing: Callable[[str, dict[str, str]], float] = seconds
+) -> list[list[float]]:
     """`rounds` timings of each code, in turn and in alternating order, after one round to fill caches."""
     with tempfile.TemporaryDirectory() as caches:
         # Byte code is cached as for an installed package, whatever this checkout's environment says.
@@ -59,7 +70,7 @@ def interleaved(codes: list[str], rounds: int) -> list[list[float]]:
             seconds(code, environ)
         for _ in range(rounds):
             for index in order:
-                times[index].append(seconds(codes[index], environ))
+                times[index].append(timing(codes[index], environ))
             order.reverse()
     return times
 
@@ -75,16 +86,16 @@ def ratio(ours: list[float], baseline: list[float]) -> dict[str, Any]:
     }
 
 
-def import_ms(rounds: int) -> tuple[float, float, float]:
+def import_ms(rounds: int, timing: Callable[[str, dict[str, str]], float] = seconds) -> tuple[float, float, float]:
     """(median, low, high) of the ms that `import shardkit` adds to an interpreter's start."""
-    nothing, importing = interleaved([NOTHING, IMPORT], rounds)
+    nothing, importing = interleaved([NOTHING, IMPORT], rounds, timing)
     value, low, high = median_ci([(b - a) * 1e3 for a, b in zip(nothing, importing, strict=True)])
     return value, low, high
 
 
-def help_ratio(rounds: int) -> dict[str, Any]:
+def help_ratio(rounds: int, timing: Callable[[str, dict[str, str]], float] = seconds) -> dict[str, Any]:
     """`shardkit --help` against a bare typer app with the same style of help."""
-    return ratio(*interleaved([SHARDKIT_HELP, PLAIN_APP], rounds))
+    return ratio(*interleaved([SHARDKIT_HELP, PLAIN_APP], rounds, timing))
 
 
 def main() -> None:

@@ -63,6 +63,12 @@ class SupersededError(ShardkitError):
     exit_code = 6
 
 
+class NotPlannedError(ShardkitError):
+    """The files of a job ask for something that changes memory and that no plan models, so there is no verdict."""
+
+    exit_code = 7
+
+
 class TrainingError(ShardkitError):
     """The run itself went wrong: a loss that is not finite, parameters that do not move."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import order, touched
 from tests.guard import MARK, nothing_left
 
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
@@ -16,25 +17,42 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ[MARK] = str(os.getpid())
 
 
-LONG = [
-    "tests/slurm", "tests/plan/test_plan.py", "tests/launch/test_launcher.py", "tests/run/test_directory.py",
-    "tests/run/test_train.py", "tests/checkpoint/test_resume.py", "tests/strategies/test_foreign.py",
-    "tests/plan/test_world.py", "tests/report/test_browser.py", "tests/checkpoint/formats/test_hostile.py",
-    "tests/run/test_gradients.py", "tests/run/test_watching.py", "tests/run/test_watchdog.py",
-    "tests/test_libraries.py",
-    "tests/strategies/test_parity.py", "tests/strategies/test_precision.py", "tests/checkpoint/test_faults.py",
-    "tests/plan/test_auto.py", "tests/plan/test_cost.py", "tests/launch/test_slurm.py", "tests/cli/test_foreign.py",
-    "tests/docs",
-    "tests/checkpoint/test_matrix.py", "tests/faults/test_memory.py", "tests/checkpoint/formats/test_bad_input.py",
-    "tests/config/test_load.py", "tests/checkpoint/test_manage.py", "tests/strategies/test_features.py",
-    "tests/activation/test_strategies.py", "tests/launch/test_doctor.py", "tests/tasks/test_models.py",
-]  # fmt: skip
-"""Folders and files that take more than 8 s, the longest first (docs/log.md has the times): started early, they leave
-short ones for the end, and the workers end together."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    order.add_option(parser)
+    touched.add_options(parser)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: next((i for i, name in enumerate(LONG) if item.nodeid.startswith(name)), len(LONG)))
+def pytest_configure(config: pytest.Config) -> None:
+    order.draw_seed(config)
+    if config.option.budget_s is not None:
+        config.pluginmanager.register(touched.Budget(config.option.budget_s))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.option.order_seed
+    return None if seed is None else f"order of the tests: --order-seed {seed}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus and config.option.order_seed is not None:  # -q leaves the header out
+        terminalreporter.write_line(f"repeat this order with --order-seed {config.option.order_seed}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    touched.keep_touched(config, items)
+    order.sort(items, config.option.order_seed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["order_seed"] = node.config.option.order_seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many again as cores: a fourth of the time, tests wait for a process to start or to end."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + (cores + 1) // 2
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist one test runs after the other

@@ -159,5 +159,5 @@ def _is_marked(pid: int) -> bool:
 
 def _command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()[:200]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()[:600]
     return "it has just ended"

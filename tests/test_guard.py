@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import guard
-from tests.conftest import LONG
+from tests.order import LONG
 
 ENDED = threading.Event()
 ORPHAN = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid)"

@@ -295,6 +295,7 @@ if __name__ == "__main__":
     page.write_text(head + table() + "\n")
 
 
+@pytest.mark.slow
 def test_what_libraries_say_to_each_other_is_not_shown() -> None:
     pytest.importorskip("torchao", reason="needs torchao")
     code = "from shardkit.config import libraries; libraries.quiet(); import torch, torchao, torchao.quantization"

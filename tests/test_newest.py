@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.environments import CORE, NAMES, SHIM, check_versions, python_with, run_tests, versions
+from tests.environments import CORE, LIBRARIES, NAMES, SHIM, check_versions, python_with, run_tests, versions
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.release, pytest.mark.covers(*LIBRARIES), pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def in_turns(model: Model, where: Where) -> Found:
     device = torch.device("cpu" if where.on_cpu else "cuda")
     tokens = write_tokens(where.folder)
     given = settings(where, overrides(model), [
-        f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_batches=0",
+        f"data.path={tokens}", "data.shuffle=false", f"run.dir={where.folder / 'run'}", "train.eval_samples=0",
         f"train.max_steps={(model.turns + _WARMUP) * model.steps}", "checkpoint.at_end=false",
         "memory.plan=false",
         f"train.max_norm={bare.MAX_NORM}", f"optim.lr={bare.LR}", "optim.schedule=constant",

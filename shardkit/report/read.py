@@ -114,7 +114,7 @@ def read_run(path: Path) -> Run:
         traces=_by_rank(path / "trace", notes),
         plan=_json(path / "plan.json", notes),
         ooms=_by_rank(path / "oom", notes),
-        restarts=[start.ended for start in job_starts.starts(path)[:-1]]
+        restarts=[start.ended for start in job_starts.history(path, {})[0]]
         + [f"step {step}: {reason}" for step, reason in job_starts.restarts(path)],
         failures=_failures(path / "logs"),
         profiles=sorted(file for file in (path / "profile").glob("rank*") if file.name.endswith(PROFILED)),

@@ -387,7 +387,7 @@ def test_wheels_are_what_the_other_machine_lacks(tmp_path: Path) -> None:
     assert "pydantic" in some and "rich" in some, "too old there"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("part", PARTS)
 def test_a_dry_run_goes_through_every_kind_of_case(part: str, tmp_path: Path) -> None:
     began = time.monotonic()

@@ -34,7 +34,8 @@ def mutant(number: int, was: str, becomes: str) -> Mutant:
 ALL = [mutant(0, "return n // 2", WHOLE), mutant(1, "return n // 2", ENDLESS), mutant(2, "if n < 0:", SAME)]
 
 
-@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.covers("benchmarks/mutants.py", "benchmarks/mutants_operators.py")
 def test_a_toy_module_is_mutated_and_its_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, kept, forever = toy(tmp_path), tmp_path / "kept.jsonl", time.monotonic() + 3600
     two = [ALL[0], ALL[2]]
@@ -59,7 +60,8 @@ def test_tests_that_do_not_end_are_ended(tmp_path: Path) -> None:
     assert run_tests(copy, [TEST], 1.0).result == "timeout"
 
 
-@pytest.mark.slow
+@pytest.mark.release
+@pytest.mark.covers("benchmarks/mutants.py", "benchmarks/mutants_operators.py")
 @pytest.mark.parametrize(
     ("test", "problem"),
     [

@@ -113,7 +113,7 @@ def test_on_cards_an_arm_has_its_figures_or_its_error() -> None:
     assert "| ddp | Fabric | ValueError: a \\| b | not yet measured |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.timeout(900)
@@ -131,7 +131,7 @@ def test_arms_train_alike_and_take_alike(engine: str, tmp_path: Path) -> None:
     assert losses[OURS][-1] < losses[OURS][0]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.timeout(300)
 def test_what_a_library_does_not_do_is_told_apart_from_what_breaks(tmp_path: Path) -> None:

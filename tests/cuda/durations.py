@@ -130,7 +130,7 @@ def calibrated(folder: str, task: str, args: dict[str, Any]) -> tuple[float, lis
     """Calibrate this card, plan a training for it, and train: (planned seconds of a step, seconds of each step)."""
     settings = gradients.settings("single", folder, "fine") | {
         "task.factory": f"tests.cuda.durations:{task}", "task.args": args, "run.device": "cuda", "train.max_steps": 6,
-        "checkpoint.every_steps": None, "checkpoint.at_end": False, "train.eval_batches": 0, "memory.plan": False,
+        "checkpoint.every_steps": None, "checkpoint.at_end": False, "train.eval_samples": 0, "memory.plan": False,
     }  # fmt: skip
     loaded = load_config(None, settings)
     measured = measure(loaded.config)
@@ -164,7 +164,7 @@ def trained(
     settings |= {
         "task.factory": "tests.cuda.durations:Task", "task.args": args, "run.device": "cuda", "memory.interval": 2,
         "train.max_steps": max_steps, "checkpoint.every_steps": None, "checkpoint.at_end": False, "logging.every": 1,
-        "train.eval_batches": 0,
+        "train.eval_samples": 0,
     }  # fmt: skip
     settings |= {"train.grad_accum_steps": accum, "train.micro_batch_size": settings["train.micro_batch_size"] // accum}
     launched: list[int] = []

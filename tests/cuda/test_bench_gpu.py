@@ -51,7 +51,7 @@ def interrupted(argv: list[str], path: Path) -> None:
 
 
 LONG = ("accuracy", "ranks", "choices", "largest")
-PARTS = [pytest.param(part, marks=pytest.mark.slow if part in LONG else ()) for part in EMULATED]
+PARTS = [pytest.param(part, marks=pytest.mark.release if part in LONG else ()) for part in EMULATED]
 
 
 @pytest.mark.parametrize("part", PARTS)

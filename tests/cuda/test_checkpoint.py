@@ -38,7 +38,7 @@ def check(found: dict[Key, Any], wanted: list[float], limit: float) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("mode", "limit"), [("fp32", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mode", "limit"), [("fp32", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.release)])
 def test_cuda_to_the_cpu_and_back_at_another_world_size(mode: str, limit: float, tmp_path: Path) -> None:
     more: dict[str, Any] = {"precision.mode": mode, "train.ema_decay": 0.5}
     names = ["ddp", "fsdp", "zero1", "zero3", "zero3+optimizer+param"]

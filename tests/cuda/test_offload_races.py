@@ -33,7 +33,7 @@ def test_late_copies_and_poisoned_memory_change_nothing(root: Path, wanted: dict
     assert [f"{case}: {p}" for case in PATHS for p in problems(case, found[case], wanted)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_nor_a_bit_in_half_precision(root: Path, wanted: dict[str, Any]) -> None:
     late = pools.run(HALF, root, root / "half_late.jsonl", **LATE)
     assert [f"{case}: {p}" for case in HALF for p in problems(case, late[case], wanted)] == []

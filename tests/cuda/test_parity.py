@@ -72,7 +72,7 @@ def test_every_engine_agrees_with_the_cpu(root: Path, wanted: dict[str, Any]) ->
     agree(QUICK, root, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(3600)
 def test_every_pair_of_techniques_agrees_with_the_cpu(root: Path, wanted: dict[str, Any]) -> None:
     agree(parity.covering(), root, wanted)

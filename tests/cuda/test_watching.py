@@ -31,7 +31,7 @@ def test_watching_a_tools_loop_asks_nothing_of_cuda_in_a_step(tool: str, tmp_pat
 
 
 @pytest.mark.multigpu
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
@@ -52,7 +52,7 @@ def test_accelerates_sharded_ranks_are_counted_to_the_byte(
 
 
 @pytest.mark.multigpu
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_trainers_ranks_of_fsdp2_are_counted_to_the_byte(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tests.integrations import test_transformers as trainer

@@ -61,7 +61,7 @@ are operators that allocate nothing: the computing mode has one for some pairs.
 
 def start(mode: str, ranks: int, settings: tuple[str, ...], folder: Path) -> subprocess.Popen[str]:
     command = [
-        "launch", "-", "train.micro_batch_size=2", "train.max_steps=3", "train.eval_batches=0", "memory.plan=false",
+        "launch", "-", "train.micro_batch_size=2", "train.max_steps=3", "train.eval_samples=0", "memory.plan=false",
         "checkpoint.at_end=false", "logging.tensorboard=false", f"run.dir={folder / 'run'}", *settings,
         "--nproc-per-node", str(ranks),
     ]  # fmt: skip

@@ -36,6 +36,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -84,7 +85,7 @@ def test_under_plain_torchrun_the_rank_says_it_itself(tmp_path: Path) -> None:
     assert "exitcode  : 3" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("how", ["forward", "backward"])
@@ -123,7 +124,7 @@ def cgroup() -> Iterator[Path]:
     raise AssertionError(f"processes are left in {group}")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 def test_what_the_kernel_kills_for_want_of_memory_has_left_word(cgroup: Path, tmp_path: Path) -> None:
     more = [f"task.args.n_bytes={100 * MIB}", "train.max_steps=200", "memory.interval=1", "memory.host_warn=0.7"]

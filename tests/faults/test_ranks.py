@@ -14,7 +14,7 @@ from tests.launch.jobs import command, run, with_marker
 BOUND_S = 90
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("how", "code", "words"),

@@ -152,7 +152,7 @@ def test_who_deals_with_the_error_goes_on(tmp_path: Path) -> None:
     assert not (tmp_path / "oom").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_is_advised_would_have_fitted(tmp_path: Path) -> None:
     """The reference transformer at two thirds of its peak: each change said to be enough is enough."""
 
@@ -161,7 +161,7 @@ def test_what_is_advised_would_have_fitted(tmp_path: Path) -> None:
         overrides = [
             f"run.dir={run_dir}", "run.device=cpu", "parallel.strategy=single", "model.preset=debug",
             "model.n_layers=12", "model.d_model=128", "train.micro_batch_size=16", "train.max_steps=2",
-            "train.eval_batches=0", "logging.tensorboard=false", "checkpoint.at_end=false", "memory.cap=280MiB",
+            "train.eval_samples=0", "logging.tensorboard=false", "checkpoint.at_end=false", "memory.cap=280MiB",
         ]  # fmt: skip
         with shardkit.start(None, [*overrides, *changes]) as job:
             Trainer(job).fit()

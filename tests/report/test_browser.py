@@ -115,6 +115,7 @@ def test_hovering_over_a_point_shows_its_value(opened: Opened, run: Path) -> Non
     assert "step 5" in hover.text_content()
 
 
+@pytest.mark.slow
 def test_hovering_over_a_module_says_which_and_where(opened: Opened, run: Path) -> None:
     opened.show(run / "report.html")
     opened.page.locator("#figure-timeline").scroll_into_view_if_needed()
@@ -167,6 +168,7 @@ def test_a_narrow_window_keeps_the_plot_below_its_legend(opened: Opened, run: Pa
     assert opened.said == []
 
 
+@pytest.mark.slow
 def test_the_loss_can_be_seen_on_a_logarithmic_axis(opened: Opened, run: Path) -> None:
     opened.show(run / "report.html")
     kind = "() => document.getElementById('figure-training')._fullLayout.yaxis.type"

@@ -124,7 +124,7 @@ def test_a_report_of_odd_values(whole: Path, capsys: pytest.CaptureFixture[str],
     _check(whole, capsys, data, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @settings(EASY, max_examples=1500)
 @given(data=st.data())
 def test_reports_of_many_odd_values(whole: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject) -> None:

@@ -55,7 +55,7 @@ def settings(model: str, root: str, strategy: str = "single", world: int = 1, **
         "parallel.strategy": strategy,
         "train.max_steps": STEPS, "train.micro_batch_size": GLOBAL_BATCH // 2 // world, "train.grad_accum_steps": 2,
         "train.seq_len": LENGTH, "data.path": f"{root}/text.txt", "data.cache_dir": f"{root}/cache",
-        "data.shuffle": False, "train.eval_batches": 0, "optim.lr": 2e-2, "optim.schedule": "constant",
+        "data.shuffle": False, "train.eval_samples": 0, "optim.lr": 2e-2, "optim.schedule": "constant",
         "logging.tensorboard": False, "model.loss_chunk_size": 50, "checkpoint.at_end": False,
     }  # fmt: skip
     if strategy == "zero3":
@@ -285,7 +285,7 @@ def chatting(strategies: list[str], root: str) -> dict[str, list[float]]:
         keys = settings("llama", root, strategy, dist.get_world_size())
         keys |= {
             "model.hf_config": None, "model.init_from": f"{root}/chat", "data.path": f"{root}/talks.jsonl",
-            "data.packing": "packed", "train.seq_len": 128, "train.eval_batches": 1, "checkpoint.at_end": True,
+            "data.packing": "packed", "train.seq_len": 128, "train.eval_samples": 8, "checkpoint.at_end": True,
             "train.sample_prompts": ["ask 3"], "train.sample_tokens": 4, "run.dir": f"{root}/chat-{strategy}",
             "data.tokenize_workers": 1,
         }  # fmt: skip

@@ -29,7 +29,7 @@ def settings(task: str, strategy: str, world: int, folder: str, **extra: Any) ->
         "train.micro_batch_size": GLOBAL_BATCH // 2 // world,
         "train.grad_accum_steps": 2,
         "train.max_norm": 1.0,
-        "train.eval_batches": 2,
+        "train.eval_samples": GLOBAL_BATCH,
         "optim.lr": 3e-3,
         "logging.tensorboard": False,
         "checkpoint.at_end": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,30 @@ def test_settings_that_adapters_do_not_have_are_refused_by_name(key: str, value:
     with pytest.raises(ConfigError, match=cause) as found:
         load_config(None, {**adapters.settings("llama", str(root)), key: value})
     assert found.value.fix
+
+
+MIXTRAL = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "intermediate_size": 224,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "num_local_experts": 8,
+}  # fmt: skip
+
+
+def test_experts_that_all_linear_would_leave_out_are_refused_with_their_share(tmp_path: Path) -> None:
+    """transformers holds a Mixtral's experts as 3-D parameters; attention alone can be adapted by name."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    keys = {"task.name": "hf_causal_lm", "model.hf_config": str(tmp_path), "adapter.type": "lora"}
+    with pytest.raises(ConfigError) as caught:
+        load_task(load_config(None, keys).config)
+    experts = 2 * 8 * 3 * 64 * 224
+    model: Any = load_task(load_config(None, {**keys, "adapter.type": "none"}).config)
+    every = sum(param.numel() for param in model.hf.reference.parameters())
+    assert f"{experts / every:.1%} of the parameters" in caught.value.cause
+    assert "gate_up_proj, down_proj" in caught.value.cause
+    (targets,) = re.findall(r"adapter.targets=\[(.*)\]", caught.value.fix)
+    assert targets.split(", ") == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted: Any = load_task(load_config(None, {**keys, "adapter.targets": targets.split(", ")}).config)
+    assert len(adapted.hf.targets) == 2 * 4
 
 
 @pytest.mark.deepspeed

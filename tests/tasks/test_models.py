@@ -40,7 +40,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     compare(["gpt2", "bert"], ["zero3"], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.dist
 @pytest.mark.deepspeed
 @pytest.mark.timeout(900)
@@ -80,12 +80,12 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", SMALL)
 def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
     settings = {
         "run.dir": str(tmp_path / "run"), "run.device": "cpu", "precision.mode": "fp32", "optim.lr": 2e-3,
-        "optim.warmup_steps": 10, "train.eval_every": None, "train.eval_batches": 8, "data.cache_dir": None,
+        "optim.warmup_steps": 10, "train.eval_every": None, "train.eval_samples": 64, "data.cache_dir": None,
         "checkpoint.at_end": False, **SMALL[name],
     }  # fmt: skip
     if name in ("vit", "swin2sr"):
@@ -104,6 +104,7 @@ def test_the_shipped_config_learns(name: str, tmp_path: Path) -> None:
         assert records[-1]["val_psnr"] > 15
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_starts_from_local_safetensors_in_pieces(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_starts_from_local_safetensors_in_pieces(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = own(input_ids=batch["tokens"]).logits.flatten(0, 1)
     want = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten()).item()
-    extra["train.eval_batches"] = len(val)
+    extra["train.eval_samples"] = len(val)
     for rank in run_ranks(2, TARGET, tasks=["gpt2"], strategies=["zero3"], folder=str(tmp_path), **extra):
         for name, (record,) in rank.items():
             assert record["val_loss"] == pytest.approx(want, abs=1e-5), name

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shardkit.errors import ConfigError
-from shardkit.parallel.blocks import refuse_ties_across_blocks
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
 from tests.ranks import run_ranks
@@ -82,11 +81,3 @@ def test_sync_batchnorm_without_a_batch_norm_is_refused() -> None:
     settings = {"parallel.strategy": "single", "run.device": "cpu", "model.sync_batchnorm": True}
     with start(None, settings) as job, pytest.raises(ConfigError, match="Linear has no batch norm"):
         job.wrap(torch.nn.Linear(2, 2))
-
-
-def test_a_tie_between_blocks_that_are_sharded_apart_is_refused() -> None:
-    model = special.Odd()
-    refuse_ties_across_blocks(model, list(model.blocks))
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tied parameter"):
-        refuse_ties_across_blocks(model, list(model.blocks))

@@ -114,7 +114,7 @@ def settings(folder: Path, **extra: Any) -> list[str]:
         (text / f"{i}.txt").write_text(f"number {i} comes before number {i + 1}\n" * 30)
     values = {
         "data.path": text, "data.cache_dir": folder / "cache", "run.dir": folder / "run", "run.device": "cpu",
-        "train.max_steps": 3, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_batches": 0,
+        "train.max_steps": 3, "train.seq_len": 32, "train.micro_batch_size": 4, "train.eval_samples": 0,
         "model.d_model": 32, "model.n_layers": 2, "model.n_heads": 2, "memory.interval": 1,
         "logging.tensorboard": "false", "checkpoint.at_end": "false", "parallel.strategy": "ddp",
     }  # fmt: skip

@@ -21,7 +21,7 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
     from shardkit.run.job import start
     from shardkit.run.trainer import Trainer
 
-    common = ["train.max_steps=2", "train.eval_batches=0", "memory.trace_step=2", "checkpoint.at_end=false",
+    common = ["train.max_steps=2", "train.eval_samples=0", "memory.trace_step=2", "checkpoint.at_end=false",
               "logging.tensorboard=false", "run.device=cpu", "parallel.strategy=single",
               "optim.implementation=foreach", f"run.dir={folder}"]  # fmt: skip
     with (
@@ -36,7 +36,7 @@ def measured(folder: str, settings: list[str]) -> tuple[int, int]:
     return max(total for _, total in allocated(profiler, alive)), traced["peak"]["bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("model", ["transformer", "bert", "vit", "swinir"])
 def test_at_most_3_percent_of_the_allocators_peak_is_unattributed(model: str, policy: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 STORAGE_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE}
 """The error numbers of a full or failing disk."""
@@ -122,6 +122,36 @@ def _lock(file: IO[str], wait_s: float | None) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.05)
+
+
+def mode_like(sources: Iterable[Path], group: int) -> int:
+    """The mode of a folder whose files derive from `sources`: open only to those who may read all of these.
+
+    Args:
+        sources: existing files or folders.
+        group: the id of the new folder's group. A source that another group may read is closed to this one, unless
+            everybody may read it.
+    """
+    mode, folders = 0o777, set[Path]()
+    for path in sources:
+        mode &= _shared(path.stat(), group, 0o4)
+        folders |= set(path.resolve().parents)
+    for folder in folders:
+        mode &= _shared(folder.stat(), group, 0o1)
+    return mode
+
+
+def _shared(status: os.stat_result, group: int, permission: int) -> int:
+    """The mode without the bits of the group and of others, where these lack `permission` (4: read, 1: enter)."""
+    others = bool(status.st_mode & permission)
+    members = bool(status.st_mode & permission << 3) and (others or status.st_gid == group)
+    return 0o700 | 0o070 * members | 0o007 * others
+
+
+def group_of_new_files(folder: Path) -> int:
+    """The id of the group that a file made in `folder` will have."""
+    status = folder.stat()
+    return status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
 
 
 def open_regular(path: str | Path) -> BinaryIO:

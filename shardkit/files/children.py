@@ -1,0 +1,63 @@
+"""Child processes that run nothing which lies in the current directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
+_RUN_MODULE = f"""{_ROOT!r} in sys.path or sys.path.append({_ROOT!r})
+import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"""
+"""Takes the module's name from the arguments, where `ps` shows it."""
+
+
+def module_command(module: str, python: str = sys.executable) -> list[str]:
+    """The start of a command line that runs a module of shardkit as `python -m` would, arguments to follow.
+
+    `python -m` searches the current directory first. In a folder that somebody else filled, that would run their
+    `typing.py` instead of Python's. Python 3.10 has no option against it (`-P` came with 3.11), so the child removes
+    the directory from its path before it imports anything. A task of the user's own is still found there:
+    `shardkit.tasks.load` adds the directory when a config names one.
+
+    Args:
+        module: a dotted name, such as `shardkit.plan.worker`.
+        python: the interpreter; it finds this copy of shardkit if it has none of its own.
+    """
+    return [*code_command(_RUN_MODULE, python), module]
+
+
+def code_command(code: str, python: str = sys.executable) -> list[str]:
+    """A command line that runs Python code which imports nothing from the current directory, unlike `python -c`."""
+    return [python, "-c", _WITHOUT_CURRENT_DIRECTORY + code]
+
+
+_NO_PROGRAMS = (
+    "core.fsmonitor=false", "core.hooksPath=/dev/null", "diff.external=", "diff.ignoreSubmodules=dirty",
+)  # fmt: skip
+"""Settings that keep `git status` and `git diff` from starting programs. Submodules have settings of their own."""
+
+
+def read_git(*arguments: str, cwd: Path | None = None) -> str | None:
+    """The output of a git command that only reads, stripped; None without git or a repository.
+
+    A repository's own `.git/config` may name programs for git to run: a file-system monitor, diff drivers, filters. A
+    downloaded repository is a stranger's, so none of its programs runs. Those in the user's own settings do.
+    """
+    subcommand, *options = arguments
+    if subcommand == "diff":
+        options = ["--no-ext-diff", "--no-textconv", *options]
+    listed = _git(["config", "--includes", "--show-scope", "--name-only", "--get-regexp", r"^filter\."], cwd) or ""
+    rows = [line.split("\t", 1) for line in listed.splitlines()]
+    filters = [name for scope, name in rows if scope in ("local", "worktree")]
+    off = [*_NO_PROGRAMS, *(f"{name}={'false' if name.endswith('.required') else ''}" for name in filters)]
+    return _git([*(word for setting in off for word in ("-c", setting)), subcommand, *options], cwd)
+
+
+def _git(words: list[str], cwd: Path | None) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,112 @@
+"""Commands in a folder that somebody else filled run none of its files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardkit.files.children import code_command, module_command, read_git
+from tests.commands import environment
+from tests.data.chats import conversation, write_lines, write_tokenizer
+
+PLANTED = ["typing", "shardkit", "torch", "sitecustomize", "usercustomize", "json", "numpy", "launch", "transformers"]
+"""Modules that commands and their children import early."""
+SHARDKIT = Path(sys.executable).with_name("shardkit")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder whose modules write their names into `ran` when they are imported."""
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for name in PLANTED:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    return folder
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+
+
+def ran(folder: Path) -> str:
+    file = folder.parent / "ran"
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_child_imports_nothing_from_the_current_directory(hostile: Path) -> None:
+    planted = run([sys.executable, "-c", "import typing, json"], hostile)
+    assert planted.returncode == 0 and "json" in ran(hostile), "the planted files would be run"
+    (hostile.parent / "ran").unlink()
+    child = run([*code_command("import typing, json, sys; print(sys.argv[1:])"), "word"], hostile)
+    assert (child.stdout, child.stderr) == ("['word']\n", "")
+    assert run(module_command("shardkit.config.capability"), hostile).stdout.startswith("|")
+    assert not ran(hostile)
+
+
+def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    write_tokenizer(hostile / "tok")
+    write_lines(hostile / "rows.jsonl", [{"messages": conversation(row)} for row in range(4)])
+    done = run([str(SHARDKIT), "tokenize", "rows.jsonl", "out", "--tokenizer", "tok", "data.loss_on=all",
+                "data.tokenize_workers=2"], hostile)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not ran(hostile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "-", "--gpus", "2", "parallel.strategy=fsdp"],
+        ["doctor"],
+        ["capability"],
+        ["init", "copies"],
+        ["report", "."],
+        ["checkpoint", "ls", "."],
+        ["convert", ".", "--to", "torch", "--out", "converted"],
+        ["ladder", "--help"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_command_imports_from_the_current_directory(hostile: Path, arguments: list[str]) -> None:
+    run([str(SHARDKIT), *arguments], hostile)
+    assert not ran(hostile)
+
+
+def test_the_users_own_task_is_found_in_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise RuntimeError('this file was imported')\n")
+    done = run([*module_command("shardkit.train"), "task.factory=mine:Task", f"run.dir={tmp_path / 'run'}"], tmp_path)
+    assert done.returncode == 2 and "this file was imported" in done.stderr, done.stderr
+    assert os.listdir(tmp_path) and not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["core.fsmonitor", "diff.external", "diff.own.textconv", "filter.own.clean"])
+def test_git_runs_no_program_of_a_strangers_repository(name: str, tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path / "repo", check=True)
+
+    (tmp_path / "repo").mkdir()
+    git("init", "-q")
+    (tmp_path / "repo" / "file.txt").write_text("one\n")
+    (tmp_path / "repo" / ".gitattributes").write_text("*.txt diff=own filter=own\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "program").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\ncat\n")
+    (tmp_path / "program").chmod(0o755)
+    git("config", name, str(tmp_path / "program"))
+    (tmp_path / "repo" / "file.txt").write_text("two\n")
+    assert read_git("status", "--porcelain", cwd=tmp_path / "repo") == "M file.txt"
+    assert "+two" in (read_git("diff", "HEAD", "--binary", cwd=tmp_path / "repo") or "")
+    assert not (tmp_path / "ran").exists()
+    git("--no-pager", "diff", "--ext-diff", "HEAD", "--output=/dev/null")
+    git("status", "--porcelain")
+    assert (tmp_path / "ran").exists(), "git itself would run the program"
+
+
+def test_git_outside_of_a_repository_is_none(tmp_path: Path) -> None:
+    assert read_git("status", "--porcelain", cwd=tmp_path) is None
