@@ -107,6 +107,7 @@ _reach = [
     REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward"),
 ]
 REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
+REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
@@ -256,6 +257,32 @@ def reduce_gradients(module: Any) -> None:
     if group is not None:
         group.post_backward()
         group.finalize_backward()
+
+
+def before_reduction(module: Any, note: Callable[[list[Any]], None]) -> None:
+    """Call `note` each time FSDP2 is about to reduce the gradients of its unit `module`.
+
+    Args:
+        note: takes the trained parameters, sharded, that have no gradient to reduce.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    reduce = group.post_backward
+
+    def noted(*unused: Any) -> Any:
+        if group.reduce_grads:
+            note([param.sharded_param for param in group.fsdp_params if _lacks_gradient(param)])
+        return reduce(*unused)
+
+    group.post_backward = noted
+
+
+def _lacks_gradient(param: Any) -> bool:
+    if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
+        return False
+    gathered = getattr(param, "_unsharded_param", None)
+    return gathered is None or gathered.grad is None
 
 
 def has_gradients(module: Any) -> bool:

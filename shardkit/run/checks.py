@@ -34,6 +34,7 @@ from ..strategies.step import GatherWaits, HostValue, MicroBatch, accumulate, on
 
 if TYPE_CHECKING:
     from ..strategies.reach import Reach
+    from ..strategies.unused import UnusedParameters
 
 SHOWN = 4
 FIRST_STEPS = 2
@@ -49,7 +50,8 @@ class BlockCalls:
 
     In the first two steps ranks compare each call of a gathered module before the call, and before backward the
     parameters that the loss depends on. Later a call is only noted in a list, whose `flags` ride in the step's
-    reduction. Compiled blocks get the second check alone: the hooks of the others would be compiled with them.
+    reduction, with the parameters that got no gradient where the engine knows them. Compiled blocks get the second
+    check alone: the hooks of the others would be compiled with them.
 
     Attributes:
         blocks: the model's repeated blocks.
@@ -57,9 +59,15 @@ class BlockCalls:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, world: World, reach: Reach | None = None
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        config: RunConfig,
+        world: World,
+        reach: Reach | None = None,
+        unused: UnusedParameters | None = None,
     ) -> None:
-        self.blocks, self._model, self._world = blocks, model, world
+        self.blocks, self._model, self._world, self._unused = blocks, model, world, unused
         self._strategy = config.parallel.strategy
         self._step = 1
         self._called: list[int] = []
@@ -212,13 +220,16 @@ class BlockCalls:
         used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ
         if self._agreed("\n".join(sorted(map(str, used)))):
             return
-        sets: list[Any] = self._world.gather(used)
+        raise self._different_uses(self._world.gather(used))
+
+    def _different_uses(self, sets: list[Any]) -> ConfigError:
+        """The error for ranks whose losses depend on these sets of parameters, which differ."""
         common = set.intersection(*sets)
         extra = [sorted(found - common) for found in sets]
         rank = next(rank for rank, names in enumerate(extra) if names)
         shown = ", ".join(extra[rank][:SHOWN]) + (", …" if len(extra[rank]) > SHOWN else "")
         others = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
-        raise ConfigError(
+        return ConfigError(
             f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {others[0]}'s does not depend "
             f"on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
             advice(self._strategy, self._shared_class(extra[rank][0])),
@@ -226,20 +237,28 @@ class BlockCalls:
 
     def flags(self) -> list[float]:
         """Two numbers for this step's calls; sum them over ranks and pass the sums to `agree`."""
-        number = float(zlib.crc32(bytes(str(self._called), "ascii")) & 0xFFFFF) if self._same_calls else 0.0
+        number = float(zlib.crc32(f"{self._called} {self._unused_alike()}".encode()) & 0xFFFFF)
         return [number, number * number]
+
+    def _unused_alike(self) -> list[str]:
+        """The parameters to which this rank gave no gradient in this step, without those that ranks may choose."""
+        names = self._unused.names() if self._unused is not None else ()
+        return [name for name in names if name not in self._may_differ]
 
     def agree(self, total: float, squares: float) -> None:
         """Compare this step's calls and begin the next step; collective if ranks called different blocks.
 
         Raises:
-            ConfigError: ranks called different blocks.
+            ConfigError: ranks called different blocks, or used different parameters.
         """
         called, self._called = self._called, self._called[-1:]
         if not self._equal(total, squares):
-            everyone: list[Any] = self._world.gather([self._order[index] for index in called])
-            at = next(i for i in range(len(called) + 1) if len({tuple(calls[i : i + 1]) for calls in everyone}) > 1)
-            raise self._refusal([(calls[at : at + 1] or [_END])[0] for calls in everyone])
+            everyone: list[Any] = self._world.gather(([self._order[index] for index in called], self._unused_alike()))
+            calls, unused = [rank_calls for rank_calls, _ in everyone], [set(names) for _, names in everyone]
+            at = next((i for i in range(len(called) + 1) if len({tuple(one[i : i + 1]) for one in calls}) > 1), None)
+            if at is None:
+                raise self._different_uses([set().union(*unused) - names for names in unused])
+            raise self._refusal([(one[at : at + 1] or [_END])[0] for one in calls])
         self._step += 1
         if self._step == FIRST_STEPS + 1:
             for hook in self._hooks:
@@ -335,7 +354,7 @@ def plain_class(module: nn.Module) -> str:
 
 
 def _fsdp_reduces_unused() -> bool:
-    from ..strategies.fsdp import REDUCES_UNUSED  # imports FSDP2
+    from ..strategies.unused import REDUCES_UNUSED  # imports FSDP2
 
     return REDUCES_UNUSED
 

@@ -130,8 +130,9 @@ class Job:
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             wrapped = self.strategy.model
             blocks = find_blocks(wrapped, block_classes)
-            reach = getattr(self.strategy, "reach", None)  # of fsdp
-            self.calls = BlockCalls(wrapped, blocks, self.config, self.world, reach)
+            engine = getattr(self.strategy, "inner", self.strategy)  # under the average of the weights
+            reach = getattr(engine, "reach", None)  # of fsdp
+            self.calls = BlockCalls(wrapped, blocks, self.config, self.world, reach, getattr(engine, "unused", None))
             if reach is not None:
                 reach.agree = self.calls.compare_reach
             refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))

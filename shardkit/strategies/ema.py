@@ -30,7 +30,7 @@ class EMA:
     """
 
     def __init__(self, inner: Strategy, decay: float) -> None:
-        self._inner = inner
+        self.inner = inner
         self._decay = decay
         self._averages: list[torch.Tensor] = []
         self._followed: list[torch.Tensor] = []
@@ -43,22 +43,22 @@ class EMA:
 
     @property
     def model(self) -> nn.Module:
-        return self._inner.model
+        return self.inner.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self._inner.optimizer
+        return self.inner.optimizer
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
-        self._inner.setup(model, blocks, make_optimizer, weights)
+        self.inner.setup(model, blocks, make_optimizer, weights)
         self._averages = [shard.local.clone() for shard in self._weights()]
 
     @torch.no_grad()
     def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = self._inner.step(max_norm)
-        if self._inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
+        norm = self.inner.step(max_norm)
+        if self.inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
             self._followed = self._followed or [shard.local for shard in self._weights()]
             lerp_all(self._averages, self._followed, 1 - self._decay)
         return norm
@@ -77,24 +77,24 @@ class EMA:
             kept = average.clone()
             average.copy_(shard.local)
             shard.local.copy_(kept)
-        self._inner.weights_changed()
+        self.inner.weights_changed()
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
-        yield from self._inner.state_tensors()
+        yield from self.inner.state_tensors()
         for average in self._averages:
             yield "optimizer", average
 
     def shards(self) -> Iterator[Shard]:
-        yield from self._inner.shards()
+        yield from self.inner.shards()
         yield from self._own()
 
     def load_targets(self) -> Iterator[Shard]:
-        yield from self._inner.load_targets()
+        yield from self.inner.load_targets()
         yield from self._own()
 
     def _weights(self) -> list[Shard]:
         """This rank's own ranges of the weights, always in the same order."""
-        return [shard for shard in self._inner.shards() if shard.name.startswith(_MODEL)]
+        return [shard for shard in self.inner.shards() if shard.name.startswith(_MODEL)]
 
     def _own(self) -> Iterator[Shard]:
         for shard, average in zip(self._weights(), self._averages, strict=True):
@@ -103,4 +103,4 @@ class EMA:
     def teardown(self) -> None:
         self._averages.clear()
         self._followed.clear()
-        self._inner.teardown()
+        self.inner.teardown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, mas
 from ..parallel.weights import Weights
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard
-from .reach import Reach, explained, slots, without_views
+from .reach import Reach, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
-
-REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
-"""Whether a gradient that a rank lacks can count as zero; else FSDP2 would mix it up with another parameter's."""
+from .unused import REDUCES_UNUSED, UnusedParameters
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -50,8 +47,12 @@ class FSDP(TorchStates):
         self._offload = config.parallel.offload_param == "cpu"
         self._reduces = True
         """Whether the present micro-batch's backward reduces gradients."""
-        self._used: dict[str, bool] = {}
-        """Whether this rank used each parameter that the data may choose (experts) in this step."""
+        self._order_differs = False
+        """Whether ranks may call units in different orders, since the data choose."""
+        self.unused: UnusedParameters | None = None
+        """Of several ranks: what this one did not use in the step."""
+        self._may_differ: list[str] = []
+        """The parameters that the data may choose (experts): ranks may use different ones."""
 
     def setup(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
@@ -64,13 +65,13 @@ class FSDP(TorchStates):
         self.reach = Reach(model, self.name, observes=not self._config.compile.enabled)
         self._shard(model, blocks, units)
         refuse_plain_parameters(model, self.name)
-        self._prefetch(blocks)
-        if self._world.size > 1:
-            self._used = dict.fromkeys(sorted(chosen_by_data(model, blocks)), False)
-            hooks = self._let_ranks_choose(model) | hooks
+        self._prefetch(model, blocks)
         self._hook_gathered(model, hooks)
         if on_meta:
             self._materialise(model, weights)
+        if self._world.size > 1:
+            self._may_differ = sorted(chosen_by_data(model, blocks))
+            self.unused = UnusedParameters(model)
         self._wrapped = model
         self.model = self._bare = model
         self.optimizer = make_optimizer(model)
@@ -98,7 +99,9 @@ class FSDP(TorchStates):
         self.reach.watch(model)
         chosen = chosen_by_data(model, blocks)
         for unit in units:
-            if unit.kind == "tied" or (unit.kind == "shared" and not chosen.isdisjoint(unit.names)):
+            is_chosen = unit.kind == "shared" and not chosen.isdisjoint(unit.names)
+            self._order_differs |= is_chosen
+            if unit.kind == "tied" or is_chosen:
                 self.reach.hold(unit.modules[0])  # in whatever order the modules are called, and by whichever rank
 
     @property
@@ -111,27 +114,22 @@ class FSDP(TorchStates):
         # The root's own parameters (embeddings, head) are needed first in backward: gathered once.
         fully_shard(model, reshard_after_forward=False, **options)
 
-    def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
-        """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one."""
-        ahead = self._config.parallel.prefetch
-        if ahead == 1:
-            return
-        for order, prefetch in (
-            (list(blocks), FSDPModule.set_modules_to_forward_prefetch),
-            (list(reversed(blocks)), FSDPModule.set_modules_to_backward_prefetch),
-        ):
-            for index, block in enumerate(order):
-                assert isinstance(block, FSDPModule)
-                prefetch(block, [b for b in order[index + 1 : index + 1 + ahead] if isinstance(b, FSDPModule)])
+    def _prefetch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Gather the parameters of `parallel.prefetch` blocks ahead; torch's default is one in backward.
 
-    def _let_ranks_choose(self, model: nn.Module) -> dict[str, list[Hook]]:
-        """Count missing gradients as zero in units with parameters that the data may choose; returns hooks by name."""
-        for module in model.modules():
-            if REDUCES_UNUSED and isinstance(module, FSDPModule):
-                names = {id(param): name for name, param in model.named_parameters()}
-                if any(names.get(id(param)) in self._used for _, _, param in slots(module)):
-                    module.set_reduce_scatter_unused_params(True, recurse=False)
-        return {fqn: [partial(self._note_use, fqn)] for fqn in self._used}
+        torch takes the unit whose forward ended before. Where ranks call different units (shared experts), it would
+        gather in another order on each, so the blocks are named here, and no other unit gathers ahead.
+        """
+        ahead = self._config.parallel.prefetch
+        if ahead == 1 and not self._order_differs:
+            return
+        if ahead != 1:
+            _gather_ahead(list(blocks), ahead, FSDPModule.set_modules_to_forward_prefetch)
+        _gather_ahead(list(reversed(blocks)), ahead, FSDPModule.set_modules_to_backward_prefetch)
+        if self._order_differs:
+            nothing_ahead = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in blocks[1:]]
+            for unit in nothing_ahead:
+                unit.set_modules_to_backward_prefetch([unit])  # gathered by then; an empty list is torch's default
 
     def _hook_gathered(self, model: nn.Module, hooks: dict[str, list[Hook]]) -> None:
         """Register hooks of gradients on the gathered parameters, which exist from their first gather on."""
@@ -153,27 +151,30 @@ class FSDP(TorchStates):
         handles = [unit.register_forward_pre_hook(register) for unit in units]
         self.reach.gathered = register
 
-    def _note_use(self, fqn: str, grad: torch.Tensor) -> None:
-        self._used[fqn] = True
+    def skipped(self, unused: UnusedParameters) -> list[nn.Parameter]:
+        """The parameters that no rank used in this step, which a single process would not update.
 
-    def forget_unused(self) -> None:
-        """Drop the zero gradients of parameters that no rank used, as a single process would skip them; collective.
+        Parameters that ranks may choose are counted over ranks, which is collective. Of the others, `BlockCalls`
+        compares the names over ranks.
 
         Raises:
             ConfigError: only some ranks used a parameter, and this torch would mix up its gradients with another's.
         """
-        used = self._world.sum([float(value) for value in self._used.values()])
-        parameters = dict(self.model.named_parameters())
-        for fqn, count in zip(self._used, used, strict=True):
-            if not REDUCES_UNUSED and 0 < count < self._world.size:
-                raise ConfigError(
-                    f"{int(count)} of {self._world.size} ranks used {fqn} in this step, which parallel.strategy="
-                    f"{self.name} cannot train with torch {torch.__version__}",
-                    "install torch 2.13 or later, or set parallel.strategy=ddp with parallel.find_unused=true",
-                )
-            if not count:
-                parameters[fqn].grad = None
-            self._used[fqn] = False
+        names = unused.names()
+        unused.end_step()
+        skipped = set(names) - set(self._may_differ)
+        if self._may_differ:
+            used = self._world.sum([float(fqn not in names) for fqn in self._may_differ])
+            for fqn, count in zip(self._may_differ, used, strict=True):
+                if not REDUCES_UNUSED and 0 < count < self._world.size:
+                    raise ConfigError(
+                        f"{int(count)} of {self._world.size} ranks used {fqn} in this step, which parallel.strategy="
+                        f"{self.name} cannot train with torch {torch.__version__}",
+                        "install torch 2.13 or later, or set parallel.strategy=ddp with parallel.find_unused=true",
+                    )
+                if not count:
+                    skipped.add(fqn)
+        return [param for fqn, param in self.model.named_parameters() if fqn in skipped] if skipped else []
 
     def _mesh(self) -> DeviceMesh:
         device_type = self._world.device.type
@@ -222,9 +223,8 @@ class FSDP(TorchStates):
 
     def step(self, max_norm: float | None) -> torch.Tensor:
         self.reach.finish_step()
-        if self._used:
-            self.forget_unused()
-        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+        skipped = self.skipped(self.unused) if self.unused is not None else []
+        return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm, skipped)
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:
         yield from super().state_tensors()
@@ -267,6 +267,16 @@ class FSDP(TorchStates):
 
     def load_targets(self) -> Iterator[Shard]:
         return self.shards()
+
+
+def _gather_ahead(
+    blocks: Sequence[nn.Module], ahead: int, prefetch: Callable[[FSDPModule, list[FSDPModule]], None]
+) -> None:
+    """Tell each block, in the order of their calls, which of the next ones to gather with it."""
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    assert len(units) == len(blocks)
+    for index, unit in enumerate(units):
+        prefetch(unit, units[index + 1 : index + 1 + ahead])
 
 
 def take_hooks(model: nn.Module) -> dict[str, list[Hook]]:

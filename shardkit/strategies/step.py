@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -299,13 +299,20 @@ def one_number(loss: Any) -> torch.Tensor:
 
 
 def clip_and_step(
-    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler,
+    max_norm: float | None,
+    unused: Iterable[nn.Parameter] = (),
 ) -> torch.Tensor:
     """Unscale, clip the total 2-norm, update, drop gradients; returns the 0-d norm over all ranks before clipping.
 
-    `parameters`: all of the model's. A list, because walking through the modules takes a large model's host 1 ms.
-
     With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
+
+    Args:
+        parameters: all of the model's. A list, because walking through the modules takes a large model's host 1 ms.
+        unused: parameters that are not updated. They have gradients of zero, so that ranks that disagree about them
+            still compute the norm of the same tensors.
     """
     scaler.unscale_(optimizer)
     # Kept until the update is done: torch makes the Python object of a gradient anew for each look at it.
@@ -315,6 +322,8 @@ def clip_and_step(
         norm = norm.full_tensor()
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    for param in unused:
+        param.grad = None
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()

@@ -121,9 +121,9 @@ def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, 
             whole = sum(getattr(p, "ds_numel", p.numel()) for p in job.model.parameters())
             looked: list[str] = []
             for verb in ("shards", "load_targets"):
-                look = getattr(job.strategy._inner, verb)  # type: ignore[attr-defined]
+                look = getattr(job.strategy.inner, verb)  # type: ignore[attr-defined]
                 seen = partial(lambda out, verb, look: out.append(verb) or look(), looked, verb, look)
-                setattr(job.strategy._inner, verb, seen)  # type: ignore[attr-defined]
+                setattr(job.strategy.inner, verb, seen)  # type: ignore[attr-defined]
             job.step(cases.micro_batches(1, rank, world), cases.loss_fn, cases.n_targets)
             out[name] = whole, kept, len(looked)
         gc.collect()

@@ -72,7 +72,7 @@ def fake_world(
         stack.enter_context(Fakes())
         stack.enter_context(patch("shardkit.strategies.ddp.Wrapped", StandInDDP))
         # The trace does not know which parameters other ranks use: assume that all ranks use all of them.
-        stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.forget_unused", lambda strategy: None))
+        stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.skipped", lambda strategy, unused: []))
         stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
         stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
         if zero:
