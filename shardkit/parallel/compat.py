@@ -285,6 +285,11 @@ def _lacks_gradient(param: Any) -> bool:
     return gathered is None or gathered.grad is None
 
 
+def was_gathered(module: Any) -> bool:
+    """Whether FSDP2's unit `module` has been gathered yet: before, it has no gradients that could count as zero."""
+    return all(getattr(param, "_unsharded_param", None) is not None for param in _fsdp_params(module))
+
+
 def has_gradients(module: Any) -> bool:
     """Whether FSDP2's unit `module` has gradients of gathered parameters, which it has not reduced."""
     params = (getattr(param, "_unsharded_param", None) for param in _fsdp_params(module))

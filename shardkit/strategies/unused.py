@@ -31,12 +31,13 @@ class UnusedParameters:
         self._reductions: Counter[FSDPModule] = Counter()
         self._without: Counter[tuple[FSDPModule, str]] = Counter()
         self._step_is_over = False
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                if REDUCES_UNUSED:
-                    unit.set_reduce_scatter_unused_params(True, recurse=False)
-                count = torch.compiler.disable(partial(self._count, unit))  # type: ignore[no-untyped-call]
-                compat.before_reduction(unit, count)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._gathered_once = False
+        for unit in self._units:
+            if REDUCES_UNUSED:
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+            count = torch.compiler.disable(partial(self._count, unit))  # type: ignore[no-untyped-call]
+            compat.before_reduction(unit, count)
 
     def _count(self, unit: FSDPModule, without_gradient: list[Any]) -> None:
         self.begin_step()
@@ -49,8 +50,18 @@ class UnusedParameters:
         return sorted(name for (unit, name), count in self._without.items() if count == self._reductions[unit])
 
     def end_step(self) -> None:
-        """Count anew from the next reduction on; until then `names` answers for this step."""
+        """Count anew from the next reduction on; until then `names` answers for this step.
+
+        The first step gathers the units that it did not use, on all ranks: FSDP2 reduces no zeros for a unit that was
+        never gathered, and a rank that uses it later would reduce it alone.
+        """
         self._step_is_over = True
+        if not self._gathered_once:
+            self._gathered_once = True
+            for unit in self._units:
+                if not compat.was_gathered(unit):
+                    unit.unshard()
+                    unit.reshard()
 
     def begin_step(self) -> None:
         """Forget the step that has ended, if one has."""

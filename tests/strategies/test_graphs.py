@@ -47,6 +47,7 @@ def told(verdicts: list[Verdict]) -> str:
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
+@pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
     campaign = Campaign(limit_s=90)
     campaign.run_pairs(pairs(SEEDS, SHARED))
@@ -57,6 +58,7 @@ def test_random_graphs_train_as_in_one_process_or_are_refused() -> None:
 
 @pytest.mark.dist
 @pytest.mark.deepspeed
+@pytest.mark.timeout(600)  # DeepSpeed's CPU optimizer may have to be compiled
 def test_graphs_that_were_wrong_once() -> None:
     campaign = Campaign(limit_s=90)
     campaign.run_pairs((draw(seed, features), engine) for seed, features, engine, _ in FOUND)

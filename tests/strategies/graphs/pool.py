@@ -17,7 +17,7 @@ from tests.ranks import _context, _end, _main
 
 from .engines import Payload, Report
 
-PREPARED_IN_S, GRACE_S = 120.0, 5.0
+PREPARED_IN_S, GRACE_S = 300.0, 5.0
 """Longest wait beyond a payload's limit for processes that start and for DeepSpeed's CPU optimizer, which is compiled
 when it is first used; and the wait for the other ranks once one rank has failed."""
 
