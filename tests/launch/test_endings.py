@@ -64,12 +64,17 @@ def test_a_warned_job_is_queued_again(start: Callable[..., Job]) -> None:
     assert job.calls == ["requeue"] and job.reason == "saved after USR2", job.output
 
 
-def test_a_cancel_after_the_last_look_takes_the_job_from_the_queue(start: Callable[..., Job], tmp_path: Path) -> None:
-    """The user cancels after the ranks have ended, in the moment in which the script queues the job again."""
+@pytest.mark.parametrize("shown", ["{}/out", "{}/o64t"], ids=["", "a garbled path"])
+def test_a_cancel_after_the_last_look_takes_the_job_from_the_queue(shown: str, start: Callable[..., Job]) -> None:
+    """The user cancels after the ranks have ended, in the moment in which the script queues the job again.
+
+    scontrol does not show an output file as it is called if its path holds a %.
+    """
     job = start("srun")
     scontrol = job.folder / "bin/scontrol"
     hurry = f'if [ "$1" = requeue ]; then {job.folder}/bin/scancel 7; fi\n'
-    scontrol.write_text(scontrol.read_text().replace("now=$(date", hurry + "now=$(date", 1))
+    text = scontrol.read_text().replace("now=$(date", hurry + "now=$(date", 1)
+    scontrol.write_text(text.replace(f"StdErr={job.folder}/out", f"StdErr={shown.format(job.folder)}"))
     job.until("training")
     job.warn()
     job.end()
