@@ -306,8 +306,7 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
         process = subprocess.Popen(step_argv(batch, environ), env=step_environment(batch, environ), stderr=log)
     srun = Follower(batch.log_dir / endings.SRUN_LOG, sys.stderr.buffer)
     in_use = job_starts.InUse(batch.log_dir)
-    tasks_per_node = 1 if batch.style == "torchrun" else batch.n_ranks_per_node
-    bound = lost.Bound(partial(endings.srun_log, batch), batch.n_nodes * tasks_per_node)
+    bound = lost.Bound(partial(endings.srun_log, batch))
     noted = queued = was_bounded = False
     newest_then = before
     rank_0 = Follower(batch.log_dir / "rank-0.log", sys.stdout.buffer) if batch.style == "srun" else None

@@ -95,6 +95,8 @@ def after(
     if not may_be_done or (batch.script is not None and warning.came):
         ending = requeue.ending(batch.job_id, batch.restart)
     if ending is not None and ending.how == requeue.CANCELLED:
+        if ending.comes_back:  # Slurm had begun to queue it again
+            requeue.cancel(batch.job_id)
         return _cancelled(batch, code, failures, saved is not None)
     if may_be_done and (batch.script is None or signal.SIGUSR2 not in warning.came):
         batch.note_end("done")

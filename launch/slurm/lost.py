@@ -29,11 +29,10 @@ class Bound:
 
     Args:
         srun_log: returns what srun has written.
-        n_tasks: tasks of the step.
     """
 
-    def __init__(self, srun_log: Callable[[], str], n_tasks: int) -> None:
-        self._srun_log, self._n_tasks = srun_log, n_tasks
+    def __init__(self, srun_log: Callable[[], str]) -> None:
+        self._srun_log = srun_log
         self._next_look = 0.0
         self._deadline: float | None = None
 

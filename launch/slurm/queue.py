@@ -192,13 +192,13 @@ def _show_array(job: str, folder: Path, follow: bool, out: BinaryIO) -> None:
 
 def _print_lines(index: str, buffer: BytesIO, out: BinaryIO, is_last: bool) -> None:
     """Move whole lines to `out`; the rest waits for its end, which the last call writes as well."""
-    whole, _, rest = buffer.getvalue().rpartition(b"\n")
+    whole, end, rest = buffer.getvalue().rpartition(b"\n")
     if is_last and rest:
-        whole, rest = buffer.getvalue(), b""
+        whole, end, rest = buffer.getvalue(), b"\n", b""
     buffer.seek(0)
     buffer.truncate()
     buffer.write(rest)
-    for line in whole.split(b"\n") if whole else []:
+    for line in whole.split(b"\n") if end else []:
         out.write(f"{index}: ".encode() + line + b"\n")
     out.flush()
 

@@ -136,8 +136,10 @@ class Watchdog:
         while not self._ended.wait(tick := min(1.0, self._part.limit_s / 10)):
             part = self._part  # before the beats: `within` beats, then restores it
             passed, now = time.monotonic() - now, time.monotonic()
-            idle = idle + min(passed, 2 * tick) if beats == self._beats else 0.0
-            beats = self._beats
+            if beats != self._beats:
+                beats, idle, seen = self._beats, 0.0, part.signs()  # as the part begins
+                continue
+            idle += min(passed, 2 * tick)
             if idle <= part.limit_s:
                 continue
             sign = part.signs()

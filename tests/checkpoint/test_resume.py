@@ -208,9 +208,17 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> No
 
 
 def test_a_finished_run_has_nothing_to_do_and_is_made_longer(fresh: Path) -> None:
-    assert run(fresh, "train.max_steps=2").returncode == 0
-    before = losses(fresh)
+    first = run(fresh, "train.max_steps=2")
+    assert first.returncode == 0
+    limit = "a save that writes nothing for {} s ends the job (checkpoint.timeout_s)"
+    assert limit.format(1800) in first.stdout, "no save of the run was timed yet"
+    before, checkpoints = losses(fresh), fresh / "run" / "checkpoints"
+    (checkpoints / "step_00000009.tmp").mkdir()  # as a start that was killed in a save leaves them
+    (checkpoints / "step_00000009.tmp/rank_00000.bin").write_text("part")
+    (checkpoints / "latest.part0123456789ab").write_text("step_00000009")
     done = run(fresh, "train.max_steps=2", "run.resume=true")
+    assert not list(checkpoints.glob("*.tmp")) and not list(checkpoints.glob("*.part*"))
+    assert limit.format(120) in done.stdout, "as long as the earlier start's saves allow"
     assert done.returncode == 0, done.stderr
     assert "nothing to do" in done.stdout
     assert losses(fresh) == before

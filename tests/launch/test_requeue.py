@@ -171,6 +171,17 @@ def test_processes_that_died_without_a_word_are_named(
     assert requeue.reason(None, [], failures, False, None, reason) == reason
 
 
+@pytest.mark.parametrize("ended", ["", ENDED.format("task 0")])
+def test_srun_waits_for_the_other_tasks_no_longer_than_slurm_may_take_to_end_them(
+    ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((1000.0, 1069.0, 1071.5))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(requeue, "kill_wait_s", lambda: 40)
+    bound = lost.Bound(lambda: ended)
+    assert [bound.is_passed() for _ in range(3)] == [False, False, bool(ended)]
+
+
 def test_a_job_that_slurm_says_nothing_of_was_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requeue.commands, "ask", lambda *asked, **_: subprocess.CompletedProcess(asked, 1, "", ""))
     assert requeue.ending("7", restart=2) is None

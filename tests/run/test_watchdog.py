@@ -116,6 +116,28 @@ def test_who_does_not_is_ended_with_its_stacks(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rank_0.txt").read_text().splitlines()[0])["step"] == 3
 
 
+STANDS_STILL = """
+import pathlib, sys, threading, time
+from shardkit.run.watchdog import Part, Watchdog
+dog = Watchdog(pathlib.Path(sys.argv[1]), 0, 1, 60, settle_s=0.0)
+dog.start()
+dog.beat(3, "save")
+with dog.within(Part(2.0, "checkpoint.timeout_s", signs=lambda: 4096)):
+    print(time.time(), flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_save_that_writes_nothing_is_ended_after_its_limit_and_not_after_twice_as_long(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL, str(tmp_path)], cwd=REPO, env=environment(), capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and "raise checkpoint.timeout_s" in done.stderr, done
+    began, ended = float(done.stdout), (tmp_path / "rank_0.txt").stat().st_mtime
+    assert ended - began < 3.5
+
+
 SUSPENDED = """
 import pathlib, sys, time
 from shardkit.run.watchdog import Part, Watchdog

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_OFF = ("", "none", "null", "no", "false", "off", "0", "1", "-1")
+_OFF = ("", "none", "null", "no", "false", "off", "0")
+_SIZE = re.compile(r".*(?:_size|_degree|tensor_parallel)")
 _TENSOR = "tensor parallelism divides each layer's weights and activations over ranks"
 _TOKENS = "the tokens of a sample, and so the activations, are divided over ranks"
 _QUANTISED = "the model's weights are stored in fewer bits"
@@ -61,19 +62,23 @@ def effect_of(key: str, value: Any) -> str:
 
     Args:
         key: dotted, as in the tool's file.
-        value: switches, sizes and names; sizes of 1 and values that switch a key off have no effect.
+        value: switches, sizes and names; sizes of 1 and values that switch a key off have no effect. A switch may be
+            on by the number 1, and other numbers may be fractions.
 
     Returns:
         A clause for a message, or "" if the plan holds.
     """
-    if _is_off(value) or (key.endswith(".quant_method") and value == "bitsandbytes"):  # load_in_4bit and 8bit decide
+    if _is_off(value) or (_SIZE.fullmatch(key) and _is_one(value)):
+        return ""
+    if key.endswith(".quant_method") and value == "bitsandbytes":  # load_in_4bit and 8bit decide
         return ""
     return next((effect for pattern, effect in _PATTERNS if re.fullmatch(pattern, key)), "")
 
 
 def _is_off(value: Any) -> bool:
-    if isinstance(value, bool) or value is None:
-        return not value
-    if isinstance(value, (int, float)):
-        return value <= 1
     return value.lower() in _OFF if isinstance(value, str) else not value
+
+
+def _is_one(size: Any) -> bool:
+    """Whether nothing is divided: into one part, or into as many as the tool chooses."""
+    return size in (1, -1, "1", "-1")

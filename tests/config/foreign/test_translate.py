@@ -473,6 +473,9 @@ def test_contents_and_objects_are_read_as_files_are(tmp_path: Path) -> None:
          {"model_init_kwargs.quantization_config.load_in_4bit": True}),
         ({"args__json": {"output_dir": "o", "quantization_config": {"quant_method": "gptq"}}},
          {"quantization_config.quant_method": "gptq"}),
+        ({"args__yaml": TRAINER + "load_in_4bit: 1\nuse_liger_kernel: '1'\ntp_size: 1\n",
+          "ds__json": {**ZERO3, "zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}},
+         {"load_in_4bit": 1, "use_liger_kernel": "1", "zero_optimization.zenflow.topk_ratio": 0.1}),
         ({"args__yaml": TRAINER + "load_in_4bit: false\nload_in_8bit: null\ntp_size: 1\ncp_size: '1'\n"
           "quantization_bit: null\nuse_liger_kernel: false\nparallelism_config: {cp_size: 1, cp_backend: torch}\n",
           "ds__json": {**ZERO3, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 0},

@@ -1,0 +1,166 @@
+"""Slurm's commands and one rank as small scripts, for a batch job of one start; real clusters are in tests/slurm.
+
+The controller's state is a folder: `state`, `reason` and `restarts` of the job, and `calls`, the requests that change
+it. Its words and their order are those of Slurm 22.05: a cancel sets the state and the end time, slurmstepd announces
+it in the job's output, and the job's processes get SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shardkit.launch.failures import job_starts
+from tests.launch.jobs import REPO, environment, settings
+
+STYLES = ("torchrun", "srun", "script")
+SCONTROL = r"""#!/bin/bash
+cd {folder}
+now=$(date +%Y-%m-%dT%H:%M:%S)
+if [ "$2" = hostnames ]; then printf 'n1\nn2\n'; exit; fi
+if [ "$2" = config ]; then echo "KillWait = 0 sec"; exit; fi
+if [ "$1" = show ]; then
+  end=2099-01-01T00:00:00; [ "$(cat state)" = RUNNING ] || end=$now  # as Slurm sets it for a job that ends
+  echo "JobId=7 JobState=$(cat state) Reason=$(cat reason) Restarts=$(cat restarts) EndTime=$end PreemptTime=None"
+  [ "$4" ] || echo "   StdErr={folder}/out"
+elif [ "$1" = requeue ]; then
+  echo requeue >>calls
+  echo 1 >restarts; echo PENDING >state
+  echo "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT $now DUE TO JOB REQUEUE ***" >>out
+  ./end
+fi
+"""
+SCANCEL = r"""#!/bin/bash
+cd {folder}
+case $1 in --signal=*) grep -qs {folder} /proc/$(cat rank)/environ && kill -${{1#--signal=}} $(cat rank); exit;; esac
+echo cancel >>calls
+if [ "$(cat state)" = PENDING ]; then echo CANCELLED >state; exit; fi
+echo COMPLETING >state
+echo "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT $(date +%Y-%m-%dT%H:%M:%S) ***" >>out
+./end
+exit 0
+"""
+# Ends the job's processes. Their ids may be another process's by now.
+END = r"""#!/bin/bash
+cd {folder}
+for pid in $(cat batch rank 2>/dev/null); do
+  if grep -qs {folder} /proc/$pid/environ; then kill -TERM $pid; fi
+done
+exit 0
+"""
+# It trains until it is told to stop, then saves; a cancelled step starts no task.
+SRUN = r"""#!/bin/bash
+cd {folder}
+[ "$(cat state)" = RUNNING ] || {{ echo "srun: error: Job 7 is not running" >&2; exit 1; }}
+stop=
+trap 'stop=1' USR2 TERM
+echo $$ >rank
+touch training
+until [ "$stop" ]; do sleep 0.05; done
+touch saving
+for _ in $(seq {save_ticks}); do sleep 0.05; done
+case {style} in
+script) mkdir -p run/mine; touch run/mine/last.pt; exit 0;;
+srun) error=$SHARDKIT_ERROR_DIR/rank-0.json;;
+torchrun) error=$SHARDKIT_LOG_ROOT/node0/id/attempt_0/0/error.json;;
+esac
+echo '{{"step": 5}}' >>run/metrics.jsonl
+mkdir -p run/checkpoints/step_00000005 $(dirname $error)
+touch run/checkpoints/step_00000005/manifest.json
+echo '{stopped}' >$error
+exit 75
+"""
+# Looks are frequent here, so that many of them meet each phase of a save.
+BATCH = """
+import sys
+from shardkit.launch import batch
+from shardkit.launch.slurm import lost, preemption_warning
+preemption_warning._LOOK_S, lost._LOOK_S, lost._SLACK_S = 0.1, 0.1, 0.2
+sys.exit(batch.main(sys.argv[1:]))
+"""
+STOPPED = {"rank": 0, "exit_code": 75, "when": 0.0, "message": "saved and stopped for SIGUSR2"}
+
+
+class Job:
+    """A batch script of shardkit under these commands.
+
+    Args:
+        style: one of `STYLES`.
+        save_s: how long the rank's save takes.
+        srun: a script in place of the rank.
+    """
+
+    def __init__(self, folder: Path, style: str, save_s: float = 0.3, srun: str = SRUN, n_nodes: int = 1) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        programs = folder / "bin"
+        programs.mkdir(parents=True)
+        stopped = json.dumps({"message": {"message": "", "extraInfo": {}}, "shardkit": STOPPED})
+        values = {"folder": folder, "style": style, "save_ticks": round(save_s / 0.05), "stopped": stopped}
+        for name, text in (("scontrol", SCONTROL), ("scancel", SCANCEL), ("srun", srun), ("../end", END)):
+            (programs / name).write_text(text.format(**values))
+            (programs / name).chmod(0o755)
+        for name, text in (("state", "RUNNING"), ("reason", "None"), ("restarts", "0"), ("out", ""), ("calls", "")):
+            (folder / name).write_text(text + "\n" * bool(text))
+        (self.run_dir / "logs").mkdir(parents=True)
+        saves = [{"step": 1, "total_s": 400.0}]  # so that a look at a job's end time has something to compare
+        (self.run_dir / "logs/checkpoints.jsonl").write_text("".join(json.dumps(save) + "\n" for save in saves))
+        words = ["srun" if style == "script" else style]
+        if style == "script":
+            described = self.run_dir / "submit/1/script.json"
+            described.parent.mkdir(parents=True)
+            described.write_text(json.dumps({"argv": ["train.py"], "checkpoints": str(self.run_dir / "mine")}))
+            words += ["--script", str(described)]
+        else:
+            words += [str(REPO / "configs/ddp.yaml"), *settings(self.run_dir)]
+        environ = environment(
+            PATH=f"{programs}:{os.environ['PATH']}", SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES=str(n_nodes),
+            NPROC_PER_NODE="1", SLURM_JOB_NODELIST="n[1-2]",
+        )  # fmt: skip
+        with (folder / "out").open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BATCH, *words], cwd=REPO, env=environ, stdout=out, stderr=out
+            )
+        (folder / "batch").write_text(f"{self.process.pid}\n")
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().split()
+
+    @property
+    def reason(self) -> str | None:
+        """The recorded reason of the start's end."""
+        return job_starts.starts(self.run_dir)[-1].reason
+
+    def until(self, *names: str) -> None:
+        """Wait until one of these files is there, or the batch script has ended."""
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None and not any((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
+    def warn(self) -> None:
+        """Send what `--signal=B:USR2@…` sends."""
+        self.process.send_signal(signal.SIGUSR2)
+
+    def cancel(self) -> None:
+        subprocess.run([self.folder / "bin/scancel", "7"], check=True, stderr=subprocess.DEVNULL)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=60)
+        finally:
+            self.process.kill()
+
+    def said(self) -> str:
+        """The batch script's own lines, without their time."""
+        return re.sub(r"^\[\d\d:\d\d:\d\d\] ", "", self.output, flags=re.MULTILINE)
