@@ -188,7 +188,8 @@ def asked(
         return None, None if config == "-" else config, overrides
     words = [*([] if config is None else [config]), *overrides]
     files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
-    return read_job([*theirs, *files], model, gpus, peft), None, [word for word in words if "=" in word]
+    settings = [word for word in words if "=" in word]
+    return read_job([*theirs, *files], model, gpus, peft, settings), None, settings
 
 
 def ladder(

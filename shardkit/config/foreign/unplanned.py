@@ -66,12 +66,13 @@ def effect_of(key: str, value: Any) -> str:
     Returns:
         A clause for a message, or "" if the plan holds.
     """
-    if _is_off(value) or (key.endswith(".quant_method") and value == "bitsandbytes"):  # load_in_4bit and 8bit decide
+    if is_off(value) or (key.endswith(".quant_method") and value == "bitsandbytes"):  # load_in_4bit and 8bit decide
         return ""
     return next((effect for pattern, effect in _PATTERNS if re.fullmatch(pattern, key)), "")
 
 
-def _is_off(value: Any) -> bool:
+def is_off(value: Any) -> bool:
+    """Whether a value switches its key off, or is a size of 1."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, (int, float)):
