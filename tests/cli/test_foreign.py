@@ -18,6 +18,7 @@ from shardkit.plan.client import plan
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
 from tests.config.foreign.test_lint import FSDP2, TRAINER, ZERO3, write
+from tests.config.foreign.test_recipes import AXOLOTL
 from tests.config.foreign.test_translate import MODEL
 
 from .test_main import shardkit
@@ -61,6 +62,22 @@ def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: p
     assert shardkit("plan", *given) == 0
     assert "fsdp on 4 × cpu" in capsys.readouterr().out
     assert read_job([file], str(tmp_path), 2).gpus == 2
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_recipe_names_its_tool_and_what_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out(tmp_path, {"recipe.yaml": AXOLOTL.replace("some/model", "model")})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit("plan", "--from", "recipe.yaml", "run.device=cpu") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("recipe.yaml (axolotl)\n") and "→ adapter.r=16" in out and "unknown" not in out
+    laid_out(tmp_path, {"recipe.yaml": AXOLOTL.replace("some/model", "model") + "load_in_4bit: true\nlora_rr: 3\n"})
+    assert shardkit("plan", "--from", "recipe.yaml", "run.device=cpu") == 7
+    out = capsys.readouterr().out
+    assert "verdict    not planned: load_in_4bit=true in recipe.yaml" in out
+    assert "unknown: axolotl 0.18 has no such key and ignores it; did you mean lora_r?" in out
 
 
 def test_a_search_starts_from_a_config_that_every_engine_takes(tmp_path: Path) -> None:
