@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,3 +100,20 @@ def _fix(job: Together, said: Said, key: str) -> str:
     if value:
         return f"add {key}={value} to the command, write a number, or pass the Trainer's file too"
     return "write its value, or pass the Trainer's or Accelerate's file too"
+
+
+def in_few_lines(problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
+    """Causes and fixes; every `auto` with the same fix is one of them."""
+    autos: dict[str, list[Problem]] = {}
+    for problem in problems:
+        if problem.kind == "auto":
+            autos.setdefault(problem.fix, []).append(problem)
+        else:
+            yield problem.cause, problem.fix
+    for fix, same in autos.items():
+        if len(same) == 1:
+            yield same[0].cause, fix
+        else:
+            keys = ", ".join(key for problem in same for key in problem.keys)
+            name = same[0].cause.partition(": ")[0]
+            yield f'{name}: {len(same)} keys are "auto", but no other file says what they become ({keys})', fix

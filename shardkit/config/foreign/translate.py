@@ -14,6 +14,7 @@ from ..load import LoadedConfig
 from ..schema import RunConfig
 from ..yaml import Document
 from . import tables
+from .autos import in_few_lines
 from .combine import combine
 from .files import File, family
 from .gather import adapter_file, gather, read_model
@@ -125,7 +126,7 @@ class Job:
         keys = {str(split_override(item)[0]) for item in overrides}
         still = [problem for problem in self.problems if problem.ours not in keys]
         if still:
-            raise combined([ConfigError(cause, fix) for cause, fix in _in_few_lines(still)])
+            raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
         given = [split_override(item) for item in overrides]
         settings = dict(self.settings)
         if ("adapter.type", "lora") in [(str(key), value) for key, value in given]:
@@ -394,6 +395,8 @@ class _Translation:
 
     def drop_an_adapter_that_is_off(self) -> Settings:
         """Remove and return the adapter's settings unless one is trained: shardkit would refuse them."""
+        if self.job.command_line.get("adapter.type") == "lora":
+            self.settings["adapter.type"] = "lora"
         if self.settings.get("adapter.type") == "lora":
             return {}
         names = [key for key in self.settings if key.startswith("adapter.")]
@@ -431,23 +434,6 @@ class _Translation:
             if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
                 del settings[key]
         self.added = [one for one in self.added if one[0] in settings]
-
-
-def _in_few_lines(problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
-    """Causes and fixes; every `auto` with the same fix is one of them."""
-    autos: dict[str, list[Problem]] = {}
-    for problem in problems:
-        if problem.kind == "auto":
-            autos.setdefault(problem.fix, []).append(problem)
-        else:
-            yield problem.cause, problem.fix
-    for fix, same in autos.items():
-        if len(same) == 1:
-            yield same[0].cause, fix
-        else:
-            keys = ", ".join(key for problem in same for key in problem.keys)
-            name = same[0].cause.partition(": ")[0]
-            yield f'{name}: {len(same)} keys are "auto", but no other file says what they become ({keys})', fix
 
 
 def _cpu(job: Together) -> bool:

@@ -224,6 +224,7 @@ def test_an_adapter_that_the_command_line_turns_on_has_the_files_rank(tmp_path: 
     assert read_job([file], str(tmp_path), 2).load().config.adapter.type == "none"
     settings = ["adapter.type=lora"]
     job = read_job([file], str(tmp_path), 2, overrides=settings)
+    assert job.settings["adapter.r"] == 32, "the mapping shows it as planned"
     config = job.load(settings).config
     assert (config.adapter.type, config.adapter.r, config.adapter.targets) == ("lora", 32, ["q_proj"])
     assert job.loop["frozen"] == "bfloat16"
