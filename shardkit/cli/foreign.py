@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 if TYPE_CHECKING:
-    from ..config.foreign.combine import Said
+    from ..config.foreign.together import Said
     from ..config.foreign.translate import Job
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate

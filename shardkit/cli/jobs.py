@@ -481,7 +481,8 @@ def _planned_by_files(
     from .foreign import OVERRIDES, left_out, misfits, moments
 
     _refuse_no_gpu(spec)
-    job = read_job(asked.files, asked.model, spec.nproc_per_node * spec.nodes[1], asked.peft)
+    ranks = spec.nproc_per_node * spec.nodes[1]
+    job = read_job(asked.files, asked.model, ranks, asked.peft, [item for item in asked.settings if "%a" not in item])
     overrides = [*OVERRIDES, *(item for item in asked.settings if "%a" not in item)]
     job.refuse_unplanned("submit it anyway with --force")
     loaded = job.load(overrides).config

@@ -88,8 +88,8 @@ def plan(
     predicted to be fastest among those that fit. The samples per step, and every key set on the command line, stay
     unchanged. After --budget seconds, or at Ctrl-C, the best so far is the result.
 
-    With --from, plan the job that files of Accelerate, DeepSpeed or transformers' Trainer describe together, and first
-    say what each of their keys becomes here.
+    With --from, plan the job that files of Accelerate, DeepSpeed or transformers' Trainer describe together, or a
+    recipe of axolotl, LLaMA-Factory or TRL, and first say what each of their keys becomes here.
 
     Exit code 0 if it fits, 4 if it does not, 7 if a key of the files changes memory and is not planned.
     """
@@ -188,7 +188,8 @@ def asked(
         return None, None if config == "-" else config, overrides
     words = [*([] if config is None else [config]), *overrides]
     files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
-    return read_job([*theirs, *files], model, gpus, peft), None, [word for word in words if "=" in word]
+    settings = [word for word in words if "=" in word]
+    return read_job([*theirs, *files], model, gpus, peft, settings), None, settings
 
 
 def ladder(
@@ -213,8 +214,8 @@ def ladder(
 
     Every rung runs in fresh processes; running out of memory is a result.
 
-    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer describe
-    together, each as a change of these files. Their loop is not run.
+    With --from, predict the rungs of the job that files of Accelerate, DeepSpeed or transformers' Trainer, or a recipe
+    of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
     """
     from ..config.load import load_config
     from ..plan.search import ladder as ladders

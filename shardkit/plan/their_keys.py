@@ -13,6 +13,7 @@ import yaml
 
 from ..config.foreign.files import File, flatten
 from ..config.foreign.gather import prefixed
+from ..config.foreign.tools import RECIPES, base
 from ..config.foreign.translate import Job, nested
 from ..config.layers import split_override
 from ..config.load import LoadedConfig
@@ -24,14 +25,14 @@ from .model.estimate import MemoryEstimate
 from .search.ladder import Rung, Step
 from .target import Target
 
-Tool = Literal["trainer", "accelerate", "deepspeed", "lightning", "torch"]
+Tool = Literal["trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed", "lightning", "torch"]
 LIMIT_S = 90.0
 """Most seconds for the plans of one post-mortem."""
 _ZERO = ("zero1", "zero2", "zero3")
 _SHARDED = ("fsdp", "hsdp")
 _AUTOS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_READERS: tuple[Tool, ...] = ("trainer", "accelerate", "deepspeed")
-_ENGINES: tuple[Tool, ...] = ("accelerate", "trainer", "deepspeed")
+_READERS: tuple[Tool, ...] = ("trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed")
+_ENGINES: tuple[Tool, ...] = ("accelerate", "trainer", "trl", "llamafactory", "axolotl", "deepspeed")
 """Who decides the engine if there are several."""
 _TECHNIQUES = ("parallel.", "precision.", "activation.", "model.loss_chunk_size")
 _RECOMPUTE = "model.gradient_checkpointing_enable()"
@@ -45,6 +46,12 @@ def _trainer_engine(value: str, strategy: str) -> str | None:
         autos = "" if strategy in _ZERO else "".join(f"{key}: auto, " for key in _AUTOS)
         return f"deepspeed: {{{autos}zero_optimization: {{stage: {value[-1]}}}}}"
     return "fsdp: true, fsdp_config: {version: 2}" if value == "fsdp" else None
+
+
+def _axolotl_engine(value: str, strategy: str) -> str | None:
+    if value == "fsdp":
+        return "fsdp_version: 2, fsdp_config: {reshard_after_forward: true}"
+    return _trainer_engine(value, strategy)
 
 
 def _accelerate_engine(value: str, strategy: str) -> str | None:
@@ -62,20 +69,32 @@ def _of_engine(under_zero: str | None, under_fsdp: str | None) -> Callable[[Any,
     return lambda value, strategy: under_zero if strategy in _ZERO else under_fsdp
 
 
+_TRAINER: dict[str, Phrase] = {
+    "train.micro_batch_size": "per_device_train_batch_size: {}",
+    "train.grad_accum_steps": "gradient_accumulation_steps: {}",
+    "activation.policy=full": "gradient_checkpointing: true",
+    "precision.mode=bf16": "bf16: true",
+    "optim.name=adamw8bit": "optim: adamw_torch_8bit",
+    "parallel.strategy": _trainer_engine,
+    "parallel.offload_optimizer=cpu": "deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}",
+    "parallel.offload_param=cpu": _of_engine(
+        "deepspeed: {zero_optimization: {offload_param: {device: cpu}}}", "fsdp_config: {cpu_offload: true}"
+    ),
+    "parallel.reshard_after_forward=true": "fsdp_config: {reshard_after_forward: true}",
+    "data.workers": "dataloader_num_workers: {}",
+}
 _PHRASES: dict[Tool, dict[str, Phrase]] = {
-    "trainer": {
-        "train.micro_batch_size": "per_device_train_batch_size: {}",
-        "train.grad_accum_steps": "gradient_accumulation_steps: {}",
-        "activation.policy=full": "gradient_checkpointing: true",
-        "precision.mode=bf16": "bf16: true",
-        "optim.name=adamw8bit": "optim: adamw_torch_8bit",
-        "parallel.strategy": _trainer_engine,
-        "parallel.offload_optimizer=cpu": "deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}",
+    "trainer": _TRAINER,
+    "trl": _TRAINER,
+    "llamafactory": {**_TRAINER, "activation.policy=full": "disable_gradient_checkpointing: false"},
+    "axolotl": {
+        **_TRAINER,
+        "train.micro_batch_size": "micro_batch_size: {}",
+        "optim.name=adamw8bit": "optimizer: adamw_torch_8bit",
+        "parallel.strategy": _axolotl_engine,
         "parallel.offload_param=cpu": _of_engine(
-            "deepspeed: {zero_optimization: {offload_param: {device: cpu}}}", "fsdp_config: {cpu_offload: true}"
+            "deepspeed: {zero_optimization: {offload_param: {device: cpu}}}", "fsdp_config: {offload_params: true}"
         ),
-        "parallel.reshard_after_forward=true": "fsdp_config: {reshard_after_forward: true}",
-        "data.workers": "dataloader_num_workers: {}",
     },
     "accelerate": {
         "train.micro_batch_size": _LOADER,
@@ -129,7 +148,9 @@ _PHRASES: dict[Tool, dict[str, Phrase]] = {
     },
 }
 _BUCKETS: dict[Tool, str] = {
-    "trainer": "deepspeed: {zero_optimization: {reduce_bucket_size: {}}}",
+    **dict.fromkeys(
+        ("trainer", "trl", "llamafactory", "axolotl"), "deepspeed: {zero_optimization: {reduce_bucket_size: {}}}"
+    ),
     "accelerate": "zero_optimization: {reduce_bucket_size: {}} in the deepspeed_config_file",
     "deepspeed": "zero_optimization: {reduce_bucket_size: {}}",
     "lightning": "DeepSpeedStrategy(reduce_bucket_size={})",
@@ -230,6 +251,9 @@ def plain(job: Job, overrides: Sequence[str]) -> Told:
                 off[key] = "no"
             elif key in ("bf16", "fp16", "bf16.enabled", "fp16.enabled") or key.endswith(_RECOMPUTES):
                 off[key] = False
+        if file.tool in RECIPES:
+            off |= {"bf16": False, "fp16": False}
+            off |= {"disable_gradient_checkpointing": True} if file.tool == "llamafactory" else {_RECOMPUTES[0]: False}
         files.append(replace(file, values={**file.values, **off}))
     more = [one for one in overrides if not one.startswith(_TECHNIQUES)]
     return _reread(job, files, more, [])
@@ -288,13 +312,13 @@ def _without_engine(job: Job, strategy: str) -> list[File]:
     found = []
     for file in job.files:
         values = dict(file.values)
-        if file.tool == "trainer":
+        if base(file.tool) == "trainer":
             values = {key: one for key, one in values.items() if key.split(".")[0] not in _SECTIONS}
         elif file.tool == "accelerate":
             several = "MULTI_CPU" if values.get("use_cpu") else "MULTI_GPU"
             values = {key: one for key, one in values.items() if not key.startswith("parallelism_config")}
             values["distributed_type"] = several if job.gpus > 1 else "NO"
-        elif file.tool == "deepspeed" and present & {"trainer", "accelerate"}:
+        elif file.tool == "deepspeed" and present & {"trainer", "accelerate", *RECIPES}:
             continue
         elif file.tool == "deepspeed":
             values = {key: one for key, one in values.items() if not key.startswith("zero_optimization.")}
@@ -303,12 +327,12 @@ def _without_engine(job: Job, strategy: str) -> list[File]:
     return found
 
 
-_SECTIONS = ("fsdp", "fsdp_config", "deepspeed")
+_SECTIONS = ("fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size")
 
 
 def _with(files: Sequence[File], tool: Tool, tree: Mapping[str, Any]) -> list[File]:
     """The files with more keys; a whole DeepSpeed config in the Trainer's file becomes a file of its own."""
-    inner = tree.get("deepspeed") if tool == "trainer" else None
+    inner = tree.get("deepspeed") if base(tool) == "trainer" else None
     own = {key: value for key, value in tree.items() if key != "deepspeed" or inner is None}
     found = []
     for file in files:
@@ -319,7 +343,7 @@ def _with(files: Sequence[File], tool: Tool, tree: Mapping[str, Any]) -> list[Fi
         return found
     if any(file.tool == "deepspeed" for file in found):
         return _with(found, "deepspeed", inner)
-    name = next(file.name for file in found if file.tool == "trainer")
+    name = next(file.name for file in found if base(file.tool) == "trainer")
     return [*found, File(f"{name}: deepspeed", "deepspeed", flatten(inner))]
 
 

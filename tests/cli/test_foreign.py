@@ -18,6 +18,7 @@ from shardkit.plan.client import plan
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
 from tests.config.foreign.test_lint import FSDP2, TRAINER, ZERO3, write
+from tests.config.foreign.test_recipes import AXOLOTL
 from tests.config.foreign.test_translate import MODEL
 
 from .test_main import shardkit
@@ -61,6 +62,22 @@ def test_ranks_come_from_accelerates_file_unless_asked(tmp_path: Path, capsys: p
     assert shardkit("plan", *given) == 0
     assert "fsdp on 4 × cpu" in capsys.readouterr().out
     assert read_job([file], str(tmp_path), 2).gpus == 2
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_recipe_names_its_tool_and_what_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out(tmp_path, {"recipe.yaml": AXOLOTL.replace("some/model", "model")})
+    monkeypatch.chdir(tmp_path)
+    assert shardkit("plan", "--from", "recipe.yaml", "run.device=cpu") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("recipe.yaml (axolotl)\n") and "→ adapter.r=16" in out and "unknown" not in out
+    laid_out(tmp_path, {"recipe.yaml": AXOLOTL.replace("some/model", "model") + "load_in_4bit: true\nlora_rr: 3\n"})
+    assert shardkit("plan", "--from", "recipe.yaml", "run.device=cpu") == 7
+    out = capsys.readouterr().out
+    assert "verdict    not planned: load_in_4bit=true in recipe.yaml" in out
+    assert "unknown: axolotl 0.18 has no such key and ignores it; did you mean lora_r?" in out
 
 
 def test_a_search_starts_from_a_config_that_every_engine_takes(tmp_path: Path) -> None:
@@ -226,7 +243,7 @@ BAD: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "a binary file that another one names": (
         {"args.yaml": TRAINER + "fsdp: full_shard\nfsdp_config: fsdp.json\n", "fsdp.json": b"\xff\xfe\x00"}, PLAN,
         "fsdp.json cannot be read"),
-    "an adapter that only the script describes": ({"args.yaml": TRAINER + "use_peft: true\n"}, PLAN, "--peft"),
+    "an adapter without layers": ({"args.yaml": TRAINER + "use_peft: true\n"}, PLAN, "lora_target_modules: all-linear"),
     "--from forgotten": ({}, ["plan", "args.yaml"], "pass it as --from args.yaml"),
     "another tool's file to launch": (
         {"ds.json": ZERO3}, ["launch", "ds.json"], "ds.json is a file of DeepSpeed, not a config of shardkit"),
@@ -407,17 +424,33 @@ def test_the_mapping_shows_what_a_contradiction_leaves_open_and_other_ranks(tmp_
     assert "num_processes: 16 → 16 ranks (the plan: 4)" in lines
 
 
-def test_every_auto_that_nothing_fills_in_is_named_in_one_line(
+def test_every_auto_that_changes_memory_is_named_with_its_own_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    autos = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto"}
-    laid_out(tmp_path, {"ds.json": {**autos, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}})
+    """Learning rate, betas, epsilon, warm-up and clipping change no memory, and stop no plan."""
+    neutral = {"params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"), "type": "AdamW"}
+    warmup = {"params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")}
+    autos = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "gradient_accumulation_steps": "auto",
+             "optimizer": neutral, "scheduler": {"type": "WarmupLR", **warmup}, "train_batch_size": "auto"}  # fmt: skip
+    sizes = {"stage": 3, "reduce_bucket_size": "auto"}
+    laid_out(tmp_path, {"ds.json": {**autos, "train_micro_batch_size_per_gpu": "auto", "zero_optimization": sizes}})
     monkeypatch.chdir(tmp_path)
-    assert shardkit("plan", "--from", "ds.json", "--model", "model", "train.seq_len=64") == 2
-    cause, fix = capsys.readouterr().err.splitlines()
-    keys = "gradient_clipping, gradient_accumulation_steps"
-    assert f'ds.json: 3 keys are "auto", but no other file says what they become (bf16.enabled, {keys})' in cause
-    assert "pass the Trainer's or Accelerate's file too" in fix
+    plan = ("plan", "--from", "ds.json", "--model", "model", "train.seq_len=64")
+    assert shardkit(*plan) == 2
+    error = capsys.readouterr().err
+    assert "3 settings" in error
+    for key, fix in (
+        ("bf16.enabled", "precision.mode=bf16"),
+        ("gradient_accumulation_steps", "train.grad_accum_steps=1"),
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size=4"),
+    ):
+        (line,) = (line for line in error.splitlines() if f'{key}="auto"' in line)
+        assert fix in line
+    assert "--model" not in error
+    filled = ["precision.mode=bf16", "train.grad_accum_steps=1", "train.micro_batch_size=2", "train.seq_len=64"]
+    job = read_job(["ds.json"], "model", 2, overrides=filled)
+    assert job.load(filled).config.parallel.strategy == "zero3"
+    assert job.load(filled).config.parallel.ds_config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
 
 
 def test_an_adapters_file_is_checked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,7 +463,7 @@ def test_an_adapters_file_is_checked_too(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_arguments_of_the_script_itself_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """TRL's scripts read the model's and the data's names from the same file as the Trainer's arguments."""
-    shardkit("check", *write(tmp_path, sft__yaml=TRAINER + "dataset_name: mine\nevaluation_strategy: epoch\n"))
+    shardkit("check", *write(tmp_path, sft__yaml=TRAINER + "dataset_name: a\nmy_own: 1\nevaluation_strategy: epoch\n"))
     lines = capsys.readouterr().out.splitlines()
     assert "sft.yaml: evaluation_strategy: " in lines[0] and lines[0].startswith("error: ")
     assert lines[2].startswith("warning: ") and lines[2].endswith("refuses it, unless the script has such an argument")

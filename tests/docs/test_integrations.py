@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.config.foreign.translate import read_job
+
 REPO = Path(__file__).resolve().parents[2]
 WHOLE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")
 ONE_LINE = re.compile(r"^## One line in your loop$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -59,6 +61,17 @@ def test_an_example_prints_what_the_page_shows(number: int, folder: Path) -> Non
     for line in (line for line in shown.splitlines() if line != "…"):
         assert line in rest, f"{line}\nis not, or not in this order, in\n{done.stdout}"
         rest = rest.partition(line)[2]
+
+
+def test_the_recipe_of_the_page_leaves_nothing_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (recipe,) = re.findall(r"^cat > recipe\.yaml <<'END'\n(.*?)^END$", PAGE, re.MULTILINE | re.DOTALL)
+    (folder / "recipe.yaml").write_text(recipe)
+    subprocess.run(["bash", "-eu", "-c", FILES], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    job = read_job(["recipe.yaml"])
+    assert (job.problems, job.not_planned) == ((), [])
+    assert {said.tool for said in job.said} == {"axolotl"} and all(said.fate != "unknown" for said in job.said)
+    assert job.load().config.adapter.r == 16
 
 
 @pytest.mark.slow

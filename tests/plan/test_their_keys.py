@@ -126,6 +126,9 @@ FIXED = {**STAGE2, "train_micro_batch_size_per_gpu": 8}
 ACCELERATE = {"distributed_type": "MULTI_GPU", "num_processes": 8, "mixed_precision": "bf16"}
 FSDP = {**ACCELERATE, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 GIVEN = ["train.seq_len=64", "train.micro_batch_size=8"]
+AXOLOTL = {"base_model": "m", "micro_batch_size": 8, "sequence_len": 64, "bf16": "auto"}
+LLAMA_FACTORY = {"model_name_or_path": "m", "finetuning_type": "full", "do_train": True, "cutoff_len": 64, "bf16": True,
+                 "disable_gradient_checkpointing": True}  # fmt: skip
 
 
 def described(folder: Path, **files: Any) -> Job:
@@ -159,6 +162,14 @@ def described(folder: Path, **files: Any) -> Job:
          "distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3}"),
         ({"accelerate__yaml": ACCELERATE, "args__yaml": ARGS}, "parallel.strategy=fsdp",
          "accelerate.yaml: distributed_type: FSDP, fsdp_config: {fsdp_version: 2}"),
+        ({"recipe__yaml": AXOLOTL}, "train.micro_batch_size=2 train.grad_accum_steps=4",
+         "micro_batch_size: 2, gradient_accumulation_steps: 4"),
+        ({"recipe__yaml": AXOLOTL}, "activation.policy=full parallel.strategy=fsdp",
+         "fsdp_version: 2, fsdp_config: {reshard_after_forward: true}, gradient_checkpointing: true"),
+        ({"recipe__yaml": AXOLOTL}, "parallel.strategy=zero2",
+         "deepspeed: {train_micro_batch_size_per_gpu: auto, gradient_accumulation_steps: auto, gradient_clipping: "
+         "auto, zero_optimization: {stage: 2}}"),
+        ({"recipe__yaml": LLAMA_FACTORY}, "activation.policy=full", "disable_gradient_checkpointing: false"),
     ],
 )  # fmt: skip
 def test_settings_are_told_as_a_change_of_the_files_that_decide_them(

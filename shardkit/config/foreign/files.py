@@ -14,7 +14,8 @@ import yaml
 from ...errors import ConfigError
 from ..errors import one_line, section_fields, shown
 from ..yaml import read_yaml
-from .tables import KEYS, RENAMED, find
+from .llamafactory import V1_MARKS
+from .tools import KEYS, NAMES, RECIPES, RENAMED, find, recipe
 
 _MARKS = {
     "accelerate": ("compute_environment", "distributed_type"),
@@ -22,8 +23,6 @@ _MARKS = {
     "model": ("model_type", "architectures"),
     "peft": ("peft_type",),
 }
-_NAMES = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed", "trainer": "transformers' Trainer", "model": "a model",
-          "peft": "peft"}  # fmt: skip
 _MARKED = ("peft",)
 """Tools whose files always have one of their marks."""
 _SIZE = 2**24
@@ -35,7 +34,8 @@ class File:
 
     Attributes:
         name: as the user named it, or a key that holds another tool's config whole.
-        tool: `accelerate`, `deepspeed`, `trainer`, `peft`, or `model` for a transformers `config.json`.
+        tool: `accelerate`, `deepspeed`, `trainer`, `peft`, `model` for a transformers `config.json`, or a recipe's:
+            `axolotl`, `llamafactory` or `trl`.
         values: dotted key → value; sections without keys are left out.
         text: keys whose value looks like a number, but which the file's own reader takes for text.
     """
@@ -122,6 +122,8 @@ def read_object(value: Any) -> File:
     if not tree:
         raise ConfigError(f"the {name} is empty", "pass a config of one of the tools")
     tool = recognise(tree, f"the {name}")
+    if tool == "trainer" and type(value).__module__.startswith("trl."):
+        tool = "trl"
     flat = {} if tool == "model" else flatten(tree)
     _refuse_infinite(flat, f"the {name}")
     shown_name = f"dict of {family(tool)}" if name == "dict" else name
@@ -202,19 +204,31 @@ def recognise(value: dict[str, Any], name: str) -> str:
         raise ConfigError(
             f"{name} is a config of shardkit itself", "pass it without --from, or to shardkit convert-config"
         )
-    for tool, marks in _MARKS.items():
+    if any(mark in value for mark in V1_MARKS):
+        raise ConfigError(
+            f"{name} is a recipe of LLaMA-Factory's second trainer (v1), whose loop no plan here has",
+            "name a recipe of its first trainer, with model_name_or_path and finetuning_type",
+        )
+    strong = recipe(value) if "base_model" in value or "model_name_or_path" in value else ""
+    for tool, marks in () if strong else _MARKS.items():
         if any(mark in value for mark in marks):
             return tool
+    if strong:
+        return strong
     if any(isinstance(value.get(half), dict) for half in ("fp16", "bf16")):
         return "deepspeed"
+    weak = recipe(value)
+    if weak:
+        return weak
     keys = flatten(value)
-    tools = [tool for tool in KEYS if tool not in _MARKED]
+    tools = [tool for tool in KEYS if tool not in (*_MARKED, *RECIPES)]
     scores = {tool: sum(bool(find(tool, key)) or key in RENAMED[tool] for key in keys) for tool in tools}
     best = max(scores, key=lambda tool: scores[tool])
     if not scores[best]:
         some = ", ".join(shown(key) for key in list(value)[:3])
         raise ConfigError(
-            f"{name} is no config of Accelerate, DeepSpeed or transformers' Trainer: none has {some}",
+            f"{name} is no config of Accelerate, DeepSpeed, transformers' Trainer, TRL, LLaMA-Factory or axolotl: none "
+            f"has {some}",
             "name one of their files; of another tool, its DeepSpeed or Accelerate file",
         )
     return best
@@ -257,4 +271,4 @@ def _is_number(text: str) -> bool:
 
 def family(tool: str) -> str:
     """The tool's name in messages."""
-    return _NAMES[tool]
+    return NAMES[tool]

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ..errors import one_line
 from .files import File, family, flatten, parse, read, read_object, read_text
 from .tables import DEEPSPEED, Problem
+from .tools import base
 
 _HEADER = 100_000_000
 """Bytes of a safetensors file's header at most, as its library has it."""
@@ -34,22 +35,23 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
         values, place = dict(file.values), len(found)
         for key, tool in (("deepspeed", "trainer"), ("deepspeed_config.deepspeed_config_file", "accelerate")):
             off = tool == "accelerate" and str(values.get("distributed_type")).upper() != "DEEPSPEED"
-            if file.tool != tool or off:
+            if base(file.tool) != tool or off:
                 continue
             inner = replace(file, values=values).section(key)
             if inner:  # a whole DeepSpeed config in place of a path
-                found.append(File(f"{file.name}: {key}", "deepspeed", inner))
+                found.append(File(f"{file.name}: {key}", "deepspeed", prefixed("deepspeed", inner)))
                 values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
             elif values.get(key) and not any(other.tool == "deepspeed" for other in given):
                 _follow(file, key, str(values[key]), found, problems)
-        if file.tool == "trainer" and isinstance(values.get("fsdp_config"), str):
+        if base(file.tool) == "trainer" and isinstance(values.get("fsdp_config"), str):
             values |= _fsdp_file(file, values, problems)
         found.insert(place, replace(file, values=prefixed(file.tool, values)))
     for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
-        same = [file.name for file in found if file.tool == tool]
+        same = [file for file in found if base(file.tool) == tool]
         if len(same) > 1:
+            names, tools = " and ".join(file.name for file in same), dict.fromkeys(family(file.tool) for file in same)
             raise ConfigError(
-                f"{' and '.join(same)} are both files of {family(tool)}", "name the files of one job: one of each tool"
+                f"{names} are both files of {' and '.join(tools)}", "name the files of one job: one of each tool"
             )
     return found, problems
 
@@ -57,7 +59,8 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
 def _follow(file: File, key: str, path: str, found: list[File], problems: list[Problem]) -> None:
     for place in (Path(path), file.folder / path):
         if place.is_file():
-            found.append(read(str(place)))
+            other = read(str(place))
+            found.append(replace(other, values=prefixed(other.tool, other.values)))
             return
     problems.append(_missing(file, key, path))
 
@@ -89,7 +92,7 @@ def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
 
     def name(key: str) -> str:
         section, _, rest = key.partition(".")
-        if tool == "trainer" and section == "fsdp_config":
+        if base(tool) == "trainer" and section == "fsdp_config":
             return f"{section}.{rest.removeprefix('fsdp_')}" if rest else key
         if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and rest:
             prefix = section.removesuffix("config")

@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 from ..errors import shown
 from . import tables
-from .combine import SCRIPTS_OWN, Said, Together, combine, unknown_key
+from .combine import SCRIPTS_OWN, combine, unknown_key
 from .files import File, family
 from .gather import gather, read_model
-from .tables import AUTO, NoCounterpart, find
+from .tables import AUTO, NoCounterpart
+from .together import Said, Together
+from .tools import find
 from .translate import translate
 
 Fault = tuple[str, str]
@@ -74,9 +76,29 @@ def check(names: Sequence[str], model: str | None = None, gpus: int | None = Non
         if problem.kind == "wrong value" and reported.issuperset(problem.keys):
             continue  # reported as text, or with the values that there are
         found.append(Finding("error", problem.cause, re.split("; to plan|, or set .* on the command", problem.fix)[0]))
+    found += _unfilled(job, {key for problem in translated.problems for key in problem.keys})
     for rule in RULES:
         found += [Finding(rule.level, cause, fix, rule.thread) for cause, fix in rule.faults(job)]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+_DUMMIES = (
+    "optimizer.params.lr", "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps",
+)  # fmt: skip
+"""Keys that Accelerate takes from DummyOptim and DummyScheduler."""
+_NEUTRAL = ("optimizer.params.", "scheduler.params.")
+
+
+def _unfilled(job: Together, reported: set[str]) -> Iterator[Finding]:
+    """Each `auto` that changes no memory, and so stops no plan, but that their tools take for text."""
+    for said in job.said:
+        if said.fate != AUTO or said.tool != "deepspeed" or said.key in reported or job.has("trainer"):
+            continue
+        if job.has("accelerate") and (said.key in _DUMMIES or not said.key.startswith(_NEUTRAL)):
+            continue
+        fix = "write its value, or pass the Trainer's file too: DeepSpeed itself takes auto for text"
+        yield Finding("error", f'{said.file}: {said.key}="auto", but no other file says what it becomes', fix)
 
 
 def _filled_by_a_model(job: Together, problem: tables.Problem) -> bool:

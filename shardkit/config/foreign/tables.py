@@ -1,6 +1,6 @@
 """One table per tool: each of its keys, and the keys here that say the same.
 
-`KEYS` of a tool has every key of its files, dotted. A key without a counterpart is listed too, so that a typo can be
+A table has every key of a tool's files, dotted. A key without a counterpart is listed too, so that a typo can be
 told from it; `section.*` stands for every key of a section. tests/config/foreign compares the tables with the
 installed packages.
 """
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Tool = Literal["accelerate", "deepspeed", "trainer", "peft"]
 Settings = dict[str, Any]
-VERSIONS = {"accelerate": "1.15", "deepspeed": "0.19", "trainer": "5.23", "peft": "0.21"}
-"""The versions whose keys the tables hold; the Trainer's is that of transformers."""
 AUTO = "auto"
 
 
@@ -49,15 +46,18 @@ class Key:
 
     Attributes:
         ours: a value of theirs → keys here with their values; `None`: nothing here corresponds.
-        note: why nothing corresponds, if that changes memory; else the key goes into a list of names.
+        note: why nothing corresponds, if that changes memory; else the key goes into a list of names. Of a key with a
+            counterpart, a remark about it.
         dead: their tool reads the key and does nothing with it.
         only: one key here that gets the value; with it `auto` can be filled from another file.
+        effect: a change of memory that no plan here has, if the key is on.
     """
 
     ours: Callable[[Any], Settings] | None = None
     note: str = ""
     dead: bool = False
     only: str = ""
+    effect: str = ""
 
 
 def to(ours: str, convert: Callable[[Any], Any] = lambda value: value) -> Key:
@@ -76,6 +76,11 @@ def many(settings: Callable[[Any], Settings]) -> Key:
 
 def absent(*names: str, note: str = "") -> dict[str, Key]:
     return {name: Key(note=note) for words in names for name in words.split()}
+
+
+def unplanned(effect: str, names: str) -> dict[str, Key]:
+    """Keys that change memory as no plan here does; `section.*` stands for all keys of a section."""
+    return {name: Key(effect=effect) for name in names.split()}
 
 
 def dead(*names: str) -> dict[str, Key]:
@@ -302,26 +307,26 @@ def sharding(value: Any) -> Settings:
     return {"parallel.strategy": strategy, "parallel.reshard_after_forward": name in ("FULL_SHARD", "HYBRID_SHARD")}
 
 
-def _offload_param(value: Any) -> Settings:
+def offload_param(value: Any) -> Settings:
     return on("parallel.offload_param", "cpu", value)
 
 
-def _replicas(value: Any) -> Settings:
+def replicas(value: Any) -> Settings:
     """Groups of FSDP2 that each hold the whole state; with 1 it is plain sharding."""
     return {"parallel.strategy": "hsdp", "parallel.dp_replicate": whole(value)} if whole(value) > 1 else {}
 
 
-def _classes(value: Any) -> Settings:
+def classes(value: Any) -> Settings:
     names = value if isinstance(value, list) else [name.strip() for name in str(value or "").split(",")]
     return {"activation.block_classes": [name for name in names if name]}
 
 
-_FSDP: dict[str, Key] = {  # without the prefix fsdp_
+FSDP: dict[str, Key] = {  # without the prefix fsdp_
     "sharding_strategy": many(sharding),
     "reshard_after_forward": many(sharding),
     "activation_checkpointing": Key(recompute, only="activation.policy"),
     "activation_checkpointing_offload": many(lambda value: on("activation.offload", "cpu", value)),
-    "transformer_layer_cls_to_wrap": many(_classes),
+    "transformer_layer_cls_to_wrap": many(classes),
     **absent(
         """
         version auto_wrap_policy min_num_params forward_prefetch backward_prefetch use_orig_params
@@ -345,13 +350,13 @@ ACCELERATE: dict[str, Key] = {
     "mixed_precision": many(halves),
     "num_processes": to("gpus", whole),
     "num_machines": to("machines", whole),
-    "parallelism_config.parallelism_config_dp_replicate_size": many(_replicas),
+    "parallelism_config.parallelism_config_dp_replicate_size": many(replicas),
     "parallelism_config.parallelism_config_dp_shard_size": many(
         lambda value: {"parallel.dp_shard": value} if whole(value) > 1 else {}
     ),
     "use_cpu": many(lambda value: on("run.device", "cpu", value)),
-    **{f"fsdp_config.fsdp_{name}": key for name, key in _FSDP.items()},
-    "fsdp_config.fsdp_offload_params": many(_offload_param),
+    **{f"fsdp_config.fsdp_{name}": key for name, key in FSDP.items()},
+    "fsdp_config.fsdp_offload_params": many(offload_param),
     "deepspeed_config.zero_stage": to("parallel.strategy", _stage),
     "deepspeed_config.gradient_accumulation_steps": to("train.grad_accum_steps", whole),
     "deepspeed_config.gradient_clipping": to("train.max_norm", norm),
@@ -421,7 +426,7 @@ SCHEDULES: dict[str, Settings] = {
 }
 
 
-def _trainer_fsdp(value: Any) -> Settings:
+def trainer_fsdp(value: Any) -> Settings:
     """`true`, or words of earlier versions: `full_shard auto_wrap offload`."""
     if value in (None, "", False, []):
         return {}
@@ -436,7 +441,7 @@ def _trainer_fsdp(value: Any) -> Settings:
     return found
 
 
-def _warmup(value: Any) -> Settings:
+def warmup(value: Any) -> Settings:
     """Steps; below 1 a share of steps, which does not change memory."""
     return {"optim.warmup_steps": whole(value)} if number(value) >= 1 else {}
 
@@ -454,7 +459,7 @@ TRAINER: dict[str, Key] = {
     "optim": many(lambda value: dict(_chosen(value, OPTIMIZERS))),
     "lr_scheduler_type": many(lambda value: dict(_chosen(value, SCHEDULES))),
     "lr_scheduler_kwargs.min_lr_rate": to("optim.min_lr_ratio", number),
-    "warmup_steps": many(_warmup),
+    "warmup_steps": many(warmup),
     "seed": to("train.seed", whole),
     "full_determinism": to("train.deterministic", truth),
     "fp16": to("fp16", truth),
@@ -471,9 +476,9 @@ TRAINER: dict[str, Key] = {
     "dataloader_drop_last": to("data.drop_last", truth),
     "max_length": to("train.seq_len", whole),
     "max_seq_length": to("train.seq_len", whole),
-    "fsdp": many(_trainer_fsdp),
-    **{f"fsdp_config.{name}": key for name, key in _FSDP.items()},
-    "fsdp_config.cpu_offload": many(_offload_param),
+    "fsdp": many(trainer_fsdp),
+    **{f"fsdp_config.{name}": key for name, key in FSDP.items()},
+    "fsdp_config.cpu_offload": many(offload_param),
     **absent(
         """
         output_dir num_train_epochs lr_scheduler_kwargs.* lr_scheduler_kwargs optim_args optim_target_modules
@@ -527,7 +532,7 @@ TRAINER_DEFAULTS: Settings = {
 # peft's adapter_config.json
 
 
-def _targets(value: Any) -> str | list[str]:
+def targets(value: Any) -> str | list[str]:
     if isinstance(value, list) and value and all(isinstance(name, str) for name in value):
         return sorted(value)  # peft writes a set
     if not isinstance(value, str) or not value:
@@ -541,7 +546,7 @@ PEFT: dict[str, Key] = {
     "r": to("adapter.r", whole),
     "lora_alpha": to("adapter.alpha", whole),
     "lora_dropout": to("adapter.dropout", number),
-    "target_modules": to("adapter.targets", _targets),
+    "target_modules": to("adapter.targets", targets),
     "use_rslora": to("adapter.use_rslora", truth),
     "bias": unless_off("biases are trained too"),
     "modules_to_save": unless_off("whole modules are trained too"),
@@ -627,9 +632,6 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Keys with a fixed set of values; any other stops their tool."""
-KEYS: dict[str, dict[str, Key]] = {
-    "accelerate": ACCELERATE, "deepspeed": DEEPSPEED, "trainer": TRAINER, "peft": PEFT
-}  # fmt: skip
 RENAMED = {
     "accelerate": {
         "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",
@@ -653,11 +655,3 @@ RENAMED = {
     "peft": {"alpha": "lora_alpha", "dropout": "lora_dropout", "rank": "r", "targets": "target_modules"},
 }
 """Names of earlier versions, or of a neighbour's file → the names to write instead."""
-
-
-def find(tool: str, key: str) -> Key | None:
-    """The table's entry for a dotted key; `None` if their tool has no such key."""
-    table = KEYS[tool]
-    parts = key.split(".")
-    sections = [".".join(parts[:end]) + ".*" for end in range(len(parts) - 1, 0, -1)]
-    return next((table[name] for name in (key, *sections) if name in table), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import tables
-from .combine import Together
+from .together import Together
 
 _ZERO12 = ("zero1", "zero2")
 _SHARDED = ("fsdp", "hsdp")

@@ -14,10 +14,13 @@ from ..load import LoadedConfig
 from ..schema import RunConfig
 from ..yaml import Document
 from . import tables
-from .combine import PSEUDO, Said, Together, combine
-from .files import File
+from .autos import in_few_lines
+from .combine import combine
+from .files import File, family
 from .gather import adapter_file, gather, read_model
+from .recipes import loaded_type, model_named
 from .tables import Problem, Settings
+from .together import PSEUDO, Said, Together
 from .transfers import Transfer, makes_config_first, transfers
 
 TASKS = {
@@ -70,6 +73,7 @@ class Job:
         gpus_per_node: ranks on one machine; `None` if no file says it.
         loop: for the planner: how their loop differs where no key here says it.
         reread: the job with other files in place of `files`.
+        adapter: the files' settings of an adapter that is off, for a command line that turns it on.
     """
 
     files: tuple[File, ...]
@@ -83,6 +87,7 @@ class Job:
     gpus_per_node: int | None
     loop: Settings = field(default_factory=dict)
     reread: Callable[[Sequence[File]], Job] | None = field(default=None, repr=False, compare=False)
+    adapter: Settings = field(default_factory=dict)
     expandable = False
     """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
@@ -121,9 +126,11 @@ class Job:
         keys = {str(split_override(item)[0]) for item in overrides}
         still = [problem for problem in self.problems if problem.ours not in keys]
         if still:
-            raise combined([ConfigError(cause, fix) for cause, fix in _in_few_lines(still)])
+            raise combined([ConfigError(cause, fix) for cause, fix in in_few_lines(still)])
         given = [split_override(item) for item in overrides]
         settings = dict(self.settings)
+        if ("adapter.type", "lora") in [(str(key), value) for key, value in given]:
+            settings |= self.adapter
         on_cpu = ("run.device", "cpu") in [(str(key), value) for key, value in given]
         if on_cpu and settings.get("optim.implementation") == "foreach":
             settings["optim.implementation"] = "for_loop"  # torch's own choice there
@@ -139,8 +146,11 @@ def read_job(
     model: str | Path | None = None,
     gpus: int | None = None,
     peft: str | Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> Job:
-    """Read files of Accelerate, DeepSpeed, transformers' Trainer and peft that are used together in one job.
+    """Read files of other tools that are used together in one job.
+
+    The tools are Accelerate, DeepSpeed, transformers' Trainer, TRL, LLaMA-Factory, axolotl and peft.
 
     Args:
         names: the files; one that another names is read too. In place of a file also its content as a mapping, or
@@ -148,18 +158,20 @@ def read_job(
         model: a transformers `config.json`, or a folder that holds one.
         gpus: ranks of the job; default: what the files say, else 1.
         peft: peft's `adapter_config.json`, or the folder that holds one.
+        overrides: settings that the job will be loaded with; an `auto` that one of them sets counts as filled.
 
     Raises:
         ConfigError: a file cannot be read; two files of one tool; or `model` has no config.
     """
     given, problems = gather([*names, *([] if peft is None else [adapter_file(str(peft))])])
     if model is None:
-        model = next((file.name for file in given if file.tool == "model"), None)
+        model = next((file.name for file in given if file.tool == "model"), None) or model_named(given)[0] or None
     path = None if model is None else str(model)
     config = {} if path is None else read_model(path)
+    command_line = {str(key): value for key, value in map(split_override, overrides)}
 
     def made(files: Sequence[File]) -> Job:
-        job = translate(combine(list(files), config, list(problems)), path, gpus)
+        job = translate(combine(list(files), config, list(problems), command_line), path, gpus)
         return replace(job, reread=made)
 
     return made(given)
@@ -186,11 +198,11 @@ def translate(job: Together, model: str | None, gpus: int | None) -> Job:
     work.task()
     work.loop()
     work.drop_what_does_nothing()
-    machines, loop = work.machines or 1, work.other_loop()
+    machines, loop, spare = work.machines or 1, work.other_loop(), work.drop_an_adapter_that_is_off()
     return Job(
         tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()), work.transfers(),
         tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
-        loop,
+        loop, adapter=spare,
     )  # fmt: skip
 
 
@@ -204,7 +216,8 @@ class _Translation:
         self.tf32, self.engine, self.machines = pseudo["tf32"], pseudo["engine"], pseudo["machines"]
         self.gpus = gpus or max(1, pseudo["gpus"] or 1)
         self.added: list[tuple[str, Any, str]] = []
-        self.stored = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
+        self.in_file = str(self.model.get("dtype") or self.model.get("torch_dtype") or "").removeprefix("torch.")
+        self.stored = loaded_type(job, self.halves, self.in_file)
         name = str((self.model.get("architectures") or ["ForCausalLM"])[0])
         self.task_name = next((task for end, task in TASKS.items() if name.endswith(end)), "")
         self.text = self.task_name in ("hf_causal_lm", "hf_masked_lm", "")
@@ -269,12 +282,12 @@ class _Translation:
             )  # fmt: skip
         half = self.halves[0] if self.halves else ""
         self.settings.setdefault("precision.mode", half or ("tf32" if self.tf32 else "fp32"))
-        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED)) or self.job.has("peft")
+        upcast = self.job.stage is not None or (half and self.is_strategy(*_SHARDED)) or self.job.adapted
         if self.stored == "bfloat16" and half != "fp16" and not upcast:
-            self.set(
-                "precision.mode", "pure_bf16",
-                "the model's dtype is bfloat16, which from_pretrained keeps for weights, gradients and moments",
-            )  # fmt: skip
+            whose = "the model's dtype is bfloat16, which from_pretrained keeps"
+            if self.job.recipe:
+                whose = f"{family(self.job.recipe)} loads the weights in bfloat16, which is kept"
+            self.set("precision.mode", "pure_bf16", f"{whose} for weights, gradients and moments")
         elif half and self.is_strategy(*_SHARDED):
             self.set("precision.reduce_dtype", half, "Accelerate reduces FSDP's gradients in that type")
             if self.job.fsdp_version() == 1:
@@ -309,7 +322,9 @@ class _Translation:
 
     def task(self) -> None:
         if self.path is None:
-            self.job.problem("unsaid", "no file says which model it is", "pass --model, its config.json or its folder")
+            named = model_named(self.job.files)[1]
+            cause = f"{named} is no folder with a config.json here" if named else "no file says which model it is"
+            self.job.problem("unsaid", cause, "pass --model, its config.json or its folder")
             return
         if not self.task_name:
             own = ", and code in its folder (auto_map) is never run" if self.model.get("auto_map") else ""
@@ -322,8 +337,11 @@ class _Translation:
 
     def loop(self) -> None:
         """Set the differences of their loop that keys here can express."""
-        if self.text:
-            self.set("model.loss_chunk_size", 0, "transformers computes the logits of all tokens at once")
+        if self.text and "model.loss_chunk_size" not in self.settings:
+            whose = "transformers computes the logits of all tokens at once"
+            if self.job.recipe == "trl":
+                whose += "; TRL with loss_type: chunked_nll does not"
+            self.set("model.loss_chunk_size", 0, whose)
         if self.task_name == "hf_masked_lm":
             self.set("data.mask_fraction", 1.0, "transformers computes the logits of every token, masked or not")
         if not self.of_the_trainer:
@@ -343,21 +361,23 @@ class _Translation:
             found["keeps_cache"] = self.model.get("use_cache") is not False  # the Trainer turns it off
         if self.job.fsdp_version() == 2:
             found["tail_unit"] = True
-        if self.job.has("peft") and self.is_strategy("zero3") and self.halves and makes_config_first(self.job):
+        if self.job.adapted and self.is_strategy("zero3") and self.halves and makes_config_first(self.job):
             found["fp32_adapters"] = True
             self.added.append(
                 ("adapters", "float32", "peft makes them after zero.Init, and DeepSpeed casts nothing then")
             )
-        if self.job.has("peft") and not self.is_strategy(*_ZERO):
+        if self.job.adapted and not self.is_strategy(*_ZERO):
             found["frozen"] = kept = self.stored or "float32"
             here = {"bf16": "bfloat16", "fp16": "float16"}.get(self.settings["precision.mode"], "float32")
             if kept != here:
-                self.added.append(("frozen weights", kept, "peft leaves them in the type of the model's files"))
+                whose = f"{family(self.job.recipe)} loads" if self.job.recipe else "peft leaves"
+                of = "that type" if self.job.recipe else "the type of the model's files"
+                self.added.append(("frozen weights", kept, f"{whose} them in {of}"))
         return found
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Loading and saving in their loop; none for a model that no file describes."""
-        stored = 2 if self.stored in ("bfloat16", "float16") else 4
+        stored = 2 if self.in_file in ("bfloat16", "float16") else 4
         return transfers(self.job, self.settings["parallel.strategy"], bool(self.halves), stored)
 
     def left_out(self) -> Iterator[LeftOut]:
@@ -372,6 +392,16 @@ class _Translation:
             yield LeftOut("Accelerate copies half-precision logits to fp32", 4 * vocabulary)
         if not job.has("trainer"):
             yield LeftOut("the script's own loop and optimizer: planned are transformers' forward and one AdamW")
+
+    def drop_an_adapter_that_is_off(self) -> Settings:
+        """Remove and return the adapter's settings unless one is trained: shardkit would refuse them."""
+        if self.job.command_line.get("adapter.type") == "lora":
+            self.settings["adapter.type"] = "lora"
+        if self.settings.get("adapter.type") == "lora":
+            return {}
+        names = [key for key in self.settings if key.startswith("adapter.")]
+        spare = {key: self.settings.pop(key) for key in names}
+        return {key: value for key, value in spare.items() if key != "adapter.type"}
 
     def drop_what_does_nothing(self) -> None:
         """Remove settings that have no effect in this job: shardkit would refuse them."""
@@ -404,23 +434,6 @@ class _Translation:
             if drop.get(key) or (key.startswith("parallel.ds_config.") and not zero):
                 del settings[key]
         self.added = [one for one in self.added if one[0] in settings]
-
-
-def _in_few_lines(problems: Sequence[Problem]) -> Iterator[tuple[str, str]]:
-    """Causes and fixes; every `auto` with the same fix is one of them."""
-    autos: dict[str, list[Problem]] = {}
-    for problem in problems:
-        if problem.kind == "auto":
-            autos.setdefault(problem.fix, []).append(problem)
-        else:
-            yield problem.cause, problem.fix
-    for fix, same in autos.items():
-        if len(same) == 1:
-            yield same[0].cause, fix
-        else:
-            keys = ", ".join(key for problem in same for key in problem.keys)
-            name = same[0].cause.partition(": ")[0]
-            yield f'{name}: {len(same)} keys are "auto", but no other file says what they become ({keys})', fix
 
 
 def _cpu(job: Together) -> bool:

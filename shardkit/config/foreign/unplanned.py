@@ -68,14 +68,15 @@ def effect_of(key: str, value: Any) -> str:
     Returns:
         A clause for a message, or "" if the plan holds.
     """
-    if _is_off(value) or (_SIZE.fullmatch(key) and _is_one(value)):
-        return ""
-    if key.endswith(".quant_method") and value == "bitsandbytes":  # load_in_4bit and 8bit decide
+    if is_off(key, value) or (key.endswith(".quant_method") and value == "bitsandbytes"):  # load_in_4bit and 8bit decide
         return ""
     return next((effect for pattern, effect in _PATTERNS if re.fullmatch(pattern, key)), "")
 
 
-def _is_off(value: Any) -> bool:
+def is_off(key: str, value: Any) -> bool:
+    """Whether a value switches its key off, or divides nothing where the key is a size."""
+    if _SIZE.fullmatch(key) and _is_one(value):
+        return True
     return value.lower() in _OFF if isinstance(value, str) else not value
 
 

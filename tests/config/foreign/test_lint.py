@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.config.foreign import tables
+from shardkit.config.foreign import tools
 from shardkit.config.foreign.lint import Finding, check
 from shardkit.config.foreign.translate import read_job
 from shardkit.errors import ConfigError
@@ -264,7 +264,7 @@ def test_no_value_of_any_key_is_a_traceback(tool: str, tmp_path: Path) -> None:
     """Nobody checks the types of these files before: every key gets values of every kind."""
     model = tmp_path / "config.json"
     model.write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
-    for key in tables.KEYS[tool]:
+    for key in tools.KEYS[tool]:
         for base in BASES[tool]:
             for value in STRANGE:
                 tree = json.loads(json.dumps(base))

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config.foreign import tables
-from shardkit.config.foreign.tables import find
+from shardkit.config.foreign import tables, tools
+from shardkit.config.foreign.tools import find
 from shardkit.config.libraries import installed
 
 PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed", "trainer": "transformers", "peft": "peft"}
 pytestmark = pytest.mark.skipif(
-    not all(installed(PACKAGES[tool]).startswith(version) for tool, version in tables.VERSIONS.items()),
-    reason=f"needs the versions that the tables are of: {tables.VERSIONS}",
+    not all(installed(package).startswith(tools.VERSIONS[tool]) for tool, package in PACKAGES.items()),
+    reason=f"needs the versions that the tables are of: {tools.VERSIONS}",
 )
 
 
 def keys(tool: str, section: str = "") -> set[str]:
     """Keys of one section of a table, without its sections."""
     prefix = f"{section}." if section else ""
-    found = {key.removeprefix(prefix) for key in tables.KEYS[tool] if key.startswith(prefix)}
+    found = {key.removeprefix(prefix) for key in tools.KEYS[tool] if key.startswith(prefix)}
     return {key.partition(".")[0] for key in found}
 
 
@@ -123,10 +123,10 @@ def test_removed_keys_are_those_that_deepspeed_refuses() -> None:
 
 def test_every_converter_names_keys_that_exist_here() -> None:
     from shardkit.config.errors import section_fields
-    from shardkit.config.foreign.combine import PSEUDO
+    from shardkit.config.foreign.together import PSEUDO
 
     known = {f"{section}.{key}" for section, fields in section_fields().items() for key in fields}
-    for tool, table in tables.KEYS.items():
+    for tool, table in tools.KEYS.items():
         for key, entry in table.items():
             ours = ".".join(entry.only.split(".")[:2])
             assert not ours or ours in known or ours in (*PSEUDO, "optim.betas"), (tool, key)

@@ -204,7 +204,8 @@ def test_a_contradiction_names_both_values_and_the_command_line_settles_it(tmp_p
 @pytest.mark.parametrize(
     ("files", "cause", "fix"),
     [
-        ({"ds__json": ZERO3}, 'keys are "auto", but no other file', "pass the Trainer's"),
+        ({"ds__json": ZERO3}, 'gradient_accumulation_steps="auto", but no', "train.grad_accum_steps=1"),
+        ({"ds__json": ZERO3}, 'bf16.enabled="auto", but no other file', "precision.mode=bf16"),
         ({"args__yaml": TRAINER + "optim: lion_32bit\n"}, "optim='lion_32bit' has no counterpart", "optim.name"),
         ({"args__yaml": TRAINER}, "how many tokens", "train.seq_len=2048"),
         ({"accelerate__yaml": DDP}, "how many samples", "train.micro_batch_size=4"),
