@@ -109,9 +109,9 @@ def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | Non
     if wrote(Path(run_dir), environ) is not True:
         return []
     has_own = job_starts.newest_checkpoint(Path(run_dir)) is not None
-    if isinstance(resume, str) and not has_own:
+    if isinstance(resume, str) and resume != "auto" and not has_own:
         return ["run.overwrite=true"]
-    return ["run.overwrite=false", "run.resume=true"]
+    return ["run.overwrite=false", "run.resume=auto"]
 
 
 def agent(environ: Mapping[str, str]) -> str | None:

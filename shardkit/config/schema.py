@@ -528,7 +528,8 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda when torch sees a GPU."""
     resume: bool | str = False
-    """true = continue the run in `dir` if there is one; or the path of a checkpoint or a run to start from."""
+    """true = continue the run in `dir`, which must exist unless a scheduler's job starts it; auto = continue it if
+    there is one; or the path of a checkpoint or a run to start from (./auto for one of that name)."""
     overwrite: bool = False
     """Delete what an earlier run left in `dir`."""
     init_timeout_s: float = Field(1800, gt=0)
@@ -540,9 +541,22 @@ class RunSection(Section):
     def _resume_or_overwrite(self) -> RunSection:
         if self.resume == "":
             raise conflict("run.resume is empty", "set run.resume=true, or to the path of a checkpoint or a run")
-        if self.resume is True and self.overwrite:
-            raise conflict("run.resume=true and run.overwrite=true", "set only one: go on with the run, or delete it")
+        if self.continues and self.overwrite:
+            word = "true" if self.resume is True else "auto"
+            raise conflict(
+                f"run.resume={word} and run.overwrite=true", "set only one: go on with the run, or delete it"
+            )
         return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run that `dir` holds goes on."""
+        return self.resume is True or self.resume == "auto"
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint or run that `resume` names to start from."""
+        return self.resume if isinstance(self.resume, str) and self.resume != "auto" else None
 
 
 class RunConfig(Section):
@@ -588,9 +602,9 @@ class RunConfig(Section):
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
         adapted = self.adapter.type != "none"
-        if self.model.init_from is not None and isinstance(self.run.resume, str) and not adapted:
+        if self.model.init_from is not None and self.run.source is not None and not adapted:
             raise conflict(
-                f"model.init_from={self.model.init_from} and run.resume={self.run.resume}: both say what to start from",
+                f"model.init_from={self.model.init_from} and run.resume={self.run.source}: both say what to start from",
                 "set only one: weights alone, or the whole state of a run",
             )
         if adapted:

@@ -115,6 +115,7 @@ class Trainer:
         self.samples: list[dict[str, Any]] = []
         """Texts of the last evaluation that are not recorded yet; on rank 0."""
         self._pauses: dict[str, float] = {}
+        directory.check(job.loaded, job.world)
         self._say("reading the data")
         with job.ledger.phase("init"):
             self.task = load_task(self.config)
@@ -182,14 +183,14 @@ class Trainer:
 
     def _will_load(self) -> bool:
         """Whether every weight comes from a checkpoint or from `model.init_from`; collective."""
-        source = self.config.run.resume
+        run = self.config.run
         if self._adapter() is not None:  # files hold either the adapter or the model under it
             return False
-        if self.config.model.init_from is not None or isinstance(source, str):
+        if self.config.model.init_from is not None or run.source is not None:
             return True
         found = False
         with suppress(OSError):  # `resume` raises it on every rank
-            found = source is True and self.world.is_main and bool(candidates(self.run_dir))
+            found = run.continues and self.world.is_main and bool(candidates(self.run_dir))
         return self.world.sum([float(found)])[0] > 0
 
     def _resume(self, loads: bool) -> State:
@@ -198,17 +199,17 @@ class Trainer:
         Args:
             loads: the initial weights were left out, as there was something to load.
         """
-        source = self.config.run.resume
-        if source is False or self.base is not None:
+        asked = self.config.run
+        if asked.resume is False or self.base is not None:
             self._take_weights()
         if self.base is not None:
             self.base.identify(self.job.strategy, self.checkpoints.group)
-        if source is False:
+        if asked.resume is False:
             return State()
-        found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
-        if found is None and source is not True:
+        found = self.checkpoints.resume(asked.source or self.run_dir, self._accept)
+        if found is None and asked.source is not None:
             raise CheckpointError(
-                f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
+                f"run.resume={asked.source}: there is no checkpoint", "name a checkpoint, or a run with one"
             )
         if found is None and loads and self.config.model.init_from is None:
             raise CheckpointError(f"the checkpoints in {self.run_dir} vanished while the run started", "start it again")
