@@ -28,6 +28,7 @@ from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import TAIL, append_jsonl, read_objects, write_whole
 from ..hardware.cards import blas_workspace
 from ..launch.failures import failure
+from ..launch.local import restart
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
@@ -329,7 +330,18 @@ class Trainer:
             if self.skipped_steps:
                 print(f"loss scaling skipped {self.skipped_steps} of {self.step - self.first_step + 1} steps")
             report(self.job, self.task, self.run_dir, {k: v for k, v in record.items() if k.startswith("val_")})
+            self._say_stop(outcome)
         return outcome
+
+    def _say_stop(self, outcome: Outcome) -> None:
+        """Say why the run stopped before its last step, which checkpoint it saved, and how it goes on."""
+        saved = self.checkpoints.last_report
+        if outcome.stopped_by is None or saved is None or outcome.steps == self.config.train.max_steps:
+            return
+        at = f"after step {outcome.steps} of {self.config.train.max_steps}"
+        print(f"stopped by {outcome.stopped_by} {at}: saved {saved.path}", flush=True)
+        if "SHARDKIT_KEEP" not in os.environ:  # else the launcher, which knows its own command, says it
+            print(restart.how_to_continue(sys.argv, self.config.run.overwrite), flush=True)
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, while rank 0 writes `metrics.jsonl` and shows progress; closes everything at the end."""
