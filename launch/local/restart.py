@@ -150,7 +150,7 @@ def grace_s(environ: Mapping[str, str] | None = None) -> float:
 
 
 def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] | None = None) -> str:
-    """The words for a run that saved and stopped: its own next start continues it, or a command that a person can paste.
+    """The words for a run that saved and stopped: its job's next start continues it, or a command that one can paste.
 
     Args:
         argv: this process's `sys.argv`.

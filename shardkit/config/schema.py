@@ -163,7 +163,8 @@ class DataConfig(Section):
     val_path: str | None = None
     """Validation data; unset = a fixed share of `path`."""
     val_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of files (text) or of the tail (`.bin`) held out when `val_path` is unset."""
+    """Share of documents, files, pictures or of the tail (`.bin`) held out when `val_path` is unset; nothing with
+    `train.eval_samples=0`."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Token type of a `.bin` file (little endian)."""
     packing: Literal["none", "packed", "padding_free"] = "none"
@@ -252,8 +253,9 @@ class TrainConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Steps between evaluations; unset = at the end only."""
     eval_samples: int = Field(400, ge=0)
-    """Validation samples of one evaluation, over all ranks; 0 = no evaluation. Evenly spaced ones represent a larger
-    set, the same for any number of ranks and any micro-batch size. A packed sample is `seq_len` tokens."""
+    """Validation samples of one evaluation, over all ranks; 0 = no evaluation, and all data train. Evenly spaced ones
+    represent a larger set, the same for any number of ranks and any micro-batch size. A packed sample is `seq_len`
+    tokens."""
     sample_prompts: tuple[str, ...] = ()
     """causal_lm and hf_causal_lm: texts that the model continues at each evaluation (`samples.jsonl`)."""
     sample_tokens: int = Field(64, ge=1)

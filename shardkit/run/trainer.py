@@ -36,7 +36,7 @@ from ..parallel.optim import lr_at
 from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
-from . import checks, directory
+from . import amounts, checks, directory
 from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report, val_parts
 from .job import Job, not_finite
@@ -119,7 +119,7 @@ class Trainer:
         directory.check(job.loaded, job.world)
         self._say("reading the data")
         with job.ledger.phase("init"):
-            self.task = load_task(self.config)
+            self.task = load_task(amounts.without_validation(self.config))
             data = self.task.dataset("train")
             self.val_parts = val_parts(self.task) if self.config.train.eval_samples else {}
             checks.check_same_data(job.world, data, self.val_parts)
@@ -130,6 +130,7 @@ class Trainer:
             self.schedule = self._make_schedule(data)
         self.run_dir, owner = directory.prepare(job.loaded, job.world)
         self.owner = None if owner is None else job.at_end.enter_context(owner)
+        self._say(amounts.describe_split(self.config, data, self.val_parts))
         n_ranks = "1 rank" if job.world.size == 1 else f"{job.world.size} ranks"
         if isinstance(data, PackedDocuments | Mixed) and (packed := data.describe()):
             self._say(packed)
@@ -254,12 +255,13 @@ class Trainer:
                 raise DataError(
                     f"the {name} is not the one that the checkpoint was trained with: digest {now or 'none'}, then "
                     f"{digest}",
-                    f"resume with the same {name}; to go on with another, start from the weights: model.init_from=RUN",
+                    f"resume with the same {name}, and with train.eval_samples=0 only if it was 0 then; to go on with "
+                    "another, start from the weights: model.init_from=RUN",
                 )
         if run.n_samples not in (None, n_samples):
             raise DataError(
                 f"the training split has {n_samples} samples, it had {run.n_samples} when the checkpoint was made",
-                "resume with the same data, train.seq_len and data.val_fraction",
+                "resume with the same data, train.seq_len, data.val_fraction and train.eval_samples (0 trains on all)",
             )
         check_adapter(self.base, run.extra.get("adapter"))
         shuffle = run.extra.get("shuffle")
