@@ -26,6 +26,10 @@ PresetName = Literal[
 ]  # fmt: skip
 
 
+NO_LIMIT = 1_000_000_000
+"""`train.max_steps` where `train.epochs` alone says how long a run is."""
+
+
 def conflict(cause: str, fix: str) -> PydanticCustomError:
     """The error for values that are valid alone but not together; plain pydantic shows only its cause."""
     return PydanticCustomError("conflict", "{cause}", {"cause": cause, "fix": fix})
@@ -235,7 +239,10 @@ class DataConfig(Section):
 
 class TrainConfig(Section):
     max_steps: int = Field(100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps; with `epochs` the limit, and 1000000000 if it is not set beside it."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data, at most `max_steps` steps; unset = as many as `max_steps` makes. A pass ends with
+    a smaller step, or without it (`data.drop_last`)."""
     micro_batch_size: int = Field(8, ge=1)
     """Samples per rank in one forward/backward."""
     seq_len: int = Field(256, ge=1)
@@ -265,6 +272,13 @@ class TrainConfig(Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
     it, and checkpoints hold it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_alone(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("epochs") is not None and "max_steps" not in data:
+            return {**data, "max_steps": NO_LIMIT}
+        return data
 
 
 class OptimConfig(Section):

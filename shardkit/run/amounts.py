@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config.schema import RunConfig
+from ..config.schema import RunConfig, TrainConfig
 from ..data.packing import PackedDocuments
+from ..data.sampler import BatchSchedule, State
 from ..data.samples import Mixed, Streamed
 from ..data.windows import DocumentWindows, MaskedWindows, Samples, Windows
 from ..tasks.base import Dataset
+
+MANY_PASSES = 20
+"""More passes over the data get a warning."""
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,43 @@ def describe_split(config: RunConfig, data: Dataset, val_parts: Mapping[str, Dat
         reason = "the lower part of scikit-image's pictures"
     noun = "" if val[0].noun == train.noun else f" {val[0].noun}"
     return f"data: {train.n:,} {train.noun} train, {sum(part.n for part in val):,}{noun} validate ({reason})"
+
+
+def last_step(train: TrainConfig, schedule: BatchSchedule, step: int, at: State) -> int:
+    """The run's last step: `train.max_steps`, or earlier the step that completes `train.epochs`.
+
+    Args:
+        step: steps that were taken before, perhaps on another number of ranks.
+        at: the position in the data after them.
+    """
+    if train.epochs is None:
+        return train.max_steps
+    done = at.epoch + at.next_sample / schedule.n_samples
+    to_go = math.ceil((train.epochs - done) * schedule.steps_per_epoch - _ROUNDING)
+    return min(train.max_steps, max(1, step + max(0, to_go)))
+
+
+def describe_passes(data: Dataset, schedule: BatchSchedule, steps: int) -> str:
+    """One line: the samples, tokens and steps of a pass, and the passes of the run's steps."""
+    counted, per_pass = amount(data), schedule.steps_per_epoch
+    tokens = "" if counted.tokens is None else f"{counted.tokens:,} tokens, "
+    n_samples = schedule.n_samples
+    passes = f"{steps / per_pass:,.1f}".removesuffix(".0")
+    return (
+        f"a pass: {n_samples:,} samples, {tokens}{per_pass:,} step{'s' * (per_pass > 1)}; {steps:,} "
+        f"step{'s' * (steps > 1)} are {passes} pass{'es' * (passes != '1')}"
+    )
+
+
+def doubt(train: TrainConfig, schedule: BatchSchedule) -> str | None:
+    """A warning about steps that repeat the data more often than anybody means to; None for passes that are named."""
+    passes = train.max_steps / schedule.steps_per_epoch
+    if train.epochs is not None or passes <= MANY_PASSES:
+        return None
+    return (
+        f"train.max_steps={train.max_steps} takes each sample {passes:,.0f} times: name the passes instead, such as "
+        f"train.epochs=3, or set train.max_steps={3 * schedule.steps_per_epoch}"
+    )
 
 
 def without_validation(config: RunConfig) -> RunConfig:

@@ -176,7 +176,7 @@ def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
             f"step {step})",
             "set run.resume=true in place of run.overwrite to continue",
         )
-    if is_own is None and step < loaded.config.train.max_steps and _has_config(path, loaded):
+    if is_own is None and step < _last_step(path, loaded) and _has_config(path, loaded):
         raise ConfigError(
             f"run.dir={path} holds an unfinished run of this same config with checkpoints up to step {step}, and "
             "nothing says whether run.overwrite=true came from a user or from a supervisor that starts this again",
@@ -217,6 +217,30 @@ def _resumes(path: Path, run: RunSection) -> bool:
 def _write_settings(path: Path, loaded: LoadedConfig) -> None:
     write_whole(path / "config.yaml", loaded.render())
     write_whole(path / "env.json", json.dumps(environment(), indent=1) + "\n")
+
+
+def note_last_step(world: Ranks, path: Path, step: int) -> None:
+    """Write to env.json at which step the run will end, for a run whose length its data decide; collective."""
+
+    def change() -> None:
+        file = path / "env.json"
+        write_whole(file, json.dumps({**json.loads(file.read_text()), "last_step": step}, indent=1) + "\n")
+
+    on_main(world, path, change)
+
+
+def _last_step(path: Path, loaded: LoadedConfig) -> int:
+    """The step at which the run in `path`, which has this config, was to end."""
+    step = _env(path).get("last_step")
+    return step if isinstance(step, int) else loaded.config.train.max_steps
+
+
+def _env(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "env.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _keep_settings(path: Path) -> None:

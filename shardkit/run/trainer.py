@@ -36,6 +36,7 @@ from ..parallel.optim import lr_at
 from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
+from ..telemetry.progress import draws_bars
 from . import amounts, checks, directory
 from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report, val_parts
@@ -147,7 +148,7 @@ class Trainer:
         hosts = [str(host) for host in job.world.gather(os.environ.get("SLURMD_NODENAME") or os.uname().nodename)]
         self.watchdog = Watchdog(
             hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last, hosts=hosts,
-            key="run.init_timeout_s",
+            key="run.init_timeout_s", pulse=self._say_pulse if job.world.is_main else None,
         )  # fmt: skip
         self._sums = SumCheck()
         self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
@@ -159,7 +160,10 @@ class Trainer:
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
             fence=None if owner is None else owner.fence, left_out=self.base.names if self.base else (),
         )  # fmt: skip
-        self.loader = self._make_loader(data, self._resume(loads))
+        position = self._resume(loads)
+        self._end_with_epochs(position)
+        self.loader = self._make_loader(data, position)
+        self._say_passes(data)
         self._limit_saves()
         self.first_step = self.step + 1
         compiling = ", which compiles the model" if self.config.compile.enabled else ""
@@ -170,6 +174,11 @@ class Trainer:
     def _say(self, doing_now: str) -> None:
         if self.world.is_main:
             print(doing_now, flush=True)
+
+    def _say_pulse(self, step: int, doing: str, seconds: float) -> None:
+        """Say that a long step goes on; bars on a terminal show it themselves."""
+        if not draws_bars():
+            print(f"step {step}/{self.config.train.max_steps}: {doing}, {seconds:.0f} s so far", flush=True)
 
     def _adapter(self) -> Any:
         return getattr(self.task, "adapter", None)
@@ -221,9 +230,22 @@ class Trainer:
         directory.go_on(self.job.loaded, self.world, self.run_dir, run.step)
         if self.world.is_main:
             where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
-            print(f"resuming {where}", file=sys.stderr, flush=True)
+            print(f"resuming {where}", flush=True)
         self.step, self.tokens_total = run.step, run.tokens_total
         return State(run.epoch, run.next_sample)
+
+    def _end_with_epochs(self, position: State) -> None:
+        """Let the run end with its last pass: from here on `self.config.train.max_steps` is its last step."""
+        train = self.config.train
+        last = amounts.last_step(train, self.schedule, self.step, position)
+        if train.epochs is not None:
+            directory.note_last_step(self.world, self.run_dir, last)
+        self.config = self.config.model_copy(update={"train": train.model_copy(update={"max_steps": last})})
+
+    def _say_passes(self, data: Dataset) -> None:
+        self._say(amounts.describe_passes(data, self.schedule, self.config.train.max_steps))
+        if self.world.is_main and (warning := amounts.doubt(self.config.train, self.schedule)) is not None:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def _take_weights(self) -> None:
         """Start with the weights that `model.init_from` names."""
@@ -237,9 +259,9 @@ class Trainer:
         loaded = load_weights(self.job.strategy, self.world, self.checkpoints.group, source, name_there, resized)
         if self.world.is_main:
             read = f" ({loaded.bytes_read / 2**30:.2f} GiB read)" if loaded.bytes_read else ""
-            print(f"starting with the weights of {loaded.path}{read}", file=sys.stderr, flush=True)
+            print(f"starting with the weights of {loaded.path}{read}", flush=True)
             for name, (old, new) in loaded.resized.items():
-                print(f"{name}: {old} rows, and {new - old} new ones with their mean", file=sys.stderr, flush=True)
+                print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)
 
     def _accept(self, run: RunState) -> None:
         """Refuse a checkpoint whose data position does not apply to this run."""
@@ -347,7 +369,7 @@ class Trainer:
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, while rank 0 writes `metrics.jsonl` and shows progress; closes everything at the end."""
-        recorder = open_recorder(self.job, self.task, self.run_dir, self.step)
+        recorder = open_recorder(self.job, self.task, self.run_dir, self.step, self.config.train.max_steps)
         failed = True
         self.stop.listen()
         self.watchdog.start()

@@ -32,14 +32,14 @@ ELSEWHERE = replace(HERE, host="far", space="another boot", token="far")
 def train(*args: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(**env),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
 
 def until_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stderr is not None
+    assert process.stdout is not None
     seen = ""
-    for line in process.stderr:
+    for line in process.stdout:
         seen += line
         if line.startswith(f"step {step}/"):
             return
@@ -77,7 +77,7 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_pat
         first.communicate()
     again = python_m("shardkit.train", *settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
     assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stderr
+    assert "resuming from" in again.stdout
 
 
 @pytest.mark.dist
@@ -449,7 +449,7 @@ def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=30, logging__every=1)
     process = subprocess.Popen(
         ["nohup", sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     until_step(process, 3)
     process.send_signal(signal.SIGHUP)
@@ -478,7 +478,7 @@ def dies_in_every_fourth_step(run_dir: Path) -> list[str]:
 def test_a_command_that_a_shell_starts_again_under_the_same_name_goes_on(more: list[str], tmp_path: Path) -> None:
     done = in_a_loop([*dies_in_every_fourth_step(tmp_path / "run"), *more], SHARDKIT_JOB_ID="nightly")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("resuming from") == 1 and "step_00000002, step 2" in done.stderr
+    assert done.stdout.count("resuming from") == 1 and "step_00000002, step 2" in done.stdout
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
@@ -492,7 +492,7 @@ def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tm
     another = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
     assert another.returncode == 0, another.stderr
     assert f"run.overwrite deletes the run in {run_dir}, with checkpoints up to step 2" in another.stderr
-    assert "resuming" not in another.stderr and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
+    assert "resuming" not in another.stdout and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
     again = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
     assert again.returncode == 0, "a finished run is overwritten as it was asked"
 
@@ -503,10 +503,10 @@ def test_another_job_overwrites_what_the_first_one_wrote(tmp_path: Path) -> None
         environ = environ or {"SHARDKIT_JOB_ID": name}
         done = python_m("shardkit.train", *args, env=environ)
         assert done.returncode == 0, done.stderr
-        assert "resuming" not in done.stderr
+        assert "resuming" not in done.stdout
     interactive = python_m("shardkit.train", *args, env={"SLURM_JOB_ID": "7"})
     assert interactive.returncode == 0, "a finished run; Slurm did not start this again"
-    assert "resuming" not in interactive.stderr
+    assert "resuming" not in interactive.stdout
 
 
 def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
