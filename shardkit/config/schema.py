@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -443,8 +443,9 @@ class CompileConfig(Section):
 class CheckpointConfig(Section):
     every_steps: int | None = Field(None, ge=1)
     """Steps between checkpoints; unset = not by count."""
-    every_minutes: float | None = Field(None, gt=0)
-    """Save at the first step after this time since the last checkpoint; unset = not by time."""
+    every_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
+    """Save at the first step after this time since the last checkpoint; null = not by time. auto = after ten minutes,
+    or 50 times as long as the longest save took (2 % of the time), unless `every_steps` is set."""
     at_end: bool = True
     """Save after the last step."""
     keep_last: int | None = Field(3, ge=1)
@@ -461,8 +462,13 @@ class CheckpointConfig(Section):
 
     @property
     def is_periodic(self) -> bool:
-        """Whether the run saves checkpoints before its end."""
-        return self.every_steps is not None or self.every_minutes is not None
+        """Whether the settings say when the run saves checkpoints before its end."""
+        return self.every_steps is not None or self.every_minutes not in (None, "auto")
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the run chooses the time between checkpoints by the time that they take."""
+        return self.every_steps is None and self.every_minutes == "auto"
 
 
 class MemoryConfig(Section):

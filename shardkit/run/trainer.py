@@ -616,6 +616,8 @@ class Trainer:
             records = read_objects(self.run_dir / "logs" / "checkpoints.jsonl", TAIL)
             timed = [record for record in records if "total_s" in record and not record.get("error")]
             self.checkpoints.remember([float(record["total_s"]) for record in timed])
+        if interval := self.checkpoints.describe_default():
+            self._say(interval)
         limit_s = self.checkpoints.standstill_s()
         self._say(f"a save that writes nothing for {limit_s:.0f} s ends the job (checkpoint.timeout_s)")
 
