@@ -24,6 +24,7 @@ from ..files import write_whole
 from . import endings, spec
 from .failures import job_starts
 from .local.processes import Follower
+from .local.run_dir import has_run, refuse_without_run
 from .ranks.affinity import default_omp_threads
 from .ranks.placement import integer
 from .script import PREEMPT_FILE, Script, from_json, newest_change
@@ -285,6 +286,8 @@ def run(batch: Batch, environ: Mapping[str, str], warning: PreemptionWarning) ->
     Raises:
         LaunchError: the run directory cannot be written, or the job has been started too often.
     """
+    if batch.script is None and not has_run(batch.run_dir):
+        refuse_without_run(batch.run_dir, False, environ)
     try:
         batch.error_dir.mkdir(parents=True, exist_ok=True)
         batch = batch.pin()

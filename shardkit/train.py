@@ -77,7 +77,7 @@ def run(loaded: LoadedConfig) -> int:
             outcome = trainer.fit()
         if job.world.is_main and outcome.stopped_by is None:  # the groups are gone: no rank waits for this
             plan.close(loaded.config, trainer.run_dir)
-    if outcome.stopped_by is None or outcome.steps == loaded.config.train.max_steps:
+    if outcome.stopped_by is None or outcome.steps == trainer.config.train.max_steps:
         return 0
     return restart.stopped(loaded.config.run.dir, outcome.stopped_by)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import ConfigError, LaunchError
 from .. import kubernetes
 from ..failures import exit_codes, failure, job_starts, oom
 from ..ranks import affinity
@@ -26,7 +26,7 @@ from ..spec import JobSpec, Rendezvous
 from . import processes, rendezvous, torchrun
 from .guard import Guard
 from .processes import RankOutput
-from .restart import GRACE, Restarts, grace_s
+from .restart import GRACE, Restarts, grace_s, how_to_continue
 from .torchrun import build_argv, command_line
 
 _POLL_S = 0.05
@@ -296,7 +296,7 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
             print(f"preempted: {signal.Signals(number).name} ended the script", file=sys.stderr, flush=True)
             return 128 + number
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
-        print(f"{recorded[0].message}: start it again with run.resume=true to continue", file=sys.stderr, flush=True)
+        print(f"{recorded[0].message}; {how_to_continue(sys.argv, _overwrites(run_dir))}", flush=True)
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
@@ -316,6 +316,16 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
     print(f"{exit_codes.describe(ended.code)}, no rank reported an error", file=sys.stderr)
     print(f"  logs: {log_dir}", file=sys.stderr, flush=True)
     return exit_codes.shell_code(ended.code)
+
+
+def _overwrites(run_dir: Path) -> bool:
+    """Whether the run's settings say `run.overwrite=true`."""
+    from ...config.load import load_config
+
+    try:
+        return load_config(run_dir / "config.yaml").config.run.overwrite
+    except ConfigError:  # deleted meanwhile
+        return False
 
 
 def _mtime(path: Path) -> float:

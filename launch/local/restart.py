@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,9 @@ def overrides(run_dir: str, resume: bool | str, environ: Mapping[str, str] | Non
     if wrote(Path(run_dir), environ) is not True:
         return []
     has_own = job_starts.newest_checkpoint(Path(run_dir)) is not None
-    if isinstance(resume, str) and not has_own:
+    if isinstance(resume, str) and resume != "auto" and not has_own:
         return ["run.overwrite=true"]
-    return ["run.overwrite=false", "run.resume=true"]
+    return ["run.overwrite=false", "run.resume=auto"]
 
 
 def agent(environ: Mapping[str, str]) -> str | None:
@@ -146,6 +147,43 @@ def grace_s(environ: Mapping[str, str] | None = None) -> float:
     if not 0 <= seconds < 1e9:
         raise LaunchError(f"{GRACE}={text} is not a number of seconds", f"set {GRACE} to seconds from 0, or unset it")
     return seconds
+
+
+def how_to_continue(argv: Sequence[str], overwrites: bool, environ: Mapping[str, str] | None = None) -> str:
+    """The words for a run that saved and stopped: its job's next start continues it, or a command that one can paste.
+
+    Args:
+        argv: this process's `sys.argv`.
+        overwrites: the config says `run.overwrite=true`, which the continuation must not.
+    """
+    environ = os.environ if environ is None else environ
+    job = this_start(environ).job
+    if job is not None:
+        return f"the next start of {job} continues from there"
+    command = _command(argv, environ)
+    if command is None:
+        return "start the same command again with run.resume=true to continue"
+    words = [word for word in command if not word.startswith(("run.resume=", "run.overwrite="))]
+    words += ["run.overwrite=false"] * overwrites + ["run.resume=true"]
+    return f"to continue: {shlex.join(words)}"
+
+
+def _command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str] | None:
+    """The command that started this process or its torchrun; None where a launcher on several nodes did."""
+    program = Path(argv[0])
+    if program.name == "shardkit" or program.parts[-2:] == ("cli", "__main__.py"):
+        return ["shardkit", *argv[1:]]
+    if program.parts[-2:] != ("shardkit", "train.py"):  # a program of the user's own, which may take no settings
+        return None
+    if agent(environ) is None:
+        return None if environ.get("WORLD_SIZE", "1") != "1" else ["python", "-m", "shardkit.train", *argv[1:]]
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+    except OSError:
+        return None
+    if len(words) > 1 and Path(words[1]).name == "torchrun":
+        return ["torchrun", *words[2:]]
+    return [Path(words[0]).name, *words[1:]]
 
 
 def stopped(run_dir: str, signal_name: str, environ: Mapping[str, str] | None = None) -> int:

@@ -41,14 +41,14 @@ def needed_s(run_dir: Path) -> int | None:
     return _SLACK_S + math.ceil(2 * (longest_s + step))
 
 
-def signal_s(asked: int | None, run_dir: Path, resume: bool | str) -> int:
+def signal_s(asked: int | None, run_dir: Path, source: str | None) -> int:
     """Seconds before the time limit at which Slurm should signal: as asked, else from the run that this one continues.
 
     Slurm's clock rounds this up to a minute early, never late.
     """
     if asked is not None:
         return asked
-    earlier = [run_dir, *([Path(resume), *Path(resume).parents[:2]] if isinstance(resume, str) else [])]
+    earlier = [run_dir, *([Path(source), *Path(source).parents[:2]] if source is not None else [])]
     return max([DEFAULT_S, *(needed for path in earlier if (needed := needed_s(path)) is not None)])
 
 

@@ -20,6 +20,7 @@ from ...errors import ConfigError, LaunchError
 from ...files import group_of_new_files, mode_like
 from ...files.children import read_git
 from ..cluster import CLUSTERS
+from ..local.run_dir import has_run, refuse_without_run
 from ..script import Script
 from ..spec import JobSpec, SlurmOptions, check_fits
 from . import commands
@@ -166,7 +167,12 @@ def prepare(
     fixed = [item for item in overrides if item not in by_index]
     loaded = _checked(config, fixed, by_index, options.array, nodes, ranks_per_node, gpus_per_node)
     run_dir = Path(loaded.config.run.dir).absolute()
-    for folder in [run_dir] if options.array is None else array_folders(run_dir, options.array):
+    folders = [run_dir]
+    if options.array is not None and loaded.config.run.resume is True:
+        folders = [run_dir / f"array_{index}" for index in array_indices(options.array)]
+    elif options.array is not None:
+        folders = array_folders(run_dir, options.array)
+    for folder in folders:
         _refuse_taken(folder, loaded)
     spec = JobSpec(
         config=str(_next(run_dir) / "config.yaml"),
@@ -179,7 +185,7 @@ def prepare(
         python=sys.executable,
         cwd=os.getcwd(),
         name=name or f"shardkit-{run_dir.name}",
-        slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.resume)),
+        slurm=replace(options, signal_s=signal_s(options.signal_s, run_dir, loaded.config.run.source)),
     )
     _SLURM.render(spec)  # refuses values that no script can carry
     limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
@@ -218,7 +224,7 @@ def prepare_script(
         python=sys.executable,
         cwd=os.getcwd(),
         name=name or f"shardkit-{path.name}",
-        slurm=replace(options, signal_s=signal_s(options.signal_s, path, False)),
+        slurm=replace(options, signal_s=signal_s(options.signal_s, path, None)),
         script=script,
     )
     _SLURM.render(spec)  # refuses values that no script can carry
@@ -286,9 +292,9 @@ def array_folders(run_dir: Path, array: str) -> list[Path]:
 
 def _refuse_taken(run_dir: Path, loaded: LoadedConfig) -> None:
     run = loaded.config.run
-    if run.overwrite or run.resume is not False:
-        return
-    if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+    if not has_run(run_dir):
+        refuse_without_run(run_dir, run.resume, {})  # a person submits it
+    elif not run.overwrite and run.resume is False:
         raise ConfigError(
             f"{run_dir if run_dir.name.startswith('array_') else f'run.dir={run.dir}'} already holds a run",
             "set run.resume=true to continue it, run.overwrite=true to delete it, or another run.dir",

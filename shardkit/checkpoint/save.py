@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import:
     from .format.planner import Ranges
     from .format.writer import RangeWriter
 
+COST, LEAST_S = 0.02, 600.0
+"""Automatic saves take at most this share of the time, and begin at least this many seconds after one another."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -141,9 +143,27 @@ class Checkpointer:
         return self._group
 
     def time_is_up(self) -> bool:
-        """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`."""
-        minutes = self._config.every_minutes
-        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
+        """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`.
+
+        Of an automatic interval rank 0 alone decides: the ranks' own times of a save differ.
+        """
+        minutes, passed_s = self._config.every_minutes, time.monotonic() - self._last_save
+        if minutes == "auto":
+            return self._config.is_automatic and self._world.is_main and passed_s >= self._interval_s()
+        return minutes is not None and passed_s >= 60 * minutes
+
+    def _interval_s(self) -> float:
+        """Seconds between automatic saves: the longest one so far is at most `COST` of them."""
+        return max(LEAST_S, max(self._measured_s, default=0.0) / COST)
+
+    def describe_default(self) -> str:
+        """One line on automatic saves; empty if the settings say when to save."""
+        if not self._config.is_automatic:
+            return ""
+        return (
+            f"a checkpoint every {self._interval_s() / 60:,.0f} minutes, or less often if saves take long: at most "
+            f"{100 * COST:g} % of the time (checkpoint.every_minutes=auto)"
+        )
 
     def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
         """Whether to save after `step`; `asked`: the ranks agreed to save (time, preemption)."""

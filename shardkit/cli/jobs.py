@@ -172,6 +172,7 @@ def launch(
 ) -> None:
     """Run CONFIG or a script with torchrun: rank 0 on the terminal, every rank's log in the run directory."""
     from ..launch import kubernetes
+    from ..launch.local import run_dir as run_dirs
     from ..launch.local import torchrun
     from ..launch.local.launcher import launch as run
     from ..launch.ranks.gpus import ranks_per_node, visible_gpus
@@ -199,6 +200,8 @@ def launch(
         grace_s=grace_s if script is None else None,
     )
     torchrun.check_elastic(spec, loaded)
+    if loaded is not None and not run_dirs.has_run(path := Path(loaded.run.dir)):
+        run_dirs.refuse_without_run(path, loaded.run.resume)
     raise typer.Exit(run(spec, rendezvous_timeout_s=600 if loaded is None else loaded.run.init_timeout_s))
 
 

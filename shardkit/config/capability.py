@@ -409,6 +409,7 @@ IGNORED: tuple[Ignored, ...] = (
     ),
     Ignored("data.prefetch", lambda c: c.data.workers == 0, "data.workers=0 loads in the training process"),
     Ignored("data.val_fraction", lambda c: c.data.val_path is not None, "data.val_path names the validation data"),
+    Ignored("data.val_fraction", lambda c: c.train.eval_samples == 0, "train.eval_samples=0: all data train"),
     Ignored(
         "data.val_fraction",
         lambda c: c.task.factory is None and c.task.name == "image_classification" and c.data.path is None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,10 @@ PresetName = Literal[
     "debug", "124m", "355m", "1.3b", "7b", "13b", "gpt2", "gpt2-debug", "llama-debug", "bert-base", "bert-large",
     "bert-debug", "vit-b", "vit-l", "vit-debug", "swin2sr", "swin2sr-debug",
 ]  # fmt: skip
+
+
+NO_LIMIT = 1_000_000_000
+"""`train.max_steps` where `train.epochs` alone says how long a run is."""
 
 
 def conflict(cause: str, fix: str) -> PydanticCustomError:
@@ -163,7 +167,8 @@ class DataConfig(Section):
     val_path: str | None = None
     """Validation data; unset = a fixed share of `path`."""
     val_fraction: float = Field(0.05, gt=0, lt=1)
-    """Share of files (text) or of the tail (`.bin`) held out when `val_path` is unset."""
+    """Share of documents, files, pictures or of the tail (`.bin`) held out when `val_path` is unset; nothing with
+    `train.eval_samples=0`."""
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     """Token type of a `.bin` file (little endian)."""
     packing: Literal["none", "packed", "padding_free"] = "none"
@@ -234,7 +239,10 @@ class DataConfig(Section):
 
 class TrainConfig(Section):
     max_steps: int = Field(100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps; with `epochs` the limit, and 1000000000 if it is not set beside it."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data, at most `max_steps` steps; unset = as many as `max_steps` makes. A pass ends with
+    a smaller step, or without it (`data.drop_last`)."""
     micro_batch_size: int = Field(8, ge=1)
     """Samples per rank in one forward/backward."""
     seq_len: int = Field(256, ge=1)
@@ -252,8 +260,9 @@ class TrainConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Steps between evaluations; unset = at the end only."""
     eval_samples: int = Field(400, ge=0)
-    """Validation samples of one evaluation, over all ranks; 0 = no evaluation. Evenly spaced ones represent a larger
-    set, the same for any number of ranks and any micro-batch size. A packed sample is `seq_len` tokens."""
+    """Validation samples of one evaluation, over all ranks; 0 = no evaluation, and all data train. Evenly spaced ones
+    represent a larger set, the same for any number of ranks and any micro-batch size. A packed sample is `seq_len`
+    tokens."""
     sample_prompts: tuple[str, ...] = ()
     """causal_lm and hf_causal_lm: texts that the model continues at each evaluation (`samples.jsonl`)."""
     sample_tokens: int = Field(64, ge=1)
@@ -263,6 +272,13 @@ class TrainConfig(Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Keep an exponential moving average of the weights with this decay per step, sharded like them; evaluation uses
     it, and checkpoints hold it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_alone(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("epochs") is not None and "max_steps" not in data:
+            return {**data, "max_steps": NO_LIMIT}
+        return data
 
 
 class OptimConfig(Section):
@@ -427,8 +443,9 @@ class CompileConfig(Section):
 class CheckpointConfig(Section):
     every_steps: int | None = Field(None, ge=1)
     """Steps between checkpoints; unset = not by count."""
-    every_minutes: float | None = Field(None, gt=0)
-    """Save at the first step after this time since the last checkpoint; unset = not by time."""
+    every_minutes: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"
+    """Save at the first step after this time since the last checkpoint; null = not by time. auto = after ten minutes,
+    or 50 times as long as the longest save took (2 % of the time), unless `every_steps` is set."""
     at_end: bool = True
     """Save after the last step."""
     keep_last: int | None = Field(3, ge=1)
@@ -445,8 +462,13 @@ class CheckpointConfig(Section):
 
     @property
     def is_periodic(self) -> bool:
-        """Whether the run saves checkpoints before its end."""
-        return self.every_steps is not None or self.every_minutes is not None
+        """Whether the settings say when the run saves checkpoints before its end."""
+        return self.every_steps is not None or self.every_minutes not in (None, "auto")
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the run chooses the time between checkpoints by the time that they take."""
+        return self.every_steps is None and self.every_minutes == "auto"
 
 
 class MemoryConfig(Section):
@@ -528,7 +550,8 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = cuda when torch sees a GPU."""
     resume: bool | str = False
-    """true = continue the run in `dir` if there is one; or the path of a checkpoint or a run to start from."""
+    """true = continue the run in `dir`, which must exist unless a scheduler's job starts it; auto = continue it if
+    there is one; or the path of a checkpoint or a run to start from (./auto for one of that name)."""
     overwrite: bool = False
     """Delete what an earlier run left in `dir`."""
     init_timeout_s: float = Field(1800, gt=0)
@@ -540,9 +563,22 @@ class RunSection(Section):
     def _resume_or_overwrite(self) -> RunSection:
         if self.resume == "":
             raise conflict("run.resume is empty", "set run.resume=true, or to the path of a checkpoint or a run")
-        if self.resume is True and self.overwrite:
-            raise conflict("run.resume=true and run.overwrite=true", "set only one: go on with the run, or delete it")
+        if self.continues and self.overwrite:
+            word = "true" if self.resume is True else "auto"
+            raise conflict(
+                f"run.resume={word} and run.overwrite=true", "set only one: go on with the run, or delete it"
+            )
         return self
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run that `dir` holds goes on."""
+        return self.resume is True or self.resume == "auto"
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint or run that `resume` names to start from."""
+        return self.resume if isinstance(self.resume, str) and self.resume != "auto" else None
 
 
 class RunConfig(Section):
@@ -588,9 +624,9 @@ class RunConfig(Section):
                 f"set train.seq_len={self.model.max_seq_len}, or model.max_seq_len={self.train.seq_len}",
             )
         adapted = self.adapter.type != "none"
-        if self.model.init_from is not None and isinstance(self.run.resume, str) and not adapted:
+        if self.model.init_from is not None and self.run.source is not None and not adapted:
             raise conflict(
-                f"model.init_from={self.model.init_from} and run.resume={self.run.resume}: both say what to start from",
+                f"model.init_from={self.model.init_from} and run.resume={self.run.source}: both say what to start from",
                 "set only one: weights alone, or the whole state of a run",
             )
         if adapted:

@@ -36,12 +36,14 @@ class Store:
         source: its name.
         dtype: of the tokens, `<u2` or `<u4`.
         masked: only some tokens are to be predicted, and `targets.bin` says which.
+        kind: the columns that its rows had: text, messages or prompt.
     """
 
     directory: str
     source: str
     dtype: str
     masked: bool
+    kind: str = "text"
 
     def map(self, name: str, dtype: str) -> npt.NDArray[Any]:
         path = Path(self.directory) / name
@@ -76,6 +78,8 @@ class LongCounts:
     dropped: int = 0
     without_target: int = 0
     tokens_left_out: int = 0
+    documents: int = 0
+    """All documents, of any length."""
 
     def __str__(self) -> str:
         done = [f"{count:,} {name}" for name in ("truncated", "split", "dropped") if (count := getattr(self, name))]
@@ -118,6 +122,13 @@ class Documents:
     @property
     def n_tokens(self) -> int:
         return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def noun(self) -> str:
+        """The name of what the documents were: conversations, prompts with completions, or documents of any kind."""
+        kinds = {store.kind for store in self.stores}
+        names = {"messages": "conversations", "prompt": "prompts with completions"}
+        return names.get(kinds.pop(), "documents") if len(kinds) == 1 else "documents"
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         import torch  # here: processes that write a corpus do without it
@@ -169,17 +180,20 @@ def _choose(store: Store, choice: Choice, counts: LongCounts) -> tuple[Integers,
     elif choice.split is not None:
         mine = is_held_out(store.map(PLACES, "<u8"), choice.val_fraction) == (choice.split == "val")
         starts, lengths = starts[mine], lengths[mine]
+    counts.documents += len(starts)
     if choice.max_tokens is not None:
         starts, lengths = _shorten(store, starts, lengths, choice.max_tokens, choice.long, counts)
     return starts, lengths
 
 
 def is_held_out(places: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """Which documents validate: those whose hash falls in the first `fraction`. Neither part is empty.
+    """Which documents validate: those whose hash falls in the first `fraction`. Neither part is empty, unless it is 0.
 
     Documents of equal text fall into the same part, and a document stays in its part when others come or go.
     """
     held: npt.NDArray[np.bool_] = places < np.uint64(int(fraction * 2**64))
+    if not fraction:
+        return held
     if len(places) > 1 and not held.any():
         held[int(places.argmin())] = True
     elif len(places) > 1 and held.all():

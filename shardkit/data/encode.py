@@ -439,9 +439,10 @@ class _Progress:
         share, rate = self.done / self.total, tokens / max(now - self.started, 1e-9)
         text = f"tokenising {printable(self.source)}: {share:4.0%}, {tokens:,} tokens, {rate:,.0f} a second"
         bar = "#" * round(20 * share)
-        print(
-            f"\r[{bar:<20}] {text}" if self.live else text, end="" if self.live else "\n", file=sys.stderr, flush=True
-        )
+        if self.live:
+            print(f"\r[{bar:<20}] {text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, flush=True)
 
     def close(self) -> None:
         if self.live and self.said > self.started:

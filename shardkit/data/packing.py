@@ -135,6 +135,11 @@ class PackedDocuments:
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
+    @property
+    def n_tokens(self) -> int:
+        """Inputs of all documents."""
+        return int(self._inputs.sum())
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -153,7 +158,8 @@ class PackedDocuments:
     def describe(self) -> str:
         """One line: documents, samples, and how full these are."""
         cut = f" ({self.n_cut:,} longer than {self.seq_len} cut into pieces)" if self.n_cut else ""
-        return f"{self.what}: {self.n_documents:,} documents{cut} in {len(self):,} samples, {self.fill:.1%} full"
+        noun = getattr(self.documents, "noun", "documents")
+        return f"{self.what}: {self.n_documents:,} {noun}{cut} in {len(self):,} samples, {self.fill:.1%} full"
 
 
 def collate_packed(samples: Sequence[dict[str, Any]], seq_len: int | None) -> dict[str, Any]:

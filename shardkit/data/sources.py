@@ -107,7 +107,7 @@ def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFi
     """Training and validation files: a file validates when the hash of its name falls in the first `val_fraction`.
 
     A file stays in its part when others come or go. With two files or more, neither part is empty: the file with the
-    smallest hash validates and the one with the largest trains.
+    smallest hash validates and the one with the largest trains. With `val_fraction` 0 all train.
     """
     val_names = held_out([file.name for file in files], val_fraction)
     return [f for f in files if f.name not in val_names], [f for f in files if f.name in val_names]
@@ -115,6 +115,8 @@ def split_files(files: list[TextFile], val_fraction: float) -> tuple[list[TextFi
 
 def held_out(names: list[str], val_fraction: float) -> set[str]:
     """The names of `split_files`' validation part."""
+    if not val_fraction:
+        return set()
     places = {name: _hash_fraction(name) for name in names}
     ordered = sorted(names, key=lambda name: (places[name], name))
     n_val = sum(place < val_fraction for place in places.values())

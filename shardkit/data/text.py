@@ -74,7 +74,7 @@ class Sources:
         found = Documents(stores, Choice(chosen, fraction, max_tokens, how))
         if str(found.long) and is_first_rank():
             name = "training" if split == "train" else "validation"
-            _LOG.warning("%s documents longer than %s tokens: %s", name, max_tokens, found.long)
+            _LOG.warning("%s %s longer than %s tokens: %s", name, found.noun, max_tokens, found.long)
         return found
 
     def by_weight(self, documents: Documents, split: Split) -> list[Documents]:
@@ -211,7 +211,7 @@ def open_source(
         files = [file.path for file in plan.files]
         directory, manifest = cached_entry(data.cache_dir, f"documents-{plan.key}", plan.build, files)
     _judge(data, called, manifest)
-    return Store(str(directory), called, manifest["dtype"], manifest["masked"]), manifest
+    return Store(str(directory), called, manifest["dtype"], manifest["masked"], manifest["kind"]), manifest
 
 
 def write_corpus(data: DataConfig, tokenizer: Any, path: str, out: Path) -> dict[str, Any]:

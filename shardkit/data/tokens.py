@@ -134,7 +134,9 @@ CHUNK = 1 << 24
 
 
 def tail_size(n: int, fraction: float) -> int:
-    """Size of the held-out tail: at least one of n, never all."""
+    """Size of the held-out tail: at least one of n, never all; nothing if `fraction` is 0."""
+    if not fraction:
+        return 0
     return min(max(round(n * fraction), 1), n - 1) if n > 1 else 0
 
 

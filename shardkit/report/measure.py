@@ -209,6 +209,8 @@ def status(run: Run) -> tuple[bool, str]:
     """(whether all is well, in words: the run's progress, and what ended it if it failed)."""
     done = run.metrics[-1]["step"] if run.metrics else 0
     wanted = run.setting("train.max_steps")
+    if run.setting("train.epochs") is not None:  # the data decide
+        wanted = run.environment.get("last_step")
     if isinstance(wanted, int) and done >= wanted:
         return True, f"finished {done} of {wanted} steps"
     so_far = f"step {done} of {wanted}" if wanted is not None else f"step {done}"

@@ -20,16 +20,18 @@ import torch
 
 from ..checkpoint.format import layout
 from ..config.load import LoadedConfig, load_config
+from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib
 from ..files import write_whole
 from ..files.children import read_git
 from ..launch.failures import job_starts
-from ..launch.local import rendezvous, restart
+from ..launch.local import rendezvous, restart, run_dir
 from . import owner
 from .owner import Owner
 
 # The names that a run writes, in the run directory and in its folders. Nothing else there is ever deleted.
 FILES = ("report.html", "compare.html", "memory.jsonl", "env.json", "samples.jsonl", "metrics.jsonl", "config.yaml")
+_PLAN = "plan.json"
 FOLDERS = {
     "checkpoints": r"latest|step_\d{8,}(\.\w+)?",
     "tensorboard": r"events\.out\.tfevents\..*",
@@ -54,20 +56,35 @@ class Ranks(Protocol):
         ...
 
 
-def prepare(loaded: LoadedConfig, world: Ranks) -> tuple[Path, Owner | None]:
+def check(loaded: LoadedConfig, world: Ranks) -> None:
+    """Check, before data are read, that `run.dir` may become this run's; writes nothing. Collective.
+
+    Raises:
+        ConfigError: the directory holds a run that this one may not replace or continue, or other things.
+    """
+    path = Path(loaded.config.run.dir)
+    on_main(world, path, lambda: _refuse(path, loaded, exclusive=True))
+
+
+def prepare(loaded: LoadedConfig, world: Ranks, exclusive: bool = True) -> tuple[Path, Owner | None]:
     """Claim `run.dir` for this run. Collective: every rank stops if rank 0 may not write.
+
+    Args:
+        exclusive: refuse a directory that holds other things than a run; False where another tool trains and may use
+            the directory too.
 
     Returns:
         The directory, and on rank 0 its `Owner`, which the caller must close.
 
     Raises:
-        ConfigError: the directory already holds a run, another run is writing there, or it cannot be written.
+        ConfigError: the directory already holds a run or other things, another run is writing there, or it cannot be
+            written.
         SupersededError: a later start of this job is writing there.
     """
     path, claimed = Path(loaded.config.run.dir), list[Owner]()
     files_in_use = [str(names) for names in world.gather(os.environ.get("SHARDKIT_KEEP", ""))]  # each node has its own
     try:
-        on_main(world, path, lambda: claimed.append(_claim(path, loaded, files_in_use)))
+        on_main(world, path, lambda: claimed.append(_claim(path, loaded, files_in_use, exclusive)))
     except BaseException:
         for one in claimed:
             one.close()
@@ -91,14 +108,16 @@ def on_main(world: Ranks, path: Path, action: Callable[[], None]) -> None:
             raise found
 
 
-def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str]) -> Owner:
-    _refuse(path, loaded)
+def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclusive: bool) -> Owner:
+    _refuse(path, loaded, exclusive)
     claimed = owner.claim(path)
     try:
-        _refuse(path, loaded)  # the previous owner may have left a run
+        _refuse(path, loaded, exclusive)  # the previous owner may have left a run
         if loaded.config.run.overwrite:
             _refuse_to_lose(path, loaded)
             _clear(path, files_in_use)
+        elif not run_dir.has_run(path):
+            _rewind(path, 0)  # a start that failed before its first step may have left empty files
         rendezvous.sweep(path)
         for folder in ("logs", "checkpoints"):
             _make(path / folder)
@@ -110,15 +129,17 @@ def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str]) -> Own
     return claimed
 
 
-def _refuse(path: Path, loaded: LoadedConfig) -> None:
+def _refuse(path: Path, loaded: LoadedConfig, exclusive: bool) -> None:
     """Raise if the directory's contents forbid this run."""
     run = loaded.config.run
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir={path} is a file", "set run.dir to a directory")
-    there = [name for name in ("metrics.jsonl", "config.yaml", "env.json") if (path / name).exists()]
-    there += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))
-    if not there:
+    if not run_dir.has_run(path):
+        if exclusive:
+            run_dir.refuse_without_run(path, run.resume)
         return
+    there = ["metrics.jsonl"] * (path / "metrics.jsonl").exists()
+    there += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))
     ours = (path / owner.FOLDER).is_dir()
     if run.overwrite and not ours:
         raise ConfigError(
@@ -132,15 +153,10 @@ def _refuse(path: Path, loaded: LoadedConfig) -> None:
                 f"{link} is a link to {link.resolve()}: run.overwrite deletes nothing behind links",
                 "delete the checkpoints there by hand, or the link, or set another run.dir",
             )
-    elif not _resumes(path, run.resume):
+    elif not _resumes(path, run):
         raise ConfigError(
             f"run.dir={path} already holds a run ({there[0]})",
             f"set run.resume=true to continue it, {'run.overwrite=true to delete it, ' * ours}or another run.dir",
-        )
-    elif not ours and there in (["config.yaml"], ["env.json"]):  # every run wrote both
-        raise ConfigError(
-            f"run.dir={path} holds {there[0]}, but no run to continue",
-            "set run.dir to the directory of a run, or to a new one",
         )
 
 
@@ -160,7 +176,7 @@ def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
             f"step {step})",
             "set run.resume=true in place of run.overwrite to continue",
         )
-    if is_own is None and step < loaded.config.train.max_steps and _has_config(path, loaded):
+    if is_own is None and step < _last_step(path, loaded) and _has_config(path, loaded):
         raise ConfigError(
             f"run.dir={path} holds an unfinished run of this same config with checkpoints up to step {step}, and "
             "nothing says whether run.overwrite=true came from a user or from a supervisor that starts this again",
@@ -193,16 +209,38 @@ def _make(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
 
 
-def _resumes(path: Path, resume: bool | str) -> bool:
+def _resumes(path: Path, run: RunSection) -> bool:
     """Whether `run.resume` asks for the run that `path` holds."""
-    if isinstance(resume, bool):
-        return resume
-    return Path(resume).resolve().is_relative_to(path.resolve())
+    return run.continues or (run.source is not None and Path(run.source).resolve().is_relative_to(path.resolve()))
 
 
 def _write_settings(path: Path, loaded: LoadedConfig) -> None:
     write_whole(path / "config.yaml", loaded.render())
     write_whole(path / "env.json", json.dumps(environment(), indent=1) + "\n")
+
+
+def note_last_step(world: Ranks, path: Path, step: int) -> None:
+    """Write to env.json at which step the run will end, for a run whose length its data decide; collective."""
+
+    def change() -> None:
+        file = path / "env.json"
+        write_whole(file, json.dumps({**json.loads(file.read_text()), "last_step": step}, indent=1) + "\n")
+
+    on_main(world, path, change)
+
+
+def _last_step(path: Path, loaded: LoadedConfig) -> int:
+    """The step at which the run in `path`, which has this config, was to end."""
+    step = _env(path).get("last_step")
+    return step if isinstance(step, int) else loaded.config.train.max_steps
+
+
+def _env(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "env.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _keep_settings(path: Path) -> None:
@@ -307,9 +345,12 @@ def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> li
 
 
 def listed(path: Path) -> str:
-    """The run's files on one line: top-level files, and each folder with the number and size of its files."""
+    """The run's files on one line: top-level files, and each folder with the number and size of its files.
+
+    Files of the user's own beside them are left out.
+    """
     parts = []
-    for entry in sorted(entry for entry in path.iterdir() if not entry.name.startswith(".")):
+    for entry in sorted(entry for entry in path.iterdir() if entry.name in {*FILES, *FOLDERS, _PLAN}):
         inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
         parts += [f"{entry.name}/ ({len(inside)}, {gib(sum(inside))})"] if inside else []
         parts += [entry.name] if entry.is_file() else []

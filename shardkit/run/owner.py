@@ -29,9 +29,10 @@ from ..errors import ConfigError, SupersededError
 from ..files import write_whole
 from ..launch.failures import job_starts
 from ..launch.local import restart
+from ..launch.local.run_dir import MARK
 
-FOLDER = ".shardkit"
-"""The folder that marks a run directory as shardkit's."""
+FOLDER = MARK
+
 BEAT_S = 5.0
 STALE_S = 30.0
 """An owner whose file has not changed for this long (six beats) counts as dead."""

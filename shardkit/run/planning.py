@@ -108,7 +108,7 @@ class RunPlan:
                     estimates.append(self._planner.predict(config))
                 estimates[0].save(run_dir, config, estimates[1:])
                 if len(estimates) == 1:
-                    print(f"plan: {said(estimates[0])}", file=sys.stderr, flush=True)
+                    print(f"plan: {said(estimates[0])}", flush=True)
         except (ShardkitError, OSError, ValueError) as error:
             late = time.monotonic() >= self._deadline
             if not self._over:

@@ -28,6 +28,7 @@ from ..errors import CheckpointError, ConfigError, DataError, TrainingError
 from ..files import TAIL, append_jsonl, read_objects, write_whole
 from ..hardware.cards import blas_workspace
 from ..launch.failures import failure
+from ..launch.local import restart
 from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
@@ -35,7 +36,8 @@ from ..parallel.optim import lr_at
 from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
-from . import checks, directory
+from ..telemetry.progress import draws_bars
+from . import amounts, checks, directory
 from .checks import SumCheck, not_finite_gradient
 from .evaluate import evaluate, report, val_parts
 from .job import Job, not_finite
@@ -115,9 +117,10 @@ class Trainer:
         self.samples: list[dict[str, Any]] = []
         """Texts of the last evaluation that are not recorded yet; on rank 0."""
         self._pauses: dict[str, float] = {}
+        directory.check(job.loaded, job.world)
         self._say("reading the data")
         with job.ledger.phase("init"):
-            self.task = load_task(self.config)
+            self.task = load_task(amounts.without_validation(self.config))
             data = self.task.dataset("train")
             self.val_parts = val_parts(self.task) if self.config.train.eval_samples else {}
             checks.check_same_data(job.world, data, self.val_parts)
@@ -128,6 +131,7 @@ class Trainer:
             self.schedule = self._make_schedule(data)
         self.run_dir, owner = directory.prepare(job.loaded, job.world)
         self.owner = None if owner is None else job.at_end.enter_context(owner)
+        self._say(amounts.describe_split(self.config, data, self.val_parts))
         n_ranks = "1 rank" if job.world.size == 1 else f"{job.world.size} ranks"
         if isinstance(data, PackedDocuments | Mixed) and (packed := data.describe()):
             self._say(packed)
@@ -144,7 +148,7 @@ class Trainer:
         hosts = [str(host) for host in job.world.gather(os.environ.get("SLURMD_NODENAME") or os.uname().nodename)]
         self.watchdog = Watchdog(
             hang, job.world.rank, job.world.size, limit, block=lambda: job.calls.last, hosts=hosts,
-            key="run.init_timeout_s",
+            key="run.init_timeout_s", pulse=self._say_pulse if job.world.is_main else None,
         )  # fmt: skip
         self._sums = SumCheck()
         self.loss = self.watchdog.around(job.calls.around(self._sums.around(self.task.loss)))
@@ -156,7 +160,10 @@ class Trainer:
             timeout_s=self.config.run.init_timeout_s, on_done=self._note_save,
             fence=None if owner is None else owner.fence, left_out=self.base.names if self.base else (),
         )  # fmt: skip
-        self.loader = self._make_loader(data, self._resume(loads))
+        position = self._resume(loads)
+        self._end_with_epochs(position)
+        self.loader = self._make_loader(data, position)
+        self._say_passes(data)
         self._limit_saves()
         self.first_step = self.step + 1
         compiling = ", which compiles the model" if self.config.compile.enabled else ""
@@ -167,6 +174,11 @@ class Trainer:
     def _say(self, doing_now: str) -> None:
         if self.world.is_main:
             print(doing_now, flush=True)
+
+    def _say_pulse(self, step: int, doing: str, seconds: float) -> None:
+        """Say that a long step goes on; bars on a terminal show it themselves."""
+        if not draws_bars():
+            print(f"step {step}/{self.config.train.max_steps}: {doing}, {seconds:.0f} s so far", flush=True)
 
     def _adapter(self) -> Any:
         return getattr(self.task, "adapter", None)
@@ -182,14 +194,14 @@ class Trainer:
 
     def _will_load(self) -> bool:
         """Whether every weight comes from a checkpoint or from `model.init_from`; collective."""
-        source = self.config.run.resume
+        run = self.config.run
         if self._adapter() is not None:  # files hold either the adapter or the model under it
             return False
-        if self.config.model.init_from is not None or isinstance(source, str):
+        if self.config.model.init_from is not None or run.source is not None:
             return True
         found = False
         with suppress(OSError):  # `resume` raises it on every rank
-            found = source is True and self.world.is_main and bool(candidates(self.run_dir))
+            found = run.continues and self.world.is_main and bool(candidates(self.run_dir))
         return self.world.sum([float(found)])[0] > 0
 
     def _resume(self, loads: bool) -> State:
@@ -198,17 +210,17 @@ class Trainer:
         Args:
             loads: the initial weights were left out, as there was something to load.
         """
-        source = self.config.run.resume
-        if source is False or self.base is not None:
+        asked = self.config.run
+        if asked.resume is False or self.base is not None:
             self._take_weights()
         if self.base is not None:
             self.base.identify(self.job.strategy, self.checkpoints.group)
-        if source is False:
+        if asked.resume is False:
             return State()
-        found = self.checkpoints.resume(self.run_dir if source is True else source, self._accept)
-        if found is None and source is not True:
+        found = self.checkpoints.resume(asked.source or self.run_dir, self._accept)
+        if found is None and asked.source is not None:
             raise CheckpointError(
-                f"run.resume={source}: there is no checkpoint", "name a checkpoint, or a run with one"
+                f"run.resume={asked.source}: there is no checkpoint", "name a checkpoint, or a run with one"
             )
         if found is None and loads and self.config.model.init_from is None:
             raise CheckpointError(f"the checkpoints in {self.run_dir} vanished while the run started", "start it again")
@@ -218,9 +230,22 @@ class Trainer:
         directory.go_on(self.job.loaded, self.world, self.run_dir, run.step)
         if self.world.is_main:
             where = f"from {found[0]}, step {run.step}" if found else "from the start: there is no checkpoint yet"
-            print(f"resuming {where}", file=sys.stderr, flush=True)
+            print(f"resuming {where}", flush=True)
         self.step, self.tokens_total = run.step, run.tokens_total
         return State(run.epoch, run.next_sample)
+
+    def _end_with_epochs(self, position: State) -> None:
+        """Let the run end with its last pass: from here on `self.config.train.max_steps` is its last step."""
+        train = self.config.train
+        last = amounts.last_step(train, self.schedule, self.step, position)
+        if train.epochs is not None:
+            directory.note_last_step(self.world, self.run_dir, last)
+        self.config = self.config.model_copy(update={"train": train.model_copy(update={"max_steps": last})})
+
+    def _say_passes(self, data: Dataset) -> None:
+        self._say(amounts.describe_passes(data, self.schedule, self.config.train.max_steps))
+        if self.world.is_main and (warning := amounts.doubt(self.config.train, self.schedule)) is not None:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     def _take_weights(self) -> None:
         """Start with the weights that `model.init_from` names."""
@@ -234,9 +259,9 @@ class Trainer:
         loaded = load_weights(self.job.strategy, self.world, self.checkpoints.group, source, name_there, resized)
         if self.world.is_main:
             read = f" ({loaded.bytes_read / 2**30:.2f} GiB read)" if loaded.bytes_read else ""
-            print(f"starting with the weights of {loaded.path}{read}", file=sys.stderr, flush=True)
+            print(f"starting with the weights of {loaded.path}{read}", flush=True)
             for name, (old, new) in loaded.resized.items():
-                print(f"{name}: {old} rows, and {new - old} new ones with their mean", file=sys.stderr, flush=True)
+                print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)
 
     def _accept(self, run: RunState) -> None:
         """Refuse a checkpoint whose data position does not apply to this run."""
@@ -252,12 +277,13 @@ class Trainer:
                 raise DataError(
                     f"the {name} is not the one that the checkpoint was trained with: digest {now or 'none'}, then "
                     f"{digest}",
-                    f"resume with the same {name}; to go on with another, start from the weights: model.init_from=RUN",
+                    f"resume with the same {name}, and with train.eval_samples=0 only if it was 0 then; to go on with "
+                    "another, start from the weights: model.init_from=RUN",
                 )
         if run.n_samples not in (None, n_samples):
             raise DataError(
                 f"the training split has {n_samples} samples, it had {run.n_samples} when the checkpoint was made",
-                "resume with the same data, train.seq_len and data.val_fraction",
+                "resume with the same data, train.seq_len, data.val_fraction and train.eval_samples (0 trains on all)",
             )
         check_adapter(self.base, run.extra.get("adapter"))
         shuffle = run.extra.get("shuffle")
@@ -328,11 +354,22 @@ class Trainer:
             if self.skipped_steps:
                 print(f"loss scaling skipped {self.skipped_steps} of {self.step - self.first_step + 1} steps")
             report(self.job, self.task, self.run_dir, {k: v for k, v in record.items() if k.startswith("val_")})
+            self._say_stop(outcome)
         return outcome
+
+    def _say_stop(self, outcome: Outcome) -> None:
+        """Say why the run stopped before its last step, which checkpoint it saved, and how it goes on."""
+        saved = self.checkpoints.last_report
+        if outcome.stopped_by is None or saved is None or outcome.steps == self.config.train.max_steps:
+            return
+        at = f"after step {outcome.steps} of {self.config.train.max_steps}"
+        print(f"stopped by {outcome.stopped_by} {at}: saved {saved.path}", flush=True)
+        if "SHARDKIT_KEEP" not in os.environ:  # else the launcher, which knows its own command, says it
+            print(restart.how_to_continue(sys.argv, self.config.run.overwrite), flush=True)
 
     def recorded_steps(self) -> Iterator[dict[str, float]]:
         """`steps`, while rank 0 writes `metrics.jsonl` and shows progress; closes everything at the end."""
-        recorder = open_recorder(self.job, self.task, self.run_dir, self.step)
+        recorder = open_recorder(self.job, self.task, self.run_dir, self.step, self.config.train.max_steps)
         failed = True
         self.stop.listen()
         self.watchdog.start()
@@ -579,6 +616,8 @@ class Trainer:
             records = read_objects(self.run_dir / "logs" / "checkpoints.jsonl", TAIL)
             timed = [record for record in records if "total_s" in record and not record.get("error")]
             self.checkpoints.remember([float(record["total_s"]) for record in timed])
+        if interval := self.checkpoints.describe_default():
+            self._say(interval)
         limit_s = self.checkpoints.standstill_s()
         self._say(f"a save that writes nothing for {limit_s:.0f} s ends the job (checkpoint.timeout_s)")
 

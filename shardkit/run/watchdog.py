@@ -60,6 +60,7 @@ class Watchdog:
         settle_s: how long rank 0 waits for the other ranks' files before it names the missing ones.
         hosts: the host of each rank.
         block: returns the name of the block that this rank called last; empty if there is none.
+        pulse: called every `pulse_s` seconds of a step that goes on, with its number, its part and its seconds so far.
     """
 
     def __init__(
@@ -72,10 +73,13 @@ class Watchdog:
         block: Callable[[], str] = str,
         hosts: Sequence[str] = (),
         key: str = "run.step_timeout_s",
+        pulse: Callable[[int, str, float], None] | None = None,
+        pulse_s: float = 30.0,
     ) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._part, self._hosts = Part(limit_s, key), hosts
         self._settle_s, self._block = settle_s, block
+        self._pulse, self._pulse_s = pulse, pulse_s
         self._step, self._doing, self._beats = 0, "start", 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -133,9 +137,15 @@ class Watchdog:
         """Count this thread's own ticks: a suspended process has none, and no other rank makes progress meanwhile."""
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
-        while not self._ended.wait(tick := min(1.0, self._part.limit_s / 10)):
+        step, began, said = self._step, now, now
+        while not self._ended.wait(tick := min(1.0, self._part.limit_s / 10, self._pulse_s)):
             part = self._part  # before the beats: `within` beats, then restores it
             passed, now = time.monotonic() - now, time.monotonic()
+            if self._step != step:
+                step, began, said = self._step, now, now
+            elif self._pulse is not None and now - said >= self._pulse_s:
+                said = now
+                self._pulse(step, self._doing, now - began)
             if beats != self._beats:
                 beats, idle, seen = self._beats, 0.0, part.signs()  # as the part begins
                 continue

@@ -311,7 +311,7 @@ class Watching:
 
     def _config(self) -> Observed:
         settings = self._settings
-        more = {"run.dir": str(settings.run_dir), "run.resume": settings.resume, **settings.known}
+        more = {"run.dir": str(settings.run_dir), "run.resume": "auto" if settings.resume else False, **settings.known}
         if settings.cap is not None:
             more["memory.cap"] = settings.cap
         return self._loop.config(more)
@@ -474,7 +474,7 @@ class _Records:
 def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:
     """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
     try:
-        return directory.prepare(config, ranks)
+        return directory.prepare(config, ranks, exclusive=False)
     except ConfigError as error:
         fix = error.fix if "resume" not in error.fix else "pass resume=True to continue its records, or another run_dir"
         raise ConfigError(error.cause.replace("run.dir=", "run_dir="), fix.replace("run.dir", "run_dir")) from None

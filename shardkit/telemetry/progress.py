@@ -1,4 +1,4 @@
-"""Rank 0's progress display: bars on a terminal, else a line every few steps."""
+"""Rank 0's progress display: bars on a terminal, else a line on stdout every few steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
+LINE_S = 30.0
+"""Most seconds between two lines where there is no terminal, if steps end meanwhile."""
 REFRESH_S = 1.0
 """Least seconds between two drawings of a terminal."""
 BARS = 8
@@ -33,8 +35,8 @@ class Progress:
     Args:
         total: the last step; `None`: unknown.
         first: steps that were taken before.
-        every: steps between two lines where stderr is no terminal; `None`: a terminal alone is written to, and only
-            while nothing else draws bars there.
+        every: steps between two lines where stdout or stderr is no terminal, fewer if they take long; `None`: a
+            terminal alone is written to, and only while nothing else draws bars there.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class Progress:
         self._saves_s = 0.0
         self._rows: Sequence[RankRow] = ()
         self._condensed: Summary | None = None
-        is_seen = sys.stderr.isatty() and (every is not None or sys.stdout.isatty())
-        self._screen = Screen(total, first, _tqdm_draws if every is None else None) if is_seen else None
+        self._said = time.perf_counter()
+        self._screen = Screen(total, first, _tqdm_draws if every is None else None) if draws_bars() else None
 
     def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
         """Show a step's record; `rows` come from the last gather."""
@@ -64,9 +66,15 @@ class Progress:
             self._rows, self._condensed = rows, summary(rows) if rows else None
         if self._screen is not None:
             self._screen.update(step, lambda: (self._text(record, ranks), parts_of(record)), self._rows)
-        elif self._every is not None and (step == self._first + 1 or step % self._every == 0 or step == self._total):
+        elif self._every is not None and self._is_due(step, self._every):
             text = self._text(record, ranks)
-            print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", file=sys.stderr, flush=True)
+            print(f"step {step}/{self._total}  {text}  ETA {self._eta(step)}", flush=True)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        now = time.perf_counter()
+        is_due = step in (self._first + 1, self._total) or step % every == 0 or now - self._said >= LINE_S
+        self._said = now if is_due else self._said
+        return is_due
 
     def _text(self, record: Mapping[str, float], ranks: int) -> str:
         parts = [f"loss {record['loss']:.4f}"] if "loss" in record else []
@@ -97,6 +105,11 @@ class Progress:
     def close(self) -> None:
         if self._screen is not None:
             self._screen.close()
+
+
+def draws_bars() -> bool:
+    """Whether progress is bars on a terminal: neither stdout nor stderr goes to a file or a pipe."""
+    return sys.stderr.isatty() and sys.stdout.isatty()
 
 
 class Screen:

@@ -69,6 +69,29 @@ def test_time_is_up_after_the_interval_and_not_right_after_a_save(make: Any, mon
     assert not checkpoints.time_is_up()
 
 
+def test_by_default_saves_cost_at_most_two_per_cent_of_the_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardkit.checkpoint import save as module
+
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    checkpoints = make(fakes.Plain())
+    now[0] += 599
+    assert not checkpoints.time_is_up()
+    now[0] += 2
+    assert checkpoints.time_is_up(), "ten minutes, while no save was timed"
+    checkpoints.remember([30.0, 12.0])
+    checkpoints.save(RunState(step=1))
+    now[0] += 1490
+    assert not checkpoints.time_is_up()
+    now[0] += 20
+    assert checkpoints.time_is_up(), "50 times the longest save"
+    assert "at most 2 % of the time" in checkpoints.describe_default()
+    for config in ({"every_steps": 100}, {"every_minutes": None}):
+        checkpoints = make(fakes.Plain(), **config)
+        now[0] += 1e6
+        assert not checkpoints.time_is_up() and checkpoints.describe_default() == ""
+
+
 def test_training_may_change_everything_once_an_async_save_returns(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

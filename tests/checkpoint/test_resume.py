@@ -162,7 +162,7 @@ def test_killed_by_the_system_and_started_again(fresh: Path, tmp_path_factory: p
         psutil.wait_procs(whole_job[1:], timeout=30)
     done = run(fresh, *same, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stderr
+    assert "resuming from" in done.stdout
     assert [r["step"] for r in lines(metrics)] == list(range(1, 31))
     assert losses(fresh) == losses(other)
     memory = [r["step"] for r in lines(fresh / "run" / "memory.jsonl")]
@@ -193,9 +193,9 @@ def test_another_world_size_goes_on_within_rounding(fresh: Path) -> None:
 
 
 def test_resume_without_a_run_starts_one(fresh: Path) -> None:
-    done = run(fresh, "run.resume=true", "train.max_steps=2")
+    done = run(fresh, "run.resume=auto", "train.max_steps=2")
     assert done.returncode == 0, done.stderr
-    assert "from the start" in done.stderr
+    assert "from the start" in done.stdout
     assert len(losses(fresh)) == 2
 
 
@@ -375,7 +375,7 @@ def test_nothing_is_drawn_for_weights_that_are_loaded(tmp_path: Path) -> None:
     base = ["model.preset=debug", "train.seq_len=32", "train.micro_batch_size=1", "run.device=cpu",
             "parallel.strategy=single", "logging.tensorboard=false", f"run.dir={tmp_path}/run"]  # fmt: skip
     drawn = []
-    for more in (["train.max_steps=1", "run.resume=true"], ["train.max_steps=2", "run.resume=true"],
+    for more in (["train.max_steps=1", "run.resume=auto"], ["train.max_steps=2", "run.resume=true"],
                  ["train.max_steps=1", f"model.init_from={tmp_path}/run", f"run.dir={tmp_path}/other"]):  # fmt: skip
         with counted() as made, start(load_config(None, [*base, *more])) as job:
             Trainer(job).fit()

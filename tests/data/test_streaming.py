@@ -135,7 +135,7 @@ def test_real_jobs_of_other_sizes_count_each_row_once_over_three_interruptions(t
             f"task.args={args}",
         )  # fmt: skip
         assert (done.returncode == 0) == (not ends_at), done.stderr
-        resumed = re.search(r"^resuming from .*, step (\d+)$", done.stderr, re.MULTILINE)
+        resumed = re.search(r"^resuming from .*, step (\d+)$", done.stdout, re.MULTILINE)
         began.append(int(resumed.group(1)) if resumed else 0)
     assert began == sorted(set(began)), "each start went on from a later step"
     taken: list[int] = []

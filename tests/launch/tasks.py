@@ -58,6 +58,8 @@ class Troubled:
             raise DataError("sample 7 is empty", "remove it")
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.how == "hang":
             threading.Event().wait()
         if self.how == "stop":

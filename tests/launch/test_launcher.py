@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = plain
     assert done.returncode == 0, done.stderr
-    assert "files written:" in done.stdout and "step 8/8" in done.stderr
+    assert "files written:" in done.stdout and "step 8/8" in done.stdout
     logs = list(folder.glob("logs/*/*/attempt_0/[01]/stdout.log"))
     assert len(logs) == 2, "overwriting a run leaves the logs of the launcher that is writing there"
     assert not (folder / "logs/20260101-000000-node0-1").exists() and not (REPO / "hacked").exists()
@@ -141,7 +141,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(
 ) -> None:
     done = run(command(*TWO, "--max-restarts", "1", *settings(tmp_path / "run", "kill", **FIXED)))
     assert done.returncode == 0, done.stderr
-    assert "resuming from" in done.stderr and ", step 2" in done.stderr, done.stderr
+    assert "resuming from" in done.stdout and ", step 2" in done.stdout, done.stderr
     assert losses(tmp_path / "run") == losses(plain[0])
     reasons = [reason for _, reason in job_starts.restarts(tmp_path / "run")]
     assert reasons == [*set(reasons) & {"local rank 1: killed by SIGKILL (exit code -9)", _SILENT}]
@@ -182,9 +182,9 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     marker = f"TEST_MARKER={tmp_path}"
     (tmp_path / "tmp").mkdir()
     env = environment(TEST_MARKER=str(tmp_path), TMPDIR=str(tmp_path / "tmp"))
-    process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
+    process = subprocess.Popen(argv, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    for line in process.stdout:
         if line.startswith(b"step 1/"):
             break
     assert [address for address in listening(with_marker(marker)) if not address.is_loopback] == []
@@ -192,7 +192,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert [folder.stat().st_mode & 0o777 for folder in meeting] == [0o700]
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
-    process.stderr.read()
+    process.stdout.read()
     assert process.wait(60) == 130
     assert time.monotonic() - began < 10
     assert with_marker(marker) == []
@@ -217,14 +217,14 @@ def listening(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Add
 
 def test_preempted_ranks_save_and_make_exit_code_75(tmp_path: Path) -> None:
     argv = command(*TWO, *settings(tmp_path / "run", "wait", train__max_steps=60))
-    process = subprocess.Popen(argv, cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)), stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    for line in process.stderr:
+    process = subprocess.Popen(argv, cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for line in process.stdout:
         if line.startswith(b"step 1/"):
             break
     for pid in with_marker(f"TEST_MARKER={tmp_path}"):  # as Slurm does: every process of the step
         os.kill(pid, signal.SIGUSR2)
-    error = process.stderr.read().decode()
+    error = process.stdout.read().decode()
     assert process.wait(60) == 75, error
     assert "saved and stopped for SIGUSR2" in error
     last = max(losses(tmp_path / "run"))

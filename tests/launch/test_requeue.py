@@ -287,11 +287,11 @@ def test_the_lead_follows_the_measured_saves_and_steps(tmp_path: Path) -> None:
     assert preemption_warning.needed_s(tmp_path) == 30 + 200
     measured(tmp_path, [3.0, 100.0, 5.0], [900.0] + [20.0] * 99)  # the first step compiled
     assert preemption_warning.needed_s(tmp_path) == 30 + 240
-    assert preemption_warning.signal_s(None, tmp_path, False) == 270
-    assert preemption_warning.signal_s(45, tmp_path, False) == 45
+    assert preemption_warning.signal_s(None, tmp_path, None) == 270
+    assert preemption_warning.signal_s(45, tmp_path, None) == 45
     checkpoint = str(tmp_path / "checkpoints/step_00000005")
     assert preemption_warning.signal_s(None, tmp_path / "new", checkpoint) == 270
-    assert preemption_warning.signal_s(None, tmp_path / "new", True) == 120
+    assert preemption_warning.signal_s(None, tmp_path / "new", None) == 120
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_restarted_job_does_not_take_up_what_another_left(tmp_path: Path) -> N
     (tmp_path / "env.json").write_text('{"job": "Slurm job 6"}')
     assert restart.overrides(str(tmp_path), False, environ) == []
     (tmp_path / "env.json").write_text('{"job": "Slurm job 7"}')
-    assert restart.overrides(str(tmp_path), False, environ) == ["run.overwrite=false", "run.resume=true"]
+    assert restart.overrides(str(tmp_path), False, environ) == ["run.overwrite=false", "run.resume=auto"]
 
 
 CHILD = """

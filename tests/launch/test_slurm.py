@@ -215,11 +215,30 @@ def test_what_cannot_run_is_refused_before_it_queues(
 
 
 def test_a_directory_with_a_run_is_refused_unless_it_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     sizes = {"nodes": 1, "ranks_per_node": 2, "gpus_per_node": 2}
     with pytest.raises(ConfigError, match="already holds a run"):
         submit.prepare("-", [f"run.dir={tmp_path}"], **sizes)  # type: ignore[arg-type]
     submit.prepare("-", [f"run.dir={tmp_path}", "run.resume=true"], **sizes)  # type: ignore[arg-type]
+
+
+def test_a_person_may_not_submit_the_continuation_of_no_run_nor_train_in_a_folder_of_other_things(
+    tmp_path: Path,
+) -> None:
+    def prepare(*overrides: str, **options: Any) -> None:
+        settings = [f"run.dir={tmp_path}/run", *overrides]
+        submit.prepare("-", settings, nodes=1, ranks_per_node=2, gpus_per_node=2, **options)
+
+    with pytest.raises(ConfigError, match=r"run.resume=true, but run.dir=.*/run does not exist"):
+        prepare("run.resume=true")
+    with pytest.raises(ConfigError, match=r"array_0 does not exist"):
+        prepare("run.resume=true", options=SlurmOptions(array="0-1"))
+    prepare("run.resume=auto")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model.safetensors").write_text("mine")
+    for more in ("run.overwrite=true", "run.resume=auto"):
+        with pytest.raises(ConfigError, match="is a model folder"):
+            prepare(more)
 
 
 def test_snapshots_are_kept_and_taken_back(tmp_path: Path) -> None:

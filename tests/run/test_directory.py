@@ -32,14 +32,14 @@ ELSEWHERE = replace(HERE, host="far", space="another boot", token="far")
 def train(*args: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(**env),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
 
 def until_step(process: subprocess.Popen[str], step: int) -> None:
-    assert process.stderr is not None
+    assert process.stdout is not None
     seen = ""
-    for line in process.stderr:
+    for line in process.stdout:
         seen += line
         if line.startswith(f"step {step}/"):
             return
@@ -77,7 +77,7 @@ def test_a_second_writer_is_refused_by_name_and_a_dead_one_is_taken_over(tmp_pat
         first.communicate()
     again = python_m("shardkit.train", *settings(tmp_path / "run", train__max_steps=12), "run.resume=true")
     assert again.returncode == 0, again.stderr
-    assert "resuming from" in again.stderr
+    assert "resuming from" in again.stdout
 
 
 @pytest.mark.dist
@@ -293,6 +293,104 @@ def test_a_project_with_a_config_of_its_own_is_no_run(tmp_path: Path, prepared: 
     assert os.listdir(tmp_path / "run") == ["config.yaml"]
 
 
+STARTS: list[tuple[str, list[str]]] = [
+    ("shardkit.train", []),
+    ("shardkit.cli", ["launch", "-", "--nproc-per-node", "1"]),
+]
+FOLDERS = {
+    "a model": ("config.json", "model.safetensors", "tokenizer.json"),
+    "another model": ("pytorch_model.bin", "readme.md"),
+    "notes": ("notes.txt",),
+    "a project": ("src/main.py", "logs/old.txt"),
+    "other checkpoints": ("checkpoints/last.ckpt",),
+    "another trainer's run": ("checkpoint-500/optimizer.pt", "runs/events.out.tfevents.1"),
+}
+
+
+@pytest.mark.parametrize("names", FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.parametrize("more", [[], ["run.overwrite=true"], ["run.resume=auto"], ["run.resume=true"]], ids=str)
+def test_a_folder_of_other_things_is_no_run_directory(
+    names: tuple[str, ...], more: list[str], tmp_path: Path, prepared: Any
+) -> None:
+    for name in names:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"is a model folder|holds no run and is not empty") as caught:
+        prepared(*more)
+    assert ("model folder" in caught.value.cause) == any("model" in name for name in names)
+    assert caught.value.fix == "set run.dir to a new or an empty directory"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_command_refuses_a_model_folder_before_it_reads_data_or_writes(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    args = [*settings(tmp_path / "base"), "run.overwrite=true"]
+    for module, first in STARTS:
+        done = python_m(module, *first, *args)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 2), done.stderr
+        assert f"run.dir={tmp_path}/base is a model folder (config.json)" in done.stderr
+        assert "reading the data" not in done.stdout
+    assert [path.name for path in tmp_path.rglob("*")] == ["base", "config.json"]
+
+
+def test_what_shells_and_launchers_put_there_does_not_stand_in_the_way(tmp_path: Path, prepared: Any) -> None:
+    names = ("train.log", "logs/slurm-7.out", "submit/1/config.yaml", "plan.json", ".gitkeep", "slurm-8.err")
+    for name in names:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("mine")
+    path = prepared()
+    assert all((path / name).exists() for name in names)
+    listed = directory.listed(path)
+    assert "train.log" not in listed and "slurm-8.err" not in listed and "submit" not in listed
+    assert "config.yaml" in listed and "plan.json" in listed
+
+
+def test_a_start_that_failed_before_its_first_step_is_no_run(tmp_path: Path, prepared: Any) -> None:
+    path = prepared()
+    (path / "metrics.jsonl").write_text("")
+    (path / "tensorboard").mkdir()
+    (path / "tensorboard/events.out.tfevents.1").write_text("of the failed start")
+    prepared("train.seed=7")
+    assert "seed: 7" in (path / "config.yaml").read_text() and not (path / "tensorboard").exists()
+    prepared("run.overwrite=true")
+
+
+def test_weights_that_are_missing_once_do_not_block_the_directory(tmp_path: Path) -> None:
+    args = settings(tmp_path / "run", train__max_steps=1)
+    failed = python_m("shardkit.train", *args, f"model.init_from={tmp_path}/nowhere")
+    assert failed.returncode == 2, failed.stderr
+    again = python_m("shardkit.train", *args)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_run_that_is_not_there_is_not_continued_unless_a_job_may_start_it(
+    tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"run\.resume=true, but run\.dir=.*/run does not exist") as caught:
+        prepared("run.resume=true")
+    assert "run.resume=auto" in caught.value.fix and not (tmp_path / "run").exists()
+    path = prepared("run.resume=auto")
+    with pytest.raises(ConfigError, match=r"holds no run: no step was recorded there"):
+        prepared("run.resume=true")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert prepared("run.resume=true") == path
+
+
+def test_a_mistyped_run_is_refused_and_auto_starts_and_continues_it(tmp_path: Path) -> None:
+    args = settings(tmp_path / "run", train__max_steps=2)
+    for module, first in STARTS:
+        done = python_m(module, *first, *args, "run.resume=true")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 2), done.stderr
+        assert f"run.dir={tmp_path}/run does not exist" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = python_m("shardkit.train", *args, "run.resume=auto")
+    assert done.returncode == 0, done.stderr
+    again = python_m("shardkit.train", *args, "run.resume=auto", "train.max_steps=3")
+    assert again.returncode == 0 and sorted(losses(tmp_path / "run")) == [1, 2, 3], again.stderr
+
+
 def test_the_launchers_logs_stay_behind_a_link(tmp_path: Path, prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     old_run(tmp_path / "run")
     (tmp_path / "run/logs").rename(tmp_path / "elsewhere")
@@ -351,7 +449,7 @@ def test_under_nohup_the_hangup_is_ignored(tmp_path: Path) -> None:
     args = settings(tmp_path / "run", "wait", train__max_steps=30, logging__every=1)
     process = subprocess.Popen(
         ["nohup", sys.executable, "-m", "shardkit.train", *args], cwd=REPO, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     until_step(process, 3)
     process.send_signal(signal.SIGHUP)
@@ -380,7 +478,7 @@ def dies_in_every_fourth_step(run_dir: Path) -> list[str]:
 def test_a_command_that_a_shell_starts_again_under_the_same_name_goes_on(more: list[str], tmp_path: Path) -> None:
     done = in_a_loop([*dies_in_every_fourth_step(tmp_path / "run"), *more], SHARDKIT_JOB_ID="nightly")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("resuming from") == 1 and "step_00000002, step 2" in done.stderr
+    assert done.stdout.count("resuming from") == 1 and "step_00000002, step 2" in done.stdout
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
@@ -394,7 +492,7 @@ def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tm
     another = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
     assert another.returncode == 0, another.stderr
     assert f"run.overwrite deletes the run in {run_dir}, with checkpoints up to step 2" in another.stderr
-    assert "resuming" not in another.stderr and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
+    assert "resuming" not in another.stdout and sorted(losses(run_dir)) == [1, 2, 3, 4, 5]
     again = python_m("shardkit.train", *args, "optim.lr=0.02", "task.args.how=nothing")
     assert again.returncode == 0, "a finished run is overwritten as it was asked"
 
@@ -405,10 +503,10 @@ def test_another_job_overwrites_what_the_first_one_wrote(tmp_path: Path) -> None
         environ = environ or {"SHARDKIT_JOB_ID": name}
         done = python_m("shardkit.train", *args, env=environ)
         assert done.returncode == 0, done.stderr
-        assert "resuming" not in done.stderr
+        assert "resuming" not in done.stdout
     interactive = python_m("shardkit.train", *args, env={"SLURM_JOB_ID": "7"})
     assert interactive.returncode == 0, "a finished run; Slurm did not start this again"
-    assert "resuming" not in interactive.stderr
+    assert "resuming" not in interactive.stdout
 
 
 def test_an_overwrite_never_deletes_its_own_jobs_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.jobs import settings
+from shardkit.launch.local import restart
+from tests.commands import python_m
+from tests.launch.jobs import losses, settings
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -26,6 +30,42 @@ ENDS: dict[str, tuple[int, bool, int, dict[str, str]]] = {
     "an earlier save fails": (1, False, 0, {}),
     "without a save at the end": (2, False, 0, {"checkpoint.at_end": "false", "checkpoint.every_steps": "4"}),
 }
+
+
+STOPPED = r"stopped by SIGTERM after step (\d+) of 40: saved (\S+/checkpoints/step_0+\d+)\n"
+COMMAND = r"to continue: (.*)\n"
+
+
+def test_a_terminated_run_says_why_where_it_saved_and_the_command_that_continues(tmp_path: Path) -> None:
+    asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0, run__overwrite="true")
+    done = python_m("shardkit.train", *asked)
+    assert done.returncode == 75, done.stderr
+    step, path = re.search(STOPPED, done.stdout).groups()  # type: ignore[union-attr]
+    assert Path(path).is_dir() and int(step) == max(losses(tmp_path / "run"))
+    words = shlex.split(re.search(COMMAND, done.stdout)[1])  # type: ignore[index]
+    assert words[:3] == ["python", "-m", "shardkit.train"] and words[-1] == "run.resume=true"
+    again = python_m("shardkit.train", *words[3:], "task.args.how=nothing")
+    assert again.returncode == 0, again.stderr
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 41))
+
+
+def test_the_launcher_names_its_own_command(tmp_path: Path) -> None:
+    asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0)
+    done = python_m("shardkit.cli", "launch", "-", "--nproc-per-node", "1", *asked)
+    assert done.returncode == 75, done.stderr
+    assert re.search(STOPPED, done.stdout), done.stdout
+    assert "saved and stopped for SIGTERM; to continue: shardkit launch - --nproc-per-node 1 " in done.stdout
+    assert done.stdout.count("to continue: ") == 1
+
+
+def test_a_job_is_told_that_its_next_start_continues() -> None:
+    program = ["/venv/shardkit/train.py", "--config", "my config.yaml", "run.overwrite=true", "run.resume=auto"]
+    said = restart.how_to_continue(program, True, {})
+    assert said == "to continue: python -m shardkit.train --config 'my config.yaml' run.overwrite=false run.resume=true"
+    job = restart.how_to_continue(program, True, {"SLURM_JOB_ID": "7"})
+    assert job == "the next start of Slurm job 7 continues from there"
+    for argv, environ in ((["mine.py"], {}), (program, {"WORLD_SIZE": "8"})):
+        assert "the same command again with run.resume=true" in restart.how_to_continue(argv, False, environ)
 
 
 def test_a_last_save_that_fails_is_a_failure(tmp_path: Path) -> None:

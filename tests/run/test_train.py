@@ -283,14 +283,14 @@ def test_a_loss_that_is_not_finite_names_step_and_rank(tmp_path: Path, text: Pat
 def test_ctrl_c_stops_quietly(tmp_path: Path, text: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "shardkit.train", *settings(tmp_path, text, train__max_steps=100000, logging__every=1)],
-        cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True,
+        cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # A test run in the background ignores Ctrl-C, and its children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert process.stderr is not None
+    assert process.stdout is not None and process.stderr is not None
     seen = ""
     while "step 3/" not in seen:
-        line = process.stderr.readline()
+        line = process.stdout.readline()
         assert line, seen
         seen += line
     process.send_signal(signal.SIGINT)

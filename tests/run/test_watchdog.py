@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +180,7 @@ def test_a_job_that_was_suspended_for_longer_than_a_step_may_take_goes_on(tmp_pa
     marker = f"TEST_MARKER={tmp_path}"
     process = subprocess.Popen(
         command("--nproc-per-node", "2", *argv), cwd=REPO, env=environment(TEST_MARKER=str(tmp_path)),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     until_step(process, 2)
     everyone = with_marker(marker)
@@ -266,3 +267,23 @@ def test_ranks_that_see_different_data_are_told_so(tmp_path: Path) -> None:
     done = python_m("shardkit.train", "--config", REPO / "configs/ddp.yaml", *argv, ranks=2)
     assert done.returncode == 2, done.stderr
     assert "error: ranks see different validation data: 64, none samples on ranks 0 to 1" in done.stderr
+
+
+def test_a_long_step_is_spoken_of_again_and_again(tmp_path: Path) -> None:
+    said: list[tuple[int, str, float]] = []
+    enough = threading.Event()
+
+    def note(step: int, doing: str, seconds: float) -> None:
+        said.append((step, doing, seconds))
+        if len(said) == 3:
+            enough.set()
+
+    watchdog = Watchdog(tmp_path, 0, 1, 600, pulse=note, pulse_s=0.02)
+    watchdog.beat(4, "forward")
+    watchdog.start()
+    try:
+        assert enough.wait(30)
+    finally:
+        watchdog.stop()
+    assert {(step, doing) for step, doing, _ in said} == {(4, "forward")}
+    assert 0.02 <= said[0][2] < said[1][2] < said[2][2]

@@ -19,8 +19,9 @@ class Terminal(io.StringIO):
 
 
 def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """From now on stderr is a terminal of 120 columns, and stdout is not; for the body of a test."""
+    """From now on stdout and stderr are terminals of 120 columns, stderr the one returned; for the body of a test."""
     found = Terminal()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", found)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -41,7 +42,7 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     for step in range(1, 21):
         shown.update(record(step, save_s=0.5) if step == 3 else record(step), 3, rows)
     shown.close()
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/20", "10/20", "20/20"]
     assert (
         "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, skew 1.36)  slow: rank 2@node1" in lines[0]
@@ -50,11 +51,36 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     assert all(line.isprintable() for line in lines)
 
 
+def test_slow_steps_get_a_line_each_half_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    shown = Progress(100, 0, 50)
+    for step in range(1, 8):
+        now = 16.0 * step
+        shown.update(record(step), 1, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/100", "3/100", "5/100", "7/100"]
+
+
+def test_losses_go_to_stdout_unless_both_streams_are_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m shardkit.train … > train.log` from a terminal leaves the losses in the file."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = Progress(1, 0, 10)
+    shown.update(record(1), 1, [])
+    shown.close()
+    out, err = capsys.readouterr()
+    assert out.startswith("step 1/1  loss 2.0000") and err == ""
+
+
 def test_without_rows_and_with_one_the_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     shown = Progress(2, 0, 1, None, None)
     shown.update(record(1), 1, [])
     shown.update(record(2), 1, [cpu_row(0, 300 * MIB)])
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert "peak" not in first
     assert "peak RSS 0.29 GiB  ETA" in second
 

@@ -158,7 +158,8 @@ def facts(
     yield "architecture", type(model).__name__
     yield "type of these weights", str(dtype).removeprefix("torch.")
     yield "data", ", ".join(data_names(config)) or "the source of Python's standard library"
-    yield "optimizer steps", f"{state.step:,} of {train.max_steps:,}"
+    of = f"of {train.max_steps:,}" if train.epochs is None else f"for {train.epochs:g} passes over the data"
+    yield "optimizer steps", f"{state.step:,} {of}"
     yield "target tokens seen", f"{state.tokens_total:,}"
     for name, value in _losses(run, state.step, state.val_loss):
         yield name, f"{value:.4f}"

@@ -93,7 +93,8 @@ def trial_settings(
     """Overrides of a short run that leaves its memory behind, and no checkpoint."""
     return [
         *overrides, f"run.dir={folder}", "run.overwrite=true", "run.resume=false", f"train.max_steps={steps}",
-        "train.eval_samples=0", "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
+        "train.epochs=null", "train.eval_samples=0",
+        "checkpoint.at_end=false", "checkpoint.every_steps=null", "logging.tensorboard=false",
         "memory.interval=1", "memory.plan=false",
         f"memory.trace_step={TRACED if traced else 'null'}",
         *([f"memory.cap={cap}"] if cap else []),
