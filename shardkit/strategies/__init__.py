@@ -7,7 +7,7 @@ from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
 from .ema import EMA
 
-__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy", "slower_than_single"]
+__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
 def slower_than_single(config: RunConfig, world_size: int) -> str:
