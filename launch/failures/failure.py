@@ -181,8 +181,10 @@ def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | N
 
 
 def _write(path: Path, own: Mapping[str, Any]) -> bool:
-    extra = {"py_callstack": own.get("trace", ""), "timestamp": str(int(own["when"]))}
     message = own["message"]
+    # torchrun prints `py_callstack` for every rank: cause and fix of an error that the user can correct.
+    shown = f"{message}\n  fix: {own['fix']}" if own.get("is_error") else own.get("trace", "")
+    extra = {"py_callstack": shown, "timestamp": str(int(own["when"]))}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _reserve(path).unlink(missing_ok=True)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 
 from ...errors import LaunchError
 
+LAUNCH = "shardkit launch CONFIG --nproc-per-node N"
+"""The command that trains without Slurm, where nothing names the user's own."""
+_NO_ANSWER = re.compile(
+    r"unable to contact slurm controller|could not establish a configuration source|failed to fetch config"
+    r"|connection refused|communication connection failure|connect failure|socket timed out"
+    r"|zero bytes were transmitted",
+    re.IGNORECASE,
+)
+"""Messages of Slurm's commands on a machine from which no controller answers."""
 
-def require(program: str) -> None:
+
+def require(program: str, launch: str = LAUNCH) -> None:
     """Check that one of Slurm's commands is installed.
+
+    Args:
+        launch: the command that trains here, for the error's fix.
 
     Raises:
         LaunchError: it is not installed.
@@ -19,22 +33,32 @@ def require(program: str) -> None:
     if shutil.which(program) is None:
         raise LaunchError(
             f"Slurm is not installed on this machine: there is no {program}",
-            "run this where jobs are submitted, or train here with `shardkit launch CONFIG --nproc-per-node N`",
+            f"run this where jobs are submitted, or train here with `{launch}`",
         )
 
 
-def call(program: str, *args: str) -> str:
+def call(program: str, *args: str, launch: str = LAUNCH) -> str:
     """Output of one of Slurm's commands.
 
+    Args:
+        launch: the command that trains here, for the error's fix.
+
     Raises:
-        LaunchError: Slurm is not installed here, or the command refused (gives its reason).
+        LaunchError: Slurm is not installed here, no cluster answers, or the command refused (gives its reason).
     """
-    require(program)
+    require(program, launch)
     done = subprocess.run([program, *args], capture_output=True, text=True)
     if done.returncode:
-        lines = [line.strip().removeprefix(f"{program}: error: ") for line in done.stderr.splitlines() if line.strip()]
+        prefix = re.compile(rf"^{re.escape(program)}: (error|fatal): ")
+        lines = [prefix.sub("", line.strip()) for line in done.stderr.splitlines() if line.strip()]
+        if lines and _NO_ANSWER.search(done.stderr):
+            raise LaunchError(
+                f"no Slurm cluster answers this machine's {program}: {lines[-1]}",
+                "run this where jobs are submitted (`scontrol ping` shows whether the controller is up), or train "
+                f"here with `{launch}`",
+            )
         raise LaunchError(
-            f"{program} refused: {'; '.join(lines) or f'exit code {done.returncode}'}", _advice(done.stderr)
+            f"{program} refused: {'; '.join(lines) or f'exit code {done.returncode}'}", _advice(program, done.stderr)
         )
     return done.stdout
 
@@ -56,7 +80,7 @@ def ask(program: str, *args: str, timeout_s: float = 20) -> subprocess.Completed
         return subprocess.CompletedProcess(argv, 124, "", str(error))
 
 
-def _advice(text: str) -> str:
+def _advice(program: str, text: str) -> str:
     lower = text.lower()
     if "account" in lower or "qos" in lower:
         return "`sacctmgr show assoc user=$USER format=account,partition,qos` lists what you may use"
@@ -66,6 +90,6 @@ def _advice(text: str) -> str:
         return "`sinfo -o '%P %l'` shows the partitions' longest times"
     if any(word in lower for word in ("node configuration", "nodes", "gres", "processors", "memory")):
         return "`sinfo -o '%P %D %c %m %G'` shows what the partitions' nodes have"
-    if "connect" in lower or "controller" in lower:
-        return "`scontrol ping` shows whether the controller is up"
-    return "correct the option and submit again"
+    if "option" in lower or "usage" in lower or "invalid" in lower:
+        return f"correct the option; `{program} --help` lists them"
+    return f"Slurm's administrators can say more; `{program} --help` lists the options"

@@ -238,18 +238,21 @@ def prepare_script(
     return Submission(spec, script.as_json(), tuple(found))
 
 
-def submit(job: Submission) -> tuple[str, Path]:
+def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     """Write the snapshot and hand its script to sbatch; returns the job's id and the snapshot's folder.
 
+    Args:
+        launch: the command that trains without Slurm, for the errors' fix.
+
     Raises:
-        LaunchError: Slurm is not installed, or sbatch refused; the snapshot is then removed.
+        LaunchError: Slurm is not installed, no cluster answers, or sbatch refused; the snapshot is then removed.
     """
-    commands.require(_SLURM.queue[0])
+    commands.require(_SLURM.queue[0], launch)
     folder = reserve(Path(job.spec.run_dir))
     job = replace(job, spec=replace(job.spec, config=str(folder / job.file_name)))
     try:
         write_snapshot(folder, job.config, job.script, job.file_name)
-        said = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name))
+        said = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name), launch=launch)
     except LaunchError:
         remove_snapshot(folder)
         raise

@@ -79,7 +79,9 @@ def convert(
 ) -> None:
     """Write a checkpoint as safetensors or a torch state dict, or make one from another tool's."""
     from ..checkpoint.formats.convert import convert as run
+    from ..config import libraries
 
+    libraries.quiet()
     done = run(
         source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema,
         merge=merge, base=base,

@@ -352,7 +352,7 @@ def submit(
     if dry_run:
         typer.echo(job.script, nl=False)
         return
-    job_id, folder = launcher.submit(job)
+    job_id, folder = launcher.submit(job, _launched_here(script, config, overrides or [], run_dir))
     if planned is not None:
         estimate, loaded = planned
         estimate.save(Path(job.spec.run_dir), loaded)
@@ -364,6 +364,16 @@ def submit(
     held = queue.held_back(job_id)
     if held:
         typer.echo(f"warning: Slurm holds it back: {held}", err=True)
+
+
+def _launched_here(script: Script | None, config: str | None, overrides: Sequence[str], run_dir: str | None) -> str:
+    """The command that trains the same on this machine."""
+    import shlex
+
+    if script is None:
+        return shlex.join(["shardkit", "launch", str(config), *(item for item in overrides if "%a" not in item)])
+    logs = [] if run_dir is None else ["--run-dir", run_dir]
+    return shlex.join(["shardkit", "launch", *logs, "--", *script.argv])
 
 
 def _quantity(size: str | None) -> str | None:

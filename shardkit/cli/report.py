@@ -21,11 +21,20 @@ def report(
         typer.Option("--out", metavar="FILE", help="Default: report.html, or compare.html, in RUN_DIR."),
     ] = None,
 ) -> None:
-    """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan."""
+    """Write one HTML file that shows a run, or compares two: loss, every rank's memory, the plan.
+
+    Of a script's run directory it shows the starts, and the failed rank with its log.
+    """
     from ..report.compare import compare_page
     from ..report.page import run_page, save
     from ..report.read import read_run
+    from ..report.script import read_script, script_page
 
+    if other is None and (script := read_script(run)) is not None:
+        path = out or run / "report.html"
+        save(script_page(script), path)
+        typer.echo(f"{printable(script.status[1])}\n{printable(path)}")
+        return
     found = read_run(run)
     second = None if other is None else read_run(other)
     path = out or run / ("report.html" if second is None else "compare.html")

@@ -268,7 +268,7 @@ def _asked(config: RunConfig, world_size: int) -> Iterator[tuple[str, str, str]]
     """(feature, setting as the user wrote it, fix) of every feature that the config uses."""
     parallel = config.parallel
     if world_size > 1:
-        yield "data_parallel", f"{world_size} ranks", "set parallel.strategy=ddp, or start one process"
+        yield "data_parallel", f"a world of {world_size} ranks", "set parallel.strategy=ddp, or start one process"
     if parallel.no_sync:
         yield "no_sync", "parallel.no_sync=true", _without("parallel.no_sync")
     if not parallel.reshard_after_forward:

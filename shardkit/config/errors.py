@@ -97,11 +97,11 @@ _REFUSED = {
     "adapter.lora_dropout": ("is written adapter.dropout here", "set adapter.dropout"),
     "adapter.target_modules": ("is written adapter.targets here", "set adapter.targets"),
     "adapter.quantization": (
-        "is not supported: a base in 4 or 8 bits (QLoRA) needs kernels of GPUs, and nothing there is proven yet",
+        "is not supported: a base in 4 or 8 bits (QLoRA) needs quantized layers, which shardkit does not have",
         "remove it; with precision.mode=bf16 the frozen base takes 2 bytes a value",
     ),
     "adapter.type=qlora": (
-        "is not supported: a base in 4 or 8 bits (QLoRA) needs kernels of GPUs, and nothing there is proven yet",
+        "is not supported: a base in 4 or 8 bits (QLoRA) needs quantized layers, which shardkit does not have",
         "set adapter.type=lora; with precision.mode=bf16 the frozen base takes 2 bytes a value",
     ),
     "adapter.use_dora": (
@@ -210,6 +210,15 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
+_OFF = {
+    "train.eval_every": "null evaluates at the end alone, and train.eval_samples=0 switches evaluation off",
+    **dict.fromkeys(
+        ("train.ema_decay", "train.max_norm", "memory.trace_step", "profile.start"), "null switches it off"
+    ),
+}
+"""Numbers that other tools set to 0 to switch a feature off → what does it here."""
+
+
 def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     """The error for a value of the wrong type or out of range."""
     dotted, wanted = ".".join(path[:2]), expected(path[0], path[1])
@@ -222,6 +231,11 @@ def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     fix = f"the default is {dotted}={shown(default, 100)}"
     if isinstance(value, (int, float)) and wanted.startswith("text"):
         fix = f'quote it: "{shown(value)}"'
+    elif dotted in _OFF and (not value or str(value).lower() in ("off", "no", "none", "never")):
+        fix = f"set {dotted}=null: {_OFF[dotted]}"
+    elif wanted == "a mapping":
+        example = "messages: NAME" if dotted == "data.columns" else "key: value"
+        fix = f"quote it, with a space behind each colon: '{dotted}={{{example}}}'"
     elif isinstance(value, str) and wanted.startswith("one of "):
         choices = wanted.removeprefix("one of ").removesuffix(", or null").split(", ")
         meant = _VALUE_SYNONYMS.get(value.lower(), value.lower())
@@ -257,7 +271,7 @@ def combined(errors: list[ConfigError]) -> ConfigError:
     if len(errors) == 1:
         return errors[0]
     lines = [f"  {error.cause}: {error.fix}" for error in errors]
-    return ConfigError("\n".join([f"{len(errors)} settings cannot be used", *lines]), "correct each of them")
+    return ConfigError("\n".join([f"{len(errors)} settings are not valid", *lines]), "correct each of them")
 
 
 def _in(where: str) -> str:

@@ -113,7 +113,8 @@ def choose_columns(present: Sequence[str], named: Mapping[Any, str], where: str)
         return Columns("text", {"text": chosen["text"]})
     raise DataError(
         f"{where} has the columns {', '.join(present) or '(none)'}: none of them is known to hold text",
-        "name them: data.columns={text: NAME}, {messages: NAME} or {prompt: NAME, completion: NAME}",
+        "name them: 'data.columns={text: NAME}', 'data.columns={messages: NAME}' or "
+        "'data.columns={prompt: NAME, completion: NAME}'",
     )
 
 

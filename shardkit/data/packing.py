@@ -95,6 +95,23 @@ def best_fit_decreasing(lengths: npt.NDArray[Any], capacity: int) -> tuple[Ints,
     return decreasing[by_bin], bounds.astype(np.int64)
 
 
+def nothing_left(cause: str, documents: DocumentSource, seq_len: int) -> DataError:
+    """The error for a split without a document: why there is none.
+
+    Args:
+        cause: what is said of a split that has no text.
+        seq_len: `train.seq_len`; the tokens of longer documents were cut off after it, or the documents left out.
+    """
+    counts = getattr(documents, "long", None)
+    if counts is None or not str(counts):
+        return DataError(cause, "give more data with text in them, or change data.val_fraction")
+    why = "are longer" if counts.dropped else "are cut before the first token that is to be predicted"
+    return DataError(
+        f"{cause}: {counts.dropped or counts.without_target:,} {why}, by train.seq_len={seq_len}",
+        "raise train.seq_len, or give shorter documents",
+    )
+
+
 class PackedDocuments:
     """Samples made of whole documents, or of pieces of those that are longer than `seq_len`.
 
@@ -116,7 +133,7 @@ class PackedDocuments:
         inputs = np.asarray(documents.lengths, np.int64) - 1
         kept = np.flatnonzero(inputs > 0)
         if not len(kept):
-            raise DataError(f"{what} has no document of two tokens or more", "give documents with text in them")
+            raise nothing_left(f"{what} has no document of two tokens or more", documents, seq_len)
         n_pieces = -(-inputs[kept] // seq_len)
         self._document = np.repeat(kept, n_pieces)
         nth = np.arange(len(self._document)) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)

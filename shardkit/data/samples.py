@@ -19,7 +19,7 @@ from .corpus import Corpus, unigram_cross_entropy
 from .documents import Documents, LongCounts, Split
 from .encode import Encoder
 from .loader import MapDataset
-from .packing import PackedDocuments, collate_packed, corpus_documents, plan_packed
+from .packing import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
 from .records import BadRow, PieceReader
 from .sampler import MixOrder, WindowOrder
 from .text import Sources, Stream, open_sources, open_stream, reads_documents
@@ -295,7 +295,7 @@ class TextData:
         if self.sources.plain_text:
             return DocumentWindows(documents, seq_len, what, None if split == "train" else 2)
         if not len(documents):
-            raise DataError(f"{what} has no document", "give more data, or change data.val_fraction")
+            raise nothing_left(f"{what} has no document", documents, seq_len)
         return Samples(documents)
 
     @property

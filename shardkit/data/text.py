@@ -462,7 +462,9 @@ def _main(source: str, directory: str, tokenizer: str, *overrides: str) -> int:
         data = load_config(None, [*overrides, f"data.tokenizer={tokenizer}"]).config.data
         made = write_corpus(data, load_tokenizer(tokenizer), source, Path(directory))
     except ShardkitError as error:
-        return report(error)
+        fix = error.fix.replace("set data.tokenizer to a", "pass --tokenizer with a")
+        fix = fix.replace("data.tokenizer", "--tokenizer")  # the run's key has the command's option here
+        return report(type(error)(error.cause.replace("data.tokenizer=", "--tokenizer "), fix))
     print(
         f"{made['n_documents']:,} documents, {made['n_tokens']:,} tokens, {made['n_targets']:,} to predict; "
         f"{made['n_bad']:,} of {made['n_rows']:,} rows left out"

@@ -16,6 +16,7 @@ from ..errors import ConfigError, DataError
 from .corpus import Corpus, Tokens, TokenSpan, open_corpus
 from .documents import Documents
 from .sampler import generator_of
+from .tokenizer import FILES
 
 IGNORE_INDEX = -100
 _BYTE_VOCABULARY = 512
@@ -182,12 +183,13 @@ def _judge_bytes(init_from: str | None, vocab_size: int, key: str) -> None:
     tokenizer = next((name for name in _TOKENIZERS if folder is not None and (folder / name).exists()), None)
     is_foreign = folder is not None and (folder / "config.json").exists()
     if tokenizer is not None or (is_foreign and vocab_size > _BYTE_VOCABULARY):
-        beside = f" made by the tokenizer beside them ({tokenizer})" if tokenizer else ""
+        missing = f"no tokenizer.json in {folder}: "
+        if tokenizer in FILES:
+            missing = f"model.init_from={init_from}: made by the tokenizer beside them ({tokenizer}), "
         raise ConfigError(
-            f"model.init_from={init_from}: these weights know token ids{beside}, but data.path is text, which is read "
-            "as bytes, one per token",
-            "set data.tokenizer to the tokenizer of these weights, or data.path to a .bin file of token ids, or remove "
-            "model.init_from",
+            f"{missing}these weights know token ids, but data.path is text, which is read without a tokenizer, as "
+            "bytes",
+            "set data.tokenizer to the tokenizer of these weights, or data.path to a .bin file of token ids",
         )
     if vocab_size > _BYTE_VOCABULARY and is_first_rank():
         _LOG.warning(

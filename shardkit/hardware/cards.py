@@ -122,6 +122,18 @@ def find_gpu(name: str) -> Gpu:
     return found[0]
 
 
+def said_of(gpu: Gpu) -> str:
+    """The card's short name and the driver's: `a100 (NVIDIA A100-SXM4-80GB)`."""
+    return f"{gpu.name} ({gpu.device_name})"
+
+
+def other_sizes(gpu: Gpu) -> list[Gpu]:
+    """Cards of the table that a short name such as `a100` could mean too, with another amount of memory."""
+    meant = GPUS.get(gpu.name)
+    others = [] if meant is None else [one for one in GPUS.values() if one.name.startswith(f"{gpu.name}-")]
+    return [one for one in others if meant is not None and one.memory != meant.memory]
+
+
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 

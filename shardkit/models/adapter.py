@@ -192,7 +192,7 @@ def _matching(target: str, modules: dict[str, nn.Module], linear: list[str], is_
         except re.error as error:
             raise ConfigError(
                 f"adapter.targets={target} is not a regular expression: {error}",
-                "write a list of names, such as adapter.targets=[q_proj, v_proj]",
+                "write a list of names, such as 'adapter.targets=[q_proj, v_proj]'",
             ) from error
     else:
         found = [name for name in modules if name == target or name.endswith(f".{target}")]

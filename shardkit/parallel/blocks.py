@@ -206,7 +206,7 @@ def _nested_tie(model: nn.Module, modules: Iterable[nn.Module]) -> ConfigError:
 
 
 def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are in none: shared, …`.
+    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are outside: shared, …`.
 
     Of a model that is sharded by units, it also names the units beside the blocks, each with its share.
     """
@@ -225,7 +225,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
     shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
     total = max(sum(sizes.values()), 1)
-    rest = f"{sum(outside.values()) / total:.0%} of the parameters are in none: {shown}"
+    rest = f"{sum(outside.values()) / total:.0%} of the parameters are outside: {shown}"
     units = find_units(model, blocks) if is_sharded(model) else []
     apart = "".join(
         f"; {unit.kind}: {' + '.join(names[id(module)] for module in unit.modules)}"
@@ -233,7 +233,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
         for unit in units
         if unit.kind in ("shared", "tied")
     )
-    return f"{listed}; {rest if outside else 'every parameter is in one'}{apart}"
+    return f"{listed}; {rest if outside else 'every parameter is in a block'}{apart}"
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:

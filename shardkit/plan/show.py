@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import gib
 from ..hardware import calibration
+from ..hardware.cards import other_sizes, said_of
 from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate
@@ -21,7 +22,7 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
     Args:
         not_planned: lines about settings that the estimate lacks; they take the verdict's place.
     """
-    where = f"{target.world_size} × {estimate.device}"
+    where = f"{target.world_size} × {said_of(target.gpu) if target.gpu else estimate.device}"
     lines = [
         f"{title} on {where}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
         f"{estimate.n_params / 1e6:,.1f} M parameters; figures are of rank {estimate.rank}, which takes the most",
@@ -32,10 +33,16 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
         "",
         *_categories(estimate),
     ]
-    lines += [f"note: {note}" for note in estimate.notes]
+    lines += [f"note: {note}" for note in (*estimate.notes, *_other_cards(target))]
     experience = history.agreement(target.gpu.device_name if target.gpu else calibration.cpu_name())
     lines += [experience] if experience else []
     return "\n".join(lines)
+
+
+def _other_cards(target: Target) -> Iterable[str]:
+    if target.gpu is not None:
+        for gpu in other_sizes(target.gpu):
+            yield f"{target.gpu.name} is the card above; pass --gpu {gpu.name} for {said_of(gpu)}, {gib(gpu.memory)}"
 
 
 def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]:
@@ -100,8 +107,9 @@ def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list
 
 _WAITS = {
     "compute": "kernels take longer",
-    "recompute": "forward runs again in backward",
+    "recompute": "forward runs twice, the second time in backward",
     "dispatch": "operators are issued more often, each for less work",
+    "issue": "more operators are issued",
     "links": "more time in collectives",
     "copies": "more over the bus to the host",
     "host": "the CPU updates the weights",
@@ -113,13 +121,14 @@ FRONT_HEAD = ("engine", "checkpointing", "precision", "micro-batch", "needs", "t
 def show_found(title: str, found: Found, target: Target) -> str:
     """The choice, the front of memory against speed, and why the alternatives lose."""
     best = found.best
-    where = f"{target.world_size} × {target.gpu.name if target.gpu else 'cpu'}"
+    where = f"{target.world_size} × {said_of(target.gpu) if target.gpu else 'cpu'}"
     measured = best.estimate is not None and best.estimate.time is not None and best.estimate.time.measured
     tried = len(found.fitting) + len(found.misfits)
     lines = [
         f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples per rank and step",
         f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot be planned",
         *_stopped(found),
+        *(f"note: {note}" for note in _other_cards(target)),
         "",
         f"best       {named(best, found.samples)}",
         f"settings   {' '.join(best.settings) or 'unchanged'}",
@@ -208,7 +217,11 @@ def _compared(other: Setting, best: Setting) -> str:
     if slower < _SAME:
         return "as fast"
     more = {name: seconds - best.waits.get(name, 0.0) for name, seconds in other.waits.items()}
-    return f"{slower:.0%} slower: {_WAITS[max(more, key=more.__getitem__)]}"
+    longest = max(more, key=more.__getitem__)
+    if longest == "dispatch" and other.micro_batch >= best.micro_batch:  # not smaller pieces of the same work
+        policy = other.combination.policy
+        longest = "recompute" if policy not in ("none", best.combination.policy) else "issue"
+    return f"{slower:.0%} slower: {_WAITS[longest]}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from statistics import median
 from typing import Any, Literal
 
@@ -192,10 +193,33 @@ class StepTime:
         return max(0.0, self.total - self.data - self.forward)
 
 
+def last_start(run: Run) -> list[Gather]:
+    """The gathers of the run's last start, which may have other ranks than earlier ones."""
+    began = _time(run.environment.get("time"))
+    recent = [gather for gather in run.gathers if began is not None and gather.time >= began] or list(run.gathers)
+    first = len(recent) - 1
+    while (
+        first > 0
+        and len(recent[first - 1].rows) == len(recent[-1].rows)
+        and (recent[first - 1].step < recent[first].step)
+    ):
+        first -= 1
+    return recent[max(first, 0) :]
+
+
+def _time(text: Any) -> float | None:
+    """Seconds since the epoch of env.json's time; None if it is not one."""
+    try:
+        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return None
+
+
 def step_times(run: Run) -> dict[int, StepTime]:
-    """Mean step by rank, over all gathers but the first, which includes one-time work."""
+    """Mean step by rank in the run's last start, over all gathers but its first, which includes one-time work."""
     found: dict[int, list[tuple[float, float, float]]] = {}
-    for gather in run.gathers[1:] or run.gathers:
+    gathers = last_start(run)
+    for gather in gathers[1:] or gathers:
         for row in gather.rows:
             if row.step_time_s is not None:
                 data = row.data_wait_s or 0.0

@@ -55,10 +55,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     devices = Counter(row.identity.device for row in run.last_rows)
     on = ", ".join(f"{count} × {name}" for name, count in devices.items())
     task, model = mapping(run.config.get("task")), mapping(run.config.get("model"))
-    sizes = ", ".join(
-        f"{key} {model[key]}" for key in ("d_model", "n_layers", "n_heads", "vocab_size") if model.get(key)
-    )
-    named = model.get("preset") or model.get("hf_config") or ("" if sizes else "not named")
+    sizes = _sizes(task, model)
+    named = model.get("preset") or model.get("init_from") or model.get("hf_config") or ("" if sizes else "not named")
     found = [
         ("task", task.get("factory") or task.get("name")),
         ("model", f"{named} ({sizes})" if named and sizes else named or sizes),
@@ -69,6 +67,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("run directory", run.path),
     ]
     return [(name, str(value)) for name, value in found if value]
+
+
+def _sizes(task: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """The model's sizes as far as the config states them; keys that the task does not read are left out."""
+    if task.get("factory"):
+        return ""
+    values, keys = model, ["d_model", "n_layers", "n_heads", "vocab_size"]
+    if task.get("name") not in ("causal_lm", None):
+        values = mapping(model.get("hf"))
+        keys = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    return ", ".join(f"{key} {values[key]}" for key in keys if values.get(key))
 
 
 def _count(things: Sized, name: str) -> str:

@@ -114,6 +114,8 @@ def report(job: Job, task: Task, run_dir: Path, measured: dict[str, float]) -> N
 
 
 def beside(val_loss: float, baseline: float) -> str:
-    """How far a validation loss is below or above a baseline, in per cent of the baseline."""
-    share = 100 * (1 - val_loss / baseline)
-    return f"validation loss is {abs(share):.1f} % {'below' if share >= 0 else 'above'}"
+    """How far a validation loss is below a baseline, in per cent of it, or how many times as high it is."""
+    if val_loss > baseline:
+        times = val_loss / baseline
+        return f"the validation loss is {times:.2f} times as high: worse than each token's frequency alone"
+    return f"the validation loss is {100 * (1 - val_loss / baseline):.1f} % lower"

@@ -16,6 +16,7 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
+from ..data.model_folder import check_model_folder
 from ..data.tokenizer import with_local_folders
 from ..errors import ConfigError, TrainingError
 from ..launch.failures import failure
@@ -256,6 +257,7 @@ def start(
     """
     loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
     loaded = replace(loaded, config=with_local_folders(loaded.config))
+    check_model_folder(loaded.config)
     env = rank_env()
     device = choose_device(loaded.config, env)
     capability.check(

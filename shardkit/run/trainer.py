@@ -24,7 +24,7 @@ from ..data.loader import StepBatch, StepLoader
 from ..data.packing import PackedDocuments
 from ..data.sampler import BatchSchedule, Order, State
 from ..data.samples import Mixed
-from ..errors import CheckpointError, ConfigError, DataError, TrainingError
+from ..errors import CheckpointError, ConfigError, DataError, TrainingError, gib
 from ..files import TAIL, append_jsonl, read_objects, write_whole
 from ..hardware.cards import blas_workspace
 from ..launch.failures import failure
@@ -33,6 +33,7 @@ from ..memory.phases import Phases, doing
 from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
+from ..strategies import slower_than_single
 from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
@@ -136,6 +137,8 @@ class Trainer:
         if isinstance(data, PackedDocuments | Mixed) and (packed := data.describe()):
             self._say(packed)
         self._say(f"{len(data):,} samples; building the model for {self.config.parallel.strategy} on {n_ranks}")
+        if hint := slower_than_single(self.config, job.world.size):
+            self._say(hint)
         job.wrap(
             partial(build_model, self.config, self.task),
             block_classes=getattr(self.task, "block_classes", ()),
@@ -258,7 +261,7 @@ class Trainer:
         resized = getattr(self.task, "resized", ())
         loaded = load_weights(self.job.strategy, self.world, self.checkpoints.group, source, name_there, resized)
         if self.world.is_main:
-            read = f" ({loaded.bytes_read / 2**30:.2f} GiB read)" if loaded.bytes_read else ""
+            read = f" ({gib(loaded.bytes_read)} read)" if loaded.bytes_read else ""
             print(f"starting with the weights of {loaded.path}{read}", flush=True)
             for name, (old, new) in loaded.resized.items():
                 print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)

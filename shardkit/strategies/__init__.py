@@ -10,6 +10,15 @@ from .ema import EMA
 __all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
+def slower_than_single(config: RunConfig, world_size: int) -> str:
+    """A hint for one process under an engine that shards: `single` is faster; empty where it is not the same."""
+    parallel = config.parallel
+    offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    if world_size > 1 or offloads or parallel.strategy not in ("fsdp", "hsdp", "zero3"):
+        return ""
+    return f"hint: {parallel.strategy} has nothing to shard on one process: parallel.strategy=single is faster"
+
+
 def make_strategy(config: RunConfig, world: World) -> Strategy:
     """The config's strategy, not yet set up; imports only the module of its engine."""
     engine = _engine(config, world)

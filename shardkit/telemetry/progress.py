@@ -84,7 +84,7 @@ class Progress:
         else:
             parts.append(f"{tokens_per_s:,.0f} {self._targets}/s")
             if tokens_per_s < 0.995 * processed:
-                parts[-1] += f" of {processed:,.0f} processed"
+                parts[-1] += f" in the loss ({processed:,.0f} with prompts and padding)"
         if self._mfu_per_token is not None and tokens_per_s is not None:
             parts.append(f"MFU {100 * self._mfu_per_token * tokens_per_s / ranks:.1f} %")
         if self._condensed is not None and self._condensed.peak is not None:

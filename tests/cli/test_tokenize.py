@@ -41,3 +41,19 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = tokenize(tmp_path, "a.jsonl", "nowhere")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: the tokenizer {tmp_path}/nowhere does not exist\n  fix: ")
+
+
+def test_the_fix_names_the_commands_own_flag(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"messages": conversation(0)}])
+    done = tokenize(tmp_path, "a.jsonl", "nowhere")
+    assert "pass --tokenizer with a tokenizer.json" in done.stderr and "data.tokenizer" not in done.stderr
+
+
+def test_the_advice_about_columns_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tok")
+    write_lines(tmp_path / "a.jsonl", [{"dialog": conversation(0)}])
+    done = tokenize(tmp_path, "a.jsonl", "tok")
+    assert done.returncode == 2
+    assert "'data.columns={messages: NAME}'" in done.stderr
+    again = tokenize(tmp_path, "a.jsonl", "tok", "data.columns={messages: dialog}")
+    assert again.returncode == 0, again.stderr

@@ -45,7 +45,7 @@ def refused(path: Path | str | None = None, overrides: Any = ()) -> ConfigError:
     error = caught.value
     assert error.cause
     assert error.fix
-    assert "\n" not in error.fix and ("\n" not in error.cause or "settings cannot be used" in error.cause)
+    assert "\n" not in error.fix and ("\n" not in error.cause or "settings are not valid" in error.cause)
     return error
 
 
@@ -318,7 +318,7 @@ def test_everything_that_is_wrong_with_a_file_is_said_at_once(write: Write) -> N
     wrong = "train: {max_steps: 0, seed: x, max_stps: 3}\noptim: {lr: -1, betas: true}\nmodl: {a: 1}\n"
     error = refused(write(wrong + "compile: 3\ndata: {workers: yes}\n"))
     told = error.cause.splitlines()
-    assert told[0] == "8 settings cannot be used" and len(told) == 9, told
+    assert told[0] == "8 settings are not valid" and len(told) == 9, told
     causes = ["train.max_steps=0", "train.seed='x'", "unknown key train.max_stps", "optim.lr=-1", "optim.betas=true"]
     for cause in [*causes, "unknown key modl.a", "compile=3", "data.workers=true"]:
         assert any(line.startswith(f"  {cause}") for line in told), (cause, told)
@@ -482,7 +482,7 @@ def loads_or_refuses(path: Path | None, overrides: Any = ()) -> None:
         assert outcome.fix and "\n" not in outcome.fix
         lines = outcome.cause.split("\n")
         assert all(line and len(line) < 900 for line in lines)
-        assert len(lines) == 1 or lines[0] == f"{len(lines) - 1} settings cannot be used"
+        assert len(lines) == 1 or lines[0] == f"{len(lines) - 1} settings are not valid"
         str(outcome).encode()
     else:
         assert isinstance(outcome.config, RunConfig)
@@ -626,3 +626,25 @@ def test_a_missing_file_is_not_answered_with_hidden_ones(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "none.yaml")
     assert caught.value.fix == f"in {tmp_path}: mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("train.eval_every=0", "set train.eval_every=null: null evaluates at the end alone, and train.eval_samples=0"),
+        ("train.max_norm=0", "set train.max_norm=null: null switches it off"),
+        ("train.ema_decay=off", "set train.ema_decay=null: null switches it off"),
+        ("data.columns={messages:dialog}", "'data.columns={messages: NAME}'"),
+        ("model.hf=hidden_size", "'model.hf={key: value}'"),
+    ],
+)
+def test_a_fix_can_be_pasted_into_a_shell(override: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [override])
+    assert fix in refused.value.fix
+
+
+def test_an_unknown_choice_lists_the_choices() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, ["parallel.strategy=pipeline"])
+    assert "expected one of single, ddp, fsdp, hsdp, zero1, zero2, zero3" in refused.value.cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from shardkit.config.schema import DataConfig
 from shardkit.data.corpus import open_corpus
+from shardkit.data.documents import LongCounts
 from shardkit.data.packing import (
     PackedDocuments,
     best_fit_decreasing,
@@ -119,3 +121,12 @@ def test_a_text_corpus_is_its_files(tmp_path: Path) -> None:
         corpus_documents(open_corpus(DataConfig(path=str(tokens), cache_dir=str(tmp_path / "cache"))), "train")
     with pytest.raises(DataError, match="no document of two tokens"):
         PackedDocuments(Given([1, 1]), 8, "packed", "the test")
+
+
+@pytest.mark.parametrize("long", ["truncate", "drop"])
+def test_a_sample_too_short_for_any_answer_is_named_as_the_cause(long: str) -> None:
+    counts = LongCounts(truncated=7, without_target=7) if long == "truncate" else LongCounts(dropped=7)
+    documents = SimpleNamespace(lengths=np.zeros(0, np.int64), long=counts)
+    with pytest.raises(DataError, match=r"7 are .*, by train\.seq_len=8\n") as caught:
+        PackedDocuments(documents, 8, "packed", "the training split of chats.jsonl")
+    assert caught.value.fix == "raise train.seq_len, or give shorter documents"

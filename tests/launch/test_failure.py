@@ -228,6 +228,14 @@ def test_torch_can_read_our_file(tmp_path: Path) -> None:
     assert "ValueError: bad" in str(ProcessFailure(1, 10, 1, str(path)).message)
 
 
+def test_torchrun_shows_cause_and_fix_of_a_user_error_and_no_traceback(tmp_path: Path) -> None:
+    error = recorded(tmp_path, 0, ConfigError("2 ranks do not suit single", "set parallel.strategy=ddp"))
+    shown = json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert shown == "2 ranks do not suit single\n  fix: set parallel.strategy=ddp"
+    crash = recorded(tmp_path, 1, ValueError("bad"))
+    assert "Traceback" in json.loads(crash.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
 def test_without_a_launcher_nothing_is_written() -> None:
     assert record(ValueError("x"), {}) is None
 

@@ -306,6 +306,60 @@ def test_slurms_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     assert caught.value.fix
 
 
+NO_CLUSTER = {
+    "no configuration": "echo 'X: error: fetch_config: DNS SRV lookup failed' >&2\n"
+    "echo 'X: error: _establish_config_source: failed to fetch config' >&2\n"
+    "echo 'X: fatal: Could not establish a configuration source' >&2\n",
+    "no controller": "echo 'X: error: Unable to contact slurm controller (connect failure)' >&2\n",
+    "a dead socket": "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2\n",
+    "an overloaded controller": "echo 'X: error: Batch job submission failed: Socket timed out on send/recv operation' "
+    ">&2\n",
+}  # fmt: skip
+"""What Slurm's client commands write where no controller answers."""
+
+
+def silent_cluster(folder: Path, kind: str) -> str:
+    """A PATH with Slurm's commands in front, which find no cluster."""
+    folder.mkdir()
+    for name in ("sbatch", "squeue", "scontrol", "scancel"):
+        (folder / name).write_text(f"#!/bin/bash\n{NO_CLUSTER[kind].replace('X', name)}exit 1\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("kind", NO_CLUSTER)
+@pytest.mark.parametrize("program", ["sbatch", "squeue"])
+def test_a_cluster_that_does_not_answer_is_no_wrong_option(
+    kind: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", silent_cluster(tmp_path / "bin", kind))
+    with pytest.raises(LaunchError, match=f"^no Slurm cluster answers this machine's {program}: ") as caught:
+        commands.call(program, "x")
+    assert "correct the option" not in caught.value.fix and "shardkit launch CONFIG" in caught.value.fix
+    assert "fatal:" not in caught.value.cause
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_advice_without_a_cluster_keeps_the_users_script(installed: bool, tmp_path: Path) -> None:
+    path = silent_cluster(tmp_path / "bin", "no configuration") if installed else str(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    words = ["--gpus-per-node", "0", "--run-dir", "out", "--", "train.py", "--lr", "1e-3", "--name", "a b"]
+    done = shardkit("submit", *words, cwd=tmp_path, PATH=path)
+    assert done.returncode == 2, done.stderr
+    assert "shardkit launch --run-dir out -- train.py --lr 1e-3 --name 'a b'" in done.stderr
+    assert not (tmp_path / "out").exists()
+    config = shardkit("submit", "-", f"run.dir={tmp_path}/run", "optim.lr=0.5", "--gpus-per-node", "0", PATH=path)
+    assert config.returncode == 2, config.stderr
+    assert f"shardkit launch - run.dir={tmp_path}/run optim.lr=0.5" in config.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_jobs_without_a_cluster(tmp_path: Path) -> None:
+    done = shardkit("jobs", PATH=silent_cluster(tmp_path / "bin", "no configuration"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no Slurm cluster answers")
+
+
 @pytest.mark.slow
 def test_submit_help_starts_about_as_fast_as_a_bare_typer_subcommands() -> None:
     ours = startup.SHARDKIT_HELP.replace("'--help'", "'submit', '--help'")

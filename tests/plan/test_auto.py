@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from shardkit.errors import ConfigError, ShardkitError
 from shardkit.plan.model.cost import StepTime
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
-from shardkit.plan.search.axes import combinations, micro_batches
-from shardkit.plan.search.search import Found, Search, pareto
+from shardkit.plan.search.axes import Combination, combinations, micro_batches
+from shardkit.plan.search.search import Found, Search, Setting, pareto
 from shardkit.plan.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
@@ -191,7 +192,7 @@ def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch
     said: list[str] = []
     found = cut_short(monkeypatch, said.append, 2.0)
     assert (found.stopped, found.left_out, found.best.combination.engine) == ("out of time after 2 s", 19, "ddp")
-    assert " s for the others (at most " in said[0]
+    assert " s for the rest; the search ends within " in said[0]
 
 
 def test_rough_traces_leave_time_for_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,3 +368,17 @@ def test_the_best_are_run_and_the_fastest_of_them_is_written(
     assert [one["outcome"] for one in ran] == ["ok", "ok"]
     assert ran[0]["measured"] >= ran[1]["measured"]
     assert ran[0]["peak"] == pytest.approx(ran[0]["needed"], rel=0.03)
+
+
+def test_checkpointing_where_operators_limit_the_speed_is_slower_as_forward_runs_twice() -> None:
+    """And a smaller micro-batch is slower as operators are issued more often."""
+    none = Combination("single", "none", "fp32", ())
+    best = Setting(none, 4, (), GIB, 0.5, {"dispatch": 1.0})
+    others = [
+        (Setting(replace(none, policy="full"), 4, (), GIB, 0.4, {"dispatch": 1.37}), "forward runs twice"),
+        (Setting(none, 2, (), GIB, 0.4, {"dispatch": 1.37}), "operators are issued more often, each for less work"),
+        (Setting(replace(none, engine="fsdp"), 4, (), GIB, 0.4, {"dispatch": 1.37}), "more operators are issued"),
+    ]
+    for other, reason in others:
+        found = Found((best, other), (), {}, (best, other), 4)
+        assert any(f"27% slower: {reason}" in line for line in reasons(found)), reason

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from shardkit.report import measure
 from shardkit.report.measure import KeyFigure
-from shardkit.report.read import Run, read_run
+from shardkit.report.read import Gather, Run, read_run
 from tests.memory.samples import MIB
-from tests.report.samples import gpu_rows, write_run
+from tests.report.samples import cpu_rows, gpu_rows, write_run
 
 
 @pytest.fixture
@@ -88,3 +89,21 @@ def test_of_a_large_world_the_worst_and_the_best_are_shown() -> None:
     ]
     assert [row.identity.rank for row in measure.shown(rows)] == [0, 1, *range(32, 40)]
     assert measure.shown(rows[:16]) == rows[:16]
+
+
+def test_step_times_are_those_of_the_last_start_alone(tmp_path: Path) -> None:
+    """Of a run that went on with other ranks, and of one that did with as many."""
+    run = read_run(write_run(tmp_path / "run"))
+    slow = [replace(row, step_time_s=9.0) for row in [*cpu_rows(1), *cpu_rows(1)]]
+    four = [replace(row, identity=replace(row.identity, rank=rank)) for rank, row in enumerate(slow)]
+    fast = [replace(row, step_time_s=0.5) for row in cpu_rows(1)]
+    gathers = [Gather(1, 1e3, four), Gather(2, 2e3, four), *(Gather(3 + i, 3e3 + i, fast) for i in range(3))]
+    times = measure.step_times(replace(run, gathers=gathers, environment={}))
+    assert {rank: time.total for rank, time in times.items()} == {0: 0.5, 1: 0.5}
+    began = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    same = [replace(row, step_time_s=9.0) for row in fast]
+    gathers = [Gather(1, began.timestamp() - 9, same), Gather(2, began.timestamp() - 8, same)]
+    gathers += [Gather(3 + i, began.timestamp() + i, fast) for i in range(3)]
+    environment = {"time": began.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    times = measure.step_times(replace(run, gathers=gathers, environment=environment))
+    assert {rank: time.total for rank, time in times.items()} == {0: 0.5, 1: 0.5}

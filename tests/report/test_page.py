@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from shardkit.errors import ConfigError
 from shardkit.html.page import Cell, Figure, Page, table
 from shardkit.report.compare import compare_page
-from shardkit.report.page import run_page
+from shardkit.report.page import facts, run_page
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit
 from tests.memory.samples import MIB
@@ -178,3 +179,21 @@ def test_a_report_is_written_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env={**os.environ}, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(path / "report.html"), "[]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "shown"),
+    [
+        ("hf_causal_lm", {"init_from": "/models/llama", "hf": {}}, "/models/llama"),
+        ("hf_causal_lm", {"hf": {"model_type": "llama", "hidden_size": 64}}, "model_type llama, hidden_size 64"),
+        ("causal_lm", {}, "d_model 128, n_layers 4"),
+    ],
+)
+def test_the_summary_names_the_model_that_the_task_trains(
+    task: str, model: dict[str, object], shown: str, tmp_path: Path
+) -> None:
+    """Not the sizes of the reference transformer, which every config has."""
+    run = read_run(write_run(tmp_path / "run"))
+    sizes = {"d_model": 128, "n_layers": 4, "preset": None, "init_from": None, "hf_config": None}
+    found = dict(facts(replace(run, config={"task": {"name": task}, "model": {**sizes, **model}})))
+    assert found["model"] == shown

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardkit.checkpoint.formats.convert import convert
 from shardkit.config.load import load_config
 from shardkit.errors import ConfigError, ShardkitError
 from shardkit.tasks.load import load_task
+from tests.commands import environment
 from tests.ranks import run_ranks
 from tests.tasks import adapters
 
@@ -250,6 +253,10 @@ def test_exports_give_the_logits_of_the_run(model: str, root: Path, tmp_path: Pa
             merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / size, output_loading_info=True)
             assert not any(info.values()), info
             assert (merged(tokens).logits - want).abs().max() < 1e-5
+    if model == "llama":  # as a user does, in an interpreter of its own: libraries' warnings are not shown
+        command = [sys.executable, "-m", "shardkit.cli", "convert", str(run), "--to", "peft", "--out"]
+        done = subprocess.run([*command, str(tmp_path / "quiet")], env=environment(), capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
     with pytest.raises(ShardkitError, match="holds an adapter") as found:
         convert(run, "safetensors", tmp_path / "alone")
     assert "--merge" in (found.value.fix or "")

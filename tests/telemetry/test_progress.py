@@ -137,3 +137,12 @@ def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) 
     shown.update(record(500), 1, [gpu_row(0)])
     assert "500/500" in terminal.getvalue()  # the last step is always shown
     shown.close()
+
+
+def test_the_speed_says_which_tokens_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Progress(2, 0, 1, None, None)
+    shown.update({"step": 1, "loss": 2.0, "tokens_per_s": 25.0, "positions_per_s": 323.0}, 1, [])
+    shown.update({"step": 2, "loss": 2.0, "tokens_per_s": 323.0, "positions_per_s": 323.0}, 1, [])
+    first, second = capsys.readouterr().err.splitlines()
+    assert "25 tokens/s in the loss (323 with prompts and padding)" in first
+    assert "323 tokens/s" in second and "padding" not in second

@@ -61,6 +61,8 @@ def _open(path: Path, step: str, weights_only: bool) -> Source:
         return open_safetensors(chosen)
     if is_torch_folder(chosen):
         return open_torch(chosen)
+    if (chosen / "config.json").is_file():
+        raise CheckpointError(f"no *.safetensors in {path}, only the model's description", "copy the weights there")
     raise CheckpointError(f"{path} holds no checkpoint that shardkit knows", f"name {KINDS}")
 
 

@@ -206,7 +206,7 @@ class Search:
             else:
                 self._learn(combination, answer)
             left = (len(asked) - done) * (time.monotonic() - began) / done
-            self._tell(f"traced {done} of {len(asked)} roughly, {left:.0f} s for the others")
+            self._tell(f"traced {done} of {len(asked)} roughly, about {left:.0f} s for the rest")
 
     def _learn(self, combination: Combination, rough: Setting) -> None:
         """Keep a rough setting, and after that of the smallest micro-batch those between."""
@@ -254,7 +254,7 @@ class Search:
 
     def _tell(self, what: str) -> None:
         if self._budget is not None:
-            what += f" (at most {max(0.0, self._begun + self._budget - time.monotonic()):.0f} s in all)"
+            what += f"; the search ends within {max(0.0, self._begun + self._budget - time.monotonic()):.0f} s"
         able = [s for s in self._known.values() if s.filled <= 1]
         if able:
             best = max(able, key=lambda s: s.tokens_per_s)
