@@ -96,8 +96,8 @@ def plan_automatically(
     keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    say(f"searching for at most {budget:g} s (--budget): each setting is traced; the first takes the longest")
     with Search(lambda more: load(more).config, target, keys, margin, Progress(), budget) as search:
+        say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
         found = search.run()
     interrupted = found.stopped == INTERRUPTED
     verified = []

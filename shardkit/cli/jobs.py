@@ -199,6 +199,7 @@ def launch(
         grace_s=grace_s if script is None else None,
     )
     torchrun.check_elastic(spec, loaded)
+    torchrun.check_ranks(spec, loaded)
     raise typer.Exit(run(spec, rendezvous_timeout_s=600 if loaded is None else loaded.run.init_timeout_s))
 
 

@@ -315,7 +315,7 @@ def max_model(
     from ..plan.target import cap_setting, choose_target, target_here
 
     if find not in ("model", "batch"):
-        raise ConfigError(f"--find {find}", "pass model or batch")
+        raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
     path, given = (None if config == "-" else config), list(overrides or [])
 
     def load(more: Sequence[str]) -> RunConfig:
