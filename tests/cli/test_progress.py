@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,15 @@ LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
 }  # fmt: skip
-DEEPSPEED = {
-    "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 16,
+JOBS: dict[str, dict[str, Any]] = {
+    "deepspeed": {
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+    },
+    "trainer": {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "bf16": True,
+        "gradient_checkpointing": True,
+    },
 }  # fmt: skip
 VERDICT_CPU_S = 60.0
 
@@ -54,18 +61,18 @@ def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", JOBS)
+def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(tool: str, tmp_path: Path) -> None:
     """The time is measured in CPU seconds of all its processes, of which two cores give at least one a second."""
     pytest.importorskip("transformers")
     pytest.importorskip("deepspeed")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "ds.json").write_text(json.dumps({**DEEPSPEED, "zero_optimization": {"stage": stage}}))
+    (tmp_path / "job.json").write_text(json.dumps(JOBS[tool]))
     plan = [
         "plan",
         "--from",
-        "ds.json",
+        "job.json",
         "--model",
         "model",
         "--gpus",
@@ -81,14 +88,14 @@ def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(s
         timeout=380,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == (0 if stage else 4), done.stderr
-    assert f"verdict    {'fits' if stage else 'does not fit'}" in done.stdout
+    assert done.returncode == (0 if tool == "deepspeed" else 4), done.stderr
+    assert f"verdict    {'fits' if tool == 'deepspeed' else 'does not fit'}" in done.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < VERDICT_CPU_S
     first, *_ = done.stderr.splitlines()
-    assert first.startswith("planning ds.json: tracing one step of the whole model (")
+    assert first.startswith("planning job.json: tracing one step of the whole model (")
     assert int(first.rpartition("(")[2].split()[0]) < 5
     looks = [line for line in done.stderr.splitlines() if line.startswith("first look")]
-    assert len(looks) == (stage == 0), "ZeRO's buckets span layers: a rough trace would be far off"
+    assert len(looks) == (tool == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
     if looks:
         assert looks[0].startswith("first look, from traces with 2 and 3 layers: about ")
         assert "; the trace of all layers follows" in looks[0]
