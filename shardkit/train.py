@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .config.load import LoadedConfig, load_config
-from .errors import OutOfMemoryError, ShardkitError, report
+from .errors import ConfigError, OutOfMemoryError, ShardkitError, report
 from .files import outlive_full_disks
 from .launch.failures import failure
 from .launch.local import processes, restart
@@ -18,8 +19,18 @@ from .launch.ranks.gpus import grow_segments
 from .run.preemption import note_early
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, "write --config FILE section.key=value …; --help lists the options")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="shardkit.train", description=__doc__)
+    """Read the command line.
+
+    Raises:
+        ConfigError: an option that does not exist, or one without its value.
+    """
+    parser = _Parser(prog="shardkit.train", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="wins over the file")
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; defaults for everything without it")
     parser.add_argument(
@@ -35,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one training; returns the process's exit code (see docs/reference.md)."""
     note_early()
     processes.end_with_torchrun(os.environ)
-    args = parse(argv)
+    debug = False
     try:
+        args = parse(argv)
+        debug = args.debug
         loaded = load_config(args.config, args.overrides)
         again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
         if again:
@@ -48,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(loaded)
     except ShardkitError as error:
         failure.record(error)
-        if args.debug:
+        if debug:
             raise
         # Every rank of a machine has the same error, or all ranks agreed on it: print it once.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")

@@ -68,6 +68,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)
         if reserved is not None:
             left.callback(reserved.close)
+        build_argv(spec)  # refuses contradictory options before anything is written
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
         in_use = job_starts.InUse(Path(spec.log_dir))
         left.callback(in_use.close)

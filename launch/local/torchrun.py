@@ -122,6 +122,24 @@ def check_elastic(spec: JobSpec, config: RunConfig | None) -> None:
             raise ConfigError(f"with {count} node(s) of {nodes}: {error.cause}", error.fix) from error
 
 
+def check_ranks(spec: JobSpec, config: RunConfig | None) -> None:
+    """Refuse a job of a fixed size that its ranks would refuse, before anything is written or started.
+
+    Raises:
+        ConfigError: the strategy, its mesh or the batch does not fit the ranks.
+    """
+    if spec.is_elastic or config is None:
+        return
+    from ...config import capability
+    from ...config.load import resolve_batch
+
+    world_size = spec.nodes[1] * spec.nproc_per_node
+    device = "cuda" if spec.on_gpus else "cpu"
+    if device == "cuda" or config.run.device != "cuda":  # the ranks say that there is no GPU
+        capability.check(config, device=device, world_size=world_size, local_world_size=spec.nproc_per_node)
+    resolve_batch(config, world_size)
+
+
 def elastic_variables(spec: JobSpec) -> dict[str, str]:
     """Variables for torchrun and its ranks if nodes meet through c10d and workers may restart.
 

@@ -63,6 +63,8 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
             needed = [one for one in ctx.command.params if one.param_type_name == "argument" and one.required]
             words = " ".join([path, *(one.metavar or one.name.upper() for one in needed)])
             fix = f"write {words}; {path} --help explains it"
+        elif (needed_option := getattr(error, "param", None)) is not None and "Missing option" in cause:
+            fix = f"add {needed_option.opts[0]} {needed_option.metavar or needed_option.name.upper()}; " + fix
         raise ShardkitError(cause.rstrip(". "), fix) from error
 
 

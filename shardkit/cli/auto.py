@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..plan.search.search import INTERRUPTED, Found, Search, Setting, named
 from ..plan.search.trial import writing
 from ..plan.show import Verified, show_found, show_verified
 from ..plan.target import Target, cap_setting
+from .progress import Progress, say
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
@@ -48,7 +48,11 @@ def to_json(found: Found, verified: Sequence[Verified] = ()) -> dict[str, Any]:
         "misfits": [one(setting) for setting in found.misfits],
         "refused": [{"settings": list(what.settings), "reason": why} for what, why in found.refused.items()],
         "stopped": found.stopped,
-        "left_out": found.left_out,
+        "left_out": len(found.left_out),
+        "not_tried": [
+            {"engine": one.engine, "policy": one.policy, "precision": one.precision, "settings": list(one.settings)}
+            for one in found.left_out
+        ],
         "verified": [
             {**one(v.setting), "outcome": v.trial.outcome, "peak": v.trial.peak, "measured": v.trial.tokens_per_s}
             for v in verified
@@ -92,7 +96,8 @@ def plan_automatically(
     keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    with Search(lambda more: load(more).config, target, keys, margin, _Progress(), budget) as search:
+    with Search(lambda more: load(more).config, target, keys, margin, Progress(), budget) as search:
+        say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
         found = search.run()
     interrupted = found.stopped == INTERRUPTED
     verified = []
@@ -126,18 +131,3 @@ def _save_plot(found: Found, folder: Path) -> None:
         save_front(found, folder)
     except ConfigError as error:
         print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)
-
-
-class _Progress:
-    """Shows progress on stderr: on a single line of a terminal, else line by line."""
-
-    def __init__(self) -> None:
-        self._shown = 0
-
-    def __call__(self, said: str) -> None:
-        if not sys.stderr.isatty():
-            print(said, file=sys.stderr, flush=True)
-            return
-        said = said[: shutil.get_terminal_size().columns - 1]
-        print(said.ljust(self._shown), end="\r", file=sys.stderr, flush=True)
-        self._shown = len(said)

@@ -202,6 +202,7 @@ def launch(
     torchrun.check_elastic(spec, loaded)
     if loaded is not None and not run_dirs.has_run(path := Path(loaded.run.dir)):
         run_dirs.refuse_without_run(path, loaded.run.resume)
+    torchrun.check_ranks(spec, loaded)
     raise typer.Exit(run(spec, rendezvous_timeout_s=600 if loaded is None else loaded.run.init_timeout_s))
 
 

@@ -100,11 +100,12 @@ def plan(
     from ..errors import ConfigError
     from ..plan.advise import changes_that_fit
     from ..plan.client import Planner
-    from ..plan.show import show, show_changes
+    from ..plan.show import first_look, show, show_changes
     from ..plan.target import choose_target
     from ..plan.their_keys import changes_in_their_keys
     from .auto import plan_automatically
     from .foreign import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments
+    from .progress import Waiting, say
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
         raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
@@ -130,18 +131,30 @@ def plan(
         path = str(save(job, out)) if job else path
         plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
         return
-    with Planner(target, loop=job.loop if job else None) as planner:
+    name = job.name if job else "the defaults" if path is None else Path(path).name
+    doing = f"planning {name}: tracing one step of the whole model"
+    with Planner(target, loop=job.loop if job else None) as planner, Waiting(doing) as waiting:
+        if not json_output and (look := planner.first_look(loaded)):
+            say(first_look(look, unplanned))
         estimate = planner.predict(loaded)
         misfit = estimate.verdict == "does not fit"
+        beside = moments(job, loaded, estimate) if job else []
+        too_large = list(misfits(beside, estimate, target.ranks_per_node))
+        if not json_output:
+            typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target, unplanned))
+            if job:
+                typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
+                for line in left_out(job, loaded, estimate):
+                    typer.echo(line)
         changes = []
-        if misfit and advice and not unplanned:
+        advises = misfit and advice and not unplanned
+        if advises:
+            waiting.now(f"{name}: planning changes that would fit, one after the other")
             changes = (
                 changes_in_their_keys(job, ours, estimate, planner)
                 if job
                 else changes_that_fit(loaded, estimate, target, lambda more: planner.predict(load(more).config))
             )
-    beside = moments(job, loaded, estimate) if job else []
-    too_large = list(misfits(beside, estimate, target.ranks_per_node))
     if json_output:
         tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
                   "verdict": c.estimate.verdict, **({"in_the_files": c.said} if c.said else {})}
@@ -152,15 +165,8 @@ def plan(
                 found |= {"verdict": "not planned", "verdict_without": estimate.verdict}
             found["from"] = {**as_json(job), "beside_the_steps": [asdict(one) for one in beside]}
         typer.echo(json.dumps(found, indent=1))
-    else:
-        name = job.name if job else "the defaults" if path is None else Path(path).name
-        typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target, unplanned))
-        if job:
-            typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
-            for line in left_out(job, loaded, estimate):
-                typer.echo(line)
-        if misfit and advice and not unplanned:
-            typer.echo("\n" + show_changes(changes))
+    elif advises:
+        typer.echo("\n" + show_changes(changes))
     raise typer.Exit(7 if unplanned else 4 if misfit or too_large else 0)
 
 
@@ -310,7 +316,7 @@ def max_model(
     from ..plan.target import cap_setting, choose_target, target_here
 
     if find not in ("model", "batch"):
-        raise ConfigError(f"--find {find}", "pass model or batch")
+        raise ConfigError(f"--find {find} is neither model nor batch", "pass --find model or --find batch")
     path, given = (None if config == "-" else config), list(overrides or [])
 
     def load(more: Sequence[str]) -> RunConfig:

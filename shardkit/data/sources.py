@@ -65,6 +65,12 @@ def find_files(path: str) -> list[TextFile]:
             raise DataError(f"data path {path} is an empty file", "set data.path to text that is not empty")
     elif os.path.isdir(expanded):
         files = _walk(expanded)
+        weights = [file.name for file in files if file.name.endswith(".safetensors")]
+        if weights and os.path.isfile(os.path.join(expanded, "config.json")):
+            raise DataError(
+                f"data path {path} is a model folder: it holds config.json and {weights[0]}",
+                "set data.path to your text or records; a model folder belongs in model.init_from",
+            )
     elif _WILDCARDS & set(expanded):
         files = _glob(expanded)
     else:

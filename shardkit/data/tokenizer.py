@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,9 @@ def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = 
     except Exception as error:  # no network, no such name, no permission: each has an exception of its own
         reason = " ".join(str(error).split())
         fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
+        folders = [str(path) for path in Path(name).parent.glob("*/")]
+        if near := get_close_matches(name, folders, 1):
+            fix = f"did you mean {key}={near[0]}?"
         raise ConfigError(
             f"{key}={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", fix
         ) from error

@@ -77,27 +77,45 @@ class Planner:
             rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
             loop: in place of the planner's.
         """
-        if self._process is None:
-            self._start()
-        how = {"whole": whole, "timed": timed, "rough": rough}
-        asked = {
-            "config": config.model_dump(mode="json"),
-            "how": how,
-            "loop": self._loop if loop is None else dict(loop),
-        }
-        said = self._talk(json.dumps(asked))
-        if "error" in said:
-            name, cause, fix = said["error"]
-            kind = getattr(errors, name, ShardkitError)
-            if said["over"]:
-                self._end()
-            raise kind(cause, fix) from RuntimeError(said["trace"])
-        estimate = MemoryEstimate.from_json(said["estimate"])
-        estimate = estimate.limited(self.target.device_memory, self.target.host_memory)
-        if rough or said["alike"] or self.target.rank is not None:
+        answer = self._ask_for(config, {"whole": whole, "timed": timed, "rough": rough}, loop)
+        estimate = self._limited(answer)
+        if rough or answer["alike"] or self.target.rank is not None:
             return estimate
         last = self._of_last_rank().predict(config, whole=whole, timed=timed, loop=loop)
         return max(estimate, last, key=lambda one: one.needed)
+
+    def first_look(self, config: RunConfig) -> MemoryEstimate | None:
+        """Predict roughly, before a slow `predict`; `None` where this would be no faster, far off, or fails."""
+        try:
+            answer = self._ask_for(config, {"rough": True}, None, first_look=True)
+        except ShardkitError:
+            return None  # `predict` raises what is wrong with the config itself
+        return None if answer["estimate"] is None else self._limited(answer)
+
+    def _limited(self, answer: dict[str, Any]) -> MemoryEstimate:
+        estimate = MemoryEstimate.from_json(answer["estimate"])
+        return estimate.limited(self.target.device_memory, self.target.host_memory)
+
+    def _ask_for(
+        self, config: RunConfig, how: Mapping[str, bool], loop: Mapping[str, Any] | None, first_look: bool = False
+    ) -> dict[str, Any]:
+        """The worker's answer to a config; an error there is raised here."""
+        if self._process is None:
+            self._start()
+        request = {
+            "config": config.model_dump(mode="json"),
+            "how": dict(how),
+            "loop": self._loop if loop is None else dict(loop),
+            "first_look": first_look,
+        }
+        answer = self._talk(json.dumps(request))
+        if "error" in answer:
+            name, cause, fix = answer["error"]
+            kind = getattr(errors, name, ShardkitError)
+            if answer["over"]:
+                self._end()
+            raise kind(cause, fix) from RuntimeError(answer["trace"])
+        return answer
 
     def stop(self) -> None:
         """Kill the process for good, from another thread: a `predict` in progress raises a ShardkitError."""

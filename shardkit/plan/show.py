@@ -11,6 +11,7 @@ from ..hardware.cards import other_sizes, said_of
 from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate
+from .search.axes import Combination
 from .search.search import Found, Setting, named
 from .search.trial import Trial
 from .target import Target
@@ -43,6 +44,17 @@ def _other_cards(target: Target) -> Iterable[str]:
     if target.gpu is not None:
         for gpu in other_sizes(target.gpu):
             yield f"{target.gpu.name} is the card above; pass --gpu {gpu.name} for {said_of(gpu)}, {gib(gpu.memory)}"
+
+
+def first_look(estimate: MemoryEstimate, not_planned: Sequence[str] = ()) -> str:
+    """A rough estimate in one line, shown while the exact trace runs."""
+    limit = f" of {gib(estimate.device_memory)}" if estimate.device_memory else ""
+    verdict = f": {estimate.verdict}" if estimate.verdict and not not_planned else ""
+    layers = " and ".join(map(str, estimate.extrapolated_from))
+    return (
+        f"first look, from traces with {layers} layers: about {gib(estimate.needed)}{limit}{verdict}; "
+        "the trace of all layers follows"
+    )
 
 
 def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]:
@@ -151,10 +163,27 @@ def _stopped(found: Found) -> list[str]:
     """The uncertainty of a search that ended early."""
     if not found.stopped:
         return []
-    lines = [f"{found.stopped}: {found.left_out} combinations were not planned; this is the best of the others"]
+    lines = [f"{found.stopped}: {len(found.left_out)} combinations were not planned; this is the best of the others"]
+    lines += list(not_tried(found.left_out, [*found.fitting, *found.misfits]))
     if found.best.estimate is None:
         lines.append("traced roughly only: plan the written config before you launch it")
     return lines
+
+
+def not_tried(left_out: Sequence[Combination], traced: Sequence[Setting]) -> Iterator[str]:
+    """The combinations that a search did not plan, by engine; engines of which nothing was traced come first."""
+    engines = {setting.combination.engine for setting in traced}
+    by_engine: dict[str, list[str]] = {}
+    for one in left_out:
+        by_engine.setdefault(one.engine, []).append(f"{one.policy} ({one.precision})")
+    if unseen := [engine for engine in by_engine if engine not in engines]:
+        yield f"not tried at all: {'; '.join(unseen)}"
+    by_rest: dict[str, list[str]] = {}
+    for engine, names in by_engine.items():
+        if engine in engines:
+            by_rest.setdefault(", ".join(names), []).append(engine)
+    for names_of_rest, with_it in by_rest.items():
+        yield f"not tried: {'; '.join(with_it)} with checkpointing {names_of_rest}"
 
 
 def _shares(setting: Setting) -> list[str]:

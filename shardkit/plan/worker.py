@@ -23,6 +23,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answers.write(json.dumps(said) + "\n")
             answers.flush()
 
+        from .model.depth import has_first_look
         from .model.predict import predict, prepare, ranks_alike
         from .simulate.engines import Loop, following
         from .simulate.unplannable import Untraceable, explained
@@ -39,6 +40,9 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             config = RunConfig.model_validate(asked["config"])
             try:
                 with explained(), following(Loop(**asked["loop"])):
+                    if asked["first_look"] and not has_first_look(config):
+                        answer({"estimate": None})
+                        continue
                     estimate = predict(config, target, method, **asked["how"])
                     alike = ranks_alike(config, target.world_size, estimate.n_params)
                     answer({"estimate": estimate.to_json(), "alike": alike})

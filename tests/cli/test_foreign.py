@@ -279,7 +279,8 @@ def test_bad_input_is_two_lines(
     laid_out(tmp_path, {"model/mine.py": "open('ran', 'w')\n", **files})
     monkeypatch.chdir(tmp_path)
     assert shardkit(*words) == 2
-    cause, fix = capsys.readouterr().err.splitlines()
+    *progress, cause, fix = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("planning ") for line in progress)
     assert cause.startswith("error: ") and fix.startswith("  fix: ") and said in cause + fix
     assert not (tmp_path / "ran").exists()
 

@@ -69,9 +69,12 @@ def test_the_guide_ends_with_folders_that_transformers_loads(folder: Path) -> No
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     prepare(folder)
-    plan, train, report, convert = BASH
+    plan, train, resume, report, convert = (
+        script.replace("--nproc-per-node 8", "--nproc-per-node 2") for script in BASH
+    )
     assert "fits" in run(plan, folder)
     run(train, folder)
+    assert "resum" in run(resume, folder)
     run(train.replace("sft_lora", "sft_full"), folder)
     run(report, folder)
     run(convert, folder)

@@ -172,10 +172,12 @@ def test_ctrl_c_ends_the_traces_that_are_under_way_and_keeps_the_best(monkeypatc
         raise KeyboardInterrupt
 
     found = cut_short(monkeypatch, interrupted, None)
-    assert (found.stopped, found.left_out, found.best.combination.engine) == ("interrupted", 19, "ddp")
+    assert (found.stopped, len(found.left_out), found.best.combination.engine) == ("interrupted", 19, "ddp")
     assert "best so far: ddp; checkpointing none; fp32; micro-batch 4 × 2: " in said[0]
     shown = show_found("x", found, target())
     assert "interrupted: 19 combinations were not planned" in shown
+    assert "not tried at all: fsdp; zero1; zero2; zero3" in shown
+    assert "not tried: ddp with checkpointing selective_op (fp32), selective (fp32), full (fp32)" in shown
     assert "traced roughly only" in shown
 
 
@@ -191,7 +193,7 @@ def test_before_anything_was_found_ctrl_c_is_ctrl_c(monkeypatch: pytest.MonkeyPa
 def test_when_its_time_is_over_a_search_answers_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = cut_short(monkeypatch, said.append, 2.0)
-    assert (found.stopped, found.left_out, found.best.combination.engine) == ("out of time after 2 s", 19, "ddp")
+    assert (found.stopped, len(found.left_out), found.best.combination.engine) == ("out of time after 2 s", 19, "ddp")
     assert " s for the rest; the search ends within " in said[0]
 
 
@@ -213,8 +215,25 @@ def test_rough_traces_leave_time_for_exact_ones(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Search(load_fours, target(), {*FIXED, "train.micro_batch_size"}, None, told, 120.0) as search:
         found = search.run()
-    assert found.stopped.startswith("out of time for more after 72 s") and found.left_out > 0
+    assert found.stopped.startswith("out of time for more after 72 s") and found.left_out
     assert found.best.estimate is not None, "traced exactly"
+
+
+def test_one_setting_of_each_engine_is_tried_before_a_second_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the first of an engine fits at its smallest micro-batch only."""
+    engines: list[str] = []
+
+    def predict(self: FakePlanner, config: RunConfig, *, timed: bool, rough: bool = False) -> MemoryEstimate:
+        engines.append(config.parallel.strategy)
+        return FakePlanner.predict(self, config, timed=timed, rough=rough)
+
+    monkeypatch.setattr(searching, "Planner", type("Noting", (FakePlanner,), {"predict": predict}))
+    monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
+    FakePlanner.costs = dict.fromkeys(KEYS, (1.0, 20.0, 0.01, 0.01))
+    with Search(load, target(), FIXED, 0.05, lambda line: None) as search:
+        search.run()
+    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    assert engines[:10] == [*names, *names], "each at its largest micro-batch, then at its smallest"
 
 
 COST = st.tuples(st.floats(1, 120), st.floats(0.1, 30), st.floats(0, 0.1), st.floats(0.01, 0.1))
@@ -295,7 +314,7 @@ def test_a_best_that_is_certain_is_not_out_of_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(searching, "Planner", NoSmallOnes)
     with Search(load, target(), FIXED, 0.05, lambda said: None, 3.0) as search:
         found = search.run()
-    assert (found.stopped, found.left_out, found.best.micro_batch) == ("", 0, 8)
+    assert (found.stopped, found.left_out, found.best.micro_batch) == ("", (), 8)
 
 
 def test_it_says_why_not_something_else() -> None:

@@ -14,6 +14,8 @@ from ...tracing.events import EventLog, Peak
 
 DEEP, DEEP_ROUGHLY = 49, 9
 """Models of at least so many layers are traced at two smaller depths, which misses some of the allocator's gaps."""
+MUCH_DEEPER = 24
+"""Models of at least so many layers are traced several times faster at two depths than whole."""
 KEPT, KEPT_ROUGHLY = 2, 1
 """Layers at each end that edges tell apart; the layers between them do not exceed these."""
 Edge = tuple[str, str]
@@ -54,6 +56,17 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     first = 2 * kept + (layers - 2 * kept) % every
     second = first + every
     return Depth(layers, (first, second), at, kept) if second < layers else None
+
+
+def has_first_look(config: RunConfig) -> bool:
+    """Whether a rough trace takes a fraction of the time of an exact one, and is as good as one of a deep model.
+
+    It is not under ZeRO, whose buckets span layers.
+    """
+    if config.parallel.strategy in STAGES or find_depth(config) is not None:
+        return False
+    rough = find_depth(config, rough=True)
+    return rough is not None and rough.layers >= MUCH_DEEPER
 
 
 def _with_model(config: RunConfig, **changes: object) -> RunConfig:

@@ -44,6 +44,15 @@ def combinations(config: RunConfig, target: Target, given: Collection[str]) -> l
     return found
 
 
+def one_of_each_engine(every: Sequence[Combination], config: RunConfig) -> list[Combination]:
+    """The combination of each engine that keeps the config's checkpointing, with the fastest precision offered."""
+    found: dict[str, Combination] = {}
+    for combination in every:
+        if combination.engine not in found or combination.policy == config.activation.policy:
+            found[combination.engine] = combination
+    return list(found.values())
+
+
 @dataclass(frozen=True)
 class Engine:
     name: str

@@ -21,7 +21,7 @@ from ...errors import ConfigError, ShardkitError, gib
 from ..client import Planner
 from ..model.estimate import DoesNotFit, MemoryEstimate
 from ..target import Target
-from .axes import Combination, batch_settings, combinations, micro_batches
+from .axes import Combination, batch_settings, combinations, micro_batches, one_of_each_engine
 
 Load = Callable[[Sequence[str]], RunConfig]
 """Returns the config with more overrides."""
@@ -75,7 +75,7 @@ class Found:
         sizes: the best combination at every micro-batch size.
         samples: samples per rank and step.
         stopped: why the search ended early; empty if it finished.
-        left_out: number of combinations that were not planned.
+        left_out: combinations that were not planned for lack of time.
     """
 
     fitting: tuple[Setting, ...]
@@ -84,7 +84,7 @@ class Found:
     sizes: tuple[Setting, ...]
     samples: int
     stopped: str = ""
-    left_out: int = 0
+    left_out: tuple[Combination, ...] = ()
 
     @property
     def best(self) -> Setting:
@@ -144,6 +144,7 @@ class Search:
         self._at_one_end: set[Combination] = set()
         self._refused: dict[Combination, str] = {}
         self._left_out: set[Combination] = set()
+        self._every: list[Combination] = []
 
     def __enter__(self) -> Search:
         self._planners = [self._stack.enter_context(Planner(self._target)) for _ in range(self._workers)]
@@ -162,7 +163,7 @@ class Search:
         Raises:
             KeyboardInterrupt: Ctrl-C before anything was found.
         """
-        every = combinations(self._load(()), self._target, self._given)
+        self._every = every = combinations(self._load(()), self._target, self._given)
         if not every:
             raise ConfigError(
                 f"no combination for world size {self._target.world_size} has all of {', '.join(sorted(self._given))}",
@@ -189,11 +190,17 @@ class Search:
         return self._sorted_out(stopped)
 
     def _look_roughly(self, every: Sequence[Combination]) -> None:
-        """Trace every combination at its largest micro-batch, then the misfits at their smallest, while time allows."""
+        """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows.
+
+        One combination of each engine comes first: a search that is cut short has compared the engines.
+        """
         until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
         self._left_out = set(every)
-        self._trace_roughly(every, self._sizes[-1], until)
-        self._trace_roughly([one for one in self._largest if one in self._left_out], self._sizes[0], until)
+        first = one_of_each_engine(every, self._load(()))
+        for group in (first, [combination for combination in every if combination not in first]):
+            self._trace_roughly(group, self._sizes[-1], until)
+            misfits = [one for one in group if one in self._largest and one in self._left_out]
+            self._trace_roughly(misfits, self._sizes[0], until)
 
     def _trace_roughly(self, todo: Collection[Combination], size: int, until: float | None = None) -> None:
         began = time.monotonic()
@@ -347,7 +354,10 @@ class Search:
                 "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
             )
         sizes = tuple(s for (combination, _), s in known.items() if combination == fitting[0].combination)
-        return Found(tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped, len(self._left_out))
+        return Found(
+            tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped,
+            tuple(one for one in self._every if one in self._left_out),
+        )  # fmt: skip
 
 
 def named(setting: Setting, samples: int) -> str:

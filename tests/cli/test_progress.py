@@ -1,0 +1,103 @@
+"""Slow commands say what they do, quick ones nothing; a plan of a deep model has a first look before its verdict."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardkit.cli import progress
+from shardkit.cli.progress import Waiting
+from tests.commands import environment
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+JOBS: dict[str, dict[str, Any]] = {
+    "deepspeed": {
+        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+    },
+    "trainer": {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "bf16": True,
+        "gradient_checkpointing": True,
+    },
+}  # fmt: skip
+VERDICT_CPU_S = 60.0
+
+
+def test_a_quick_command_says_nothing() -> None:
+    lines: list[str] = []
+    with Waiting("tracing", lines.append):
+        pass
+    assert lines == []
+
+
+def test_a_slow_command_says_what_it_does_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    lines: list[str] = []
+    first, later = threading.Event(), threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        (later if line.startswith("planning changes") else first).set()
+
+    with Waiting("tracing", say) as waiting:
+        assert first.wait(30)
+        waiting.now("planning changes")
+        assert later.wait(30)
+    assert lines[0] == "tracing (0 s)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("tool", JOBS)
+def test_a_plan_of_8b_from_a_file_tells_its_progress_and_has_a_verdict_in_time(tool: str, tmp_path: Path) -> None:
+    """The time is measured in CPU seconds of all its processes, of which two cores give at least one a second."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("deepspeed")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "job.json").write_text(json.dumps(JOBS[tool]))
+    plan = [
+        "plan",
+        "--from",
+        "job.json",
+        "--model",
+        "model",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "train.seq_len=2048",
+        "--no-advice",
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardkit.cli", *plan], cwd=tmp_path, env=environment(), capture_output=True, text=True,
+        timeout=380,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == (0 if tool == "deepspeed" else 4), done.stderr
+    assert f"verdict    {'fits' if tool == 'deepspeed' else 'does not fit'}" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < VERDICT_CPU_S
+    first, *_ = done.stderr.splitlines()
+    assert first.startswith("planning job.json: tracing one step of the whole model (")
+    assert int(first.rpartition("(")[2].split()[0]) < 5
+    looks = [line for line in done.stderr.splitlines() if line.startswith("first look")]
+    assert len(looks) == (tool == "trainer"), "ZeRO's buckets span layers: a rough trace would be far off"
+    if looks:
+        assert looks[0].startswith("first look, from traces with 2 and 3 layers: about ")
+        assert "; the trace of all layers follows" in looks[0]
+        rough, exact = (float(re.search(r"([\d.]+) GiB of ", text)[1]) for text in (looks[0], done.stdout))  # type: ignore[index]
+        assert rough == pytest.approx(exact, rel=0.1)

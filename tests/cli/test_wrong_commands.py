@@ -1,0 +1,161 @@
+"""Wrong commands of a first hour: each ends with a line of cause, a line of fix and exit code 2, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardkit.cli.__main__ import main
+from tests.commands import train_here
+from tests.data.chats import conversation, write_lines, write_tokenizer
+from tests.docs.test_integrations import REPO
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3,
+}  # fmt: skip
+
+
+def write_model(folder: Path, template: bool = True, tokenizer: bool = True) -> None:
+    """A Llama folder of which no wrong command reads the weights."""
+    folder.mkdir(parents=True)
+    if tokenizer:
+        write_tokenizer(folder, **({} if template else {"template": None}))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a first hour: models, data, recipes, and some files that are none of these."""
+    folder = tmp_path_factory.mktemp("hour")
+    write_model(folder / "models" / "base")
+    write_model(folder / "models" / "no_tokenizer", tokenizer=False)
+    write_model(folder / "models" / "no_template", template=False)
+    write_lines(folder / "data" / "chats.jsonl", ({"messages": conversation(n)} for n in range(60)))
+    write_lines(folder / "data" / "dialog.jsonl", ({"dialog": conversation(n)} for n in range(60)))
+    write_lines(folder / "data" / "empty.jsonl", [])
+    recipe = (REPO / "examples" / "first_hour.yaml").read_text(encoding="utf-8")
+    recipe = recipe.replace("models/tiny-llama", "models/base").replace("data/conversations", "data/chats")
+    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "list.yaml").write_text("- train\n- optim\n")
+    (folder / "tabs.yaml").write_text("train:\n\tmax_steps: 3\n")
+    (folder / "runs" / "notes").mkdir(parents=True)
+    (folder / "runs" / "notes" / "notes.txt").write_text("none")
+    return folder
+
+
+TRAIN = "train --config recipe.yaml"
+LAUNCH = "launch recipe.yaml --nproc-per-node"
+WRONG = [
+    ("plan", "no config is named", "name a YAML file"),
+    ("plan recipe.yml", "config file recipe.yml does not exist", "recipe.yaml"),
+    ("plan list.yaml", "list.yaml holds a list, not a mapping of sections", "train: {max_steps: 100}"),
+    ("plan tabs.yaml", "tabs.yaml:2:1: not YAML", "no tabs"),
+    ("plan recipe.yaml max_steps=10", "'max_steps=10' is not of the form section.key=value", "train.max_steps"),
+    ("plan recipe.yaml train.max_step=10", "unknown key train.max_step", "did you mean train.max_steps?"),
+    ("plan recipe.yaml trian.max_steps=10", "unknown key trian.max_steps", "did you mean train.max_steps?"),
+    ("plan recipe.yaml train.max_steps=ten", "train.max_steps='ten' (command line), expected an integer", "100"),
+    ("plan recipe.yaml train.seq_len=0", "train.seq_len=0 (command line), expected an integer >= 1", "train.seq_len"),
+    ("plan recipe.yaml parallel.strategy=fdsp", "expected one of single, ddp, fsdp", "parallel.strategy=fsdp?"),
+    ("plan recipe.yaml precision.mode=bfloat16", "expected one of fp32, tf32, bf16", "precision.mode=bf16?"),
+    ("plan recipe.yaml adapter.type=lorra", "expected one of none, lora", "did you mean adapter.type=lora?"),
+    ("plan recipe.yaml adapter.r=0", "adapter.r=0 (command line), expected an integer >= 1", "adapter.r"),
+    ("plan recipe.yaml --gpu h1000", "--gpu 'h1000' is not in the table of GPUs", "did you mean h100?"),
+    ("plan recipe.yaml --gpu", "Option '--gpu' requires an argument", "shardkit plan --help"),
+    ("plan recipe.yaml --memory-cap lots", "--memory-cap 'lots' is not an amount of memory", "24GiB"),
+    ("plan recipe.yaml --gpus 0 --memory-cap 2GiB", "--gpus 0 is not a number of GPUs", "1 or more"),
+    ("plan recipe.yaml --budget 10", "--verify, --margin, --budget and --out belong to --auto", "add --auto"),
+    ("plan recipe.yaml --auto --out found", "there is no memory to fit into", "--gpu"),
+    (
+        "plan recipe.yaml --model models/base",
+        "--model models/base belongs to --from",
+        "add model.hf_config=models/base",
+    ),
+    ("plan --from recipe.yaml --memory-cap 2GiB", "recipe.yaml is a config of shardkit itself", "without --from"),
+    ("plan --from ds.json --model models/base", "ds.json cannot be read: No such file", "check the path"),
+    ("max-model recipe.yaml --find params", "--find params is neither model nor batch", "--find batch"),
+    ("launch", "neither a config nor a script was given", "shardkit launch CONFIG"),
+    ("launch recipe.yml --nproc-per-node 2", "config file recipe.yml does not exist", "recipe.yaml"),
+    ("launch recipe.yaml", "one rank per GPU, but run.device=cpu", "pass --nproc-per-node N"),
+    ("launch recipe.yaml --nproc_per_node 2", "No such option: --nproc_per_node", "did you mean --nproc-per-node?"),
+    ("launch --nproc-per-node 2 -- my_train.py", "my_train.py does not exist", "name a file that exists"),
+    (f"{LAUNCH} two", "--nproc-per-node 'two' is not a number of ranks", "a number from 1"),
+    (f"{LAUNCH} 3", "train.global_batch_size=4 is not a multiple of micro_batch_size × world size", "=3 or 6"),
+    (f"{LAUNCH} 2 parallel.strategy=single", "parallel.strategy=single", "ddp"),
+    (f"{LAUNCH} 2 --nnodes 2", "--nnodes 2 without --rdzv-endpoint", "pass --rdzv-endpoint HOST:PORT"),
+    ("train --config", "argument --config: expected one argument", "write --config FILE"),
+    ("train --nproc 2", "unrecognized arguments: --nproc", "--help lists the options"),
+    ("train recipe.yaml", "override 'recipe.yaml' is not of the form section.key=value", "section.key=value"),
+    ("train --config recipe.yml", "config file recipe.yml does not exist", "recipe.yaml"),
+    (f"{TRAIN} run.device=gpu", "expected one of auto, cpu, cuda", "run.device=cuda?"),
+    (f"{TRAIN} optim.lr=-1", "optim.lr=-1 (command line), expected a number >= 0", "optim.lr"),
+    (f"{TRAIN} optim.name=adam8bit", "expected one of adamw, sgd", "did you mean optim.name=adamw8bit?"),
+    (f"{TRAIN} model.d_model=64", "model.d_model=64 would be ignored", "remove model.d_model"),
+    (f"{TRAIN} train.global_batch_size=3 train.micro_batch_size=2", "is not a multiple of micro_batch_size", "=2 or 4"),
+    (f"{TRAIN} data.path=data/chatz.jsonl", "data path data/chatz.jsonl does not exist", "set data.path to a file"),
+    (f"{TRAIN} data.path=data/empty.jsonl", "data path data/empty.jsonl is an empty file", "text that is not empty"),
+    (f"{TRAIN} data.path=data/dialog.jsonl", "has the columns dialog", "{messages: NAME}"),
+    (f"{TRAIN} data.path=models/base", "data path models/base is a model folder", "model.init_from"),
+    (f"{TRAIN} model.init_from=models/no_template", "the tokenizer has no chat template", "data.chat_template"),
+    (f"{TRAIN} model.init_from=models/no_tokenizer", "tokenizer", "data.tokenizer"),
+    (f"{TRAIN} train.seq_len=1024", "train.seq_len=1024 is longer than the model's 256", "set train.seq_len=256"),
+    (f"{TRAIN} adapter.targets=[q_projj]", "adapter.targets: q_projj matches no layer", "did you mean q_proj"),
+    ("report runs/none", "runs/none is not a directory", "pass the run.dir of a run"),
+    ("report models/base", "models/base holds no run", "pass the run.dir of a run"),
+    ("convert runs/none --to safetensors --out served", "runs/none does not exist", "name a run directory"),
+    ("convert runs/notes --to peft --out lora", "runs/notes holds no checkpoint", "name a run directory"),
+    ("convert models/base --to gguf --out served", "--to 'gguf' is not a format", "safetensors, torch"),
+    ("convert models/base --to safetensors", "Missing option '--out'", "add --out DIR"),
+    ("convert models/base --to safetensors --out models/base", "--out models/base is not empty", "new or empty"),
+    ("convert models/base --merge --to safetensors --out served", "models/base holds no adapter", "adapter.type=lora"),
+    ("convert models/base --to torch --out served --dtype half", "--dtype 'half' is not a type", "fp32, bf16, fp16"),
+    ("checkpoint ls runs/none", "runs/none is not a directory", "name the run.dir of a run"),
+    ("checkpoint verify models/base", "models/base holds no checkpoint", "name the run.dir of a run"),
+    ("tokenize data/chats.jsonl corpus", "Missing option '--tokenizer'", "add --tokenizer PATH"),
+    ("check recipe.yml", "recipe.yml cannot be read: No such file", "check the path"),
+    ("init recipe.yaml", "cannot write recipe.yaml/configs", "pass a directory you can write"),
+]
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file and folder in it, with its size and time of change."""
+    found = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*")}
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}
+
+
+@pytest.mark.parametrize(("command", "cause", "fix"), WRONG, ids=[command for command, _, _ in WRONG])
+def test_a_wrong_command_takes_two_lines_and_writes_nothing(
+    command: str, cause: str, fix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if "init_from" in command or "adapter.targets" in command or "data." in command or "1024" in command:
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = files(folder)
+    program, *words = shlex.split(command)
+    code: object
+    if program == "train":
+        code = train_here(words)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main([program, *words])
+        code = ended.value.code
+    err = capfd.readouterr().err
+    assert code == 2, err
+    lines = err.splitlines()
+    assert "Traceback" not in err and sum(line.startswith("error: ") for line in lines) == 1, err
+    first, second = lines[-2:]
+    assert first.startswith("error: ") and cause in first, err
+    assert second.startswith("  fix: ") and fix in second, err
+    assert files(folder) == before
+
+
+def test_the_table_has_at_least_thirty_commands() -> None:
+    assert len({command for command, _, _ in WRONG}) == len(WRONG) >= 30
