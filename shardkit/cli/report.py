@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..errors import printable
+from ..errors import printable, printable_lines
 
 
 def report(
@@ -53,6 +53,6 @@ def profile(
         found = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
         typer.echo(json.dumps({"runs": found}, indent=1))
     elif len(runs) == 1:
-        typer.echo(show(names[0], runs[0]))
+        typer.echo(printable_lines(show(names[0], runs[0])))
     else:
-        typer.echo(compare((names[0], names[1]), (runs[0][0], runs[1][0])))
+        typer.echo(printable_lines(compare((names[0], names[1]), (runs[0][0], runs[1][0]))))

@@ -108,7 +108,7 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
         if best is None:
             raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
         return best
-    found = [p for p in saved if step.isdigit() and layout.step_of(p) == int(step)]
+    found = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
     if not found:
         there = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
         raise CheckpointError(
