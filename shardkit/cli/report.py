@@ -7,7 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..errors import printable, printable_lines
+from ..errors import DataError, printable, printable_lines
+from ..files.bounded import in_child
 
 
 def report(
@@ -26,12 +27,21 @@ def report(
     from ..report.page import run_page, save
     from ..report.read import read_run
 
-    found = read_run(run)
-    second = None if other is None else read_run(other)
-    path = out or run / ("report.html" if second is None else "compare.html")
-    text = run_page(found, path) if second is None else compare_page(found, second)
-    save(text, path)
+    path = out or run / ("report.html" if other is None else "compare.html")
+
+    def write() -> None:
+        found = read_run(run)
+        save(run_page(found, path) if other is None else compare_page(found, read_run(other)), path)
+
+    folders = [run] if other is None else [run, other]
+    in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
     typer.echo(printable(path))
+
+
+def _size_of(run: Path) -> int:
+    """Bytes of the files that a report reads."""
+    files = (path for pattern in ("*", "trace/*", "oom/*") for path in run.glob(pattern))
+    return sum(path.stat().st_size for path in files if path.is_file() and path.suffix != ".html")
 
 
 def profile(
