@@ -183,7 +183,14 @@ def _image(spec: JobSpec) -> str:
 
 
 def _command(spec: JobSpec) -> list[str]:
-    """The launcher's command line in a pod; the first four words are the program."""
+    """The launcher's command line in a pod; the first four words are the program.
+
+    Kubernetes replaces $(NAME) in it by a variable of the container, and $$ by $: a $ of the user's stays one.
+    """
+    return [word.replace("$", "$$") for word in _words(spec)]
+
+
+def _words(spec: JobSpec) -> list[str]:
     launch = ["python3", "-m", "shardkit.cli", "launch"]
     sizes = ["--nnodes", str(spec.nodes[1]), "--nproc-per-node", str(spec.nproc_per_node)]
     sizes += ["--max-restarts", str(spec.max_restarts)]

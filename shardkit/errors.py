@@ -108,6 +108,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
+def printable_lines(text: str) -> str:
+    """The text with each of its lines `printable`: it may hold what another program wrote."""
+    return "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
+
+
 def gib(n_bytes: float, decimals: int = 2) -> str:
     """Bytes as messages and tables write them: in GiB, or in MiB below a tenth of a GiB."""
     if abs(n_bytes) < 0.1 * 2**30:

@@ -58,6 +58,14 @@ def test_tokenising_workers_import_nothing_from_the_current_directory(hostile: P
     assert not ran(hostile)
 
 
+@pytest.mark.dist
+def test_launch_and_its_ranks_import_nothing_from_the_current_directory(hostile: Path) -> None:
+    (hostile / "config.yaml").write_text("run: {dir: run, device: cpu}\ntask: {factory: 'no_such_module:Task'}\n")
+    done = run([str(SHARDKIT), "launch", "config.yaml", "--nproc-per-node", "1"], hostile)
+    assert done.returncode == 2 and "no_such_module" in done.stderr, done.stderr
+    assert not ran(hostile)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",

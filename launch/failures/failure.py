@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ...errors import ShardkitError
+from ...errors import ShardkitError, printable_lines
 from ...files import parse_json, read_regular, write_whole
 from . import exit_codes, stderr
 
@@ -266,7 +266,7 @@ def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Fa
 def silent_in(attempt: Path) -> list[int]:
     """Local ranks of an attempt that wrote no error file."""
     folders = [path.parent for path in attempt.glob("*/stderr.log") if not (path.parent / "error.json").exists()]
-    return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
+    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
 
 
 def with_last_words(failures: Iterable[Failure], attempt: Path) -> list[Failure]:
@@ -342,7 +342,7 @@ def explain(
     if first.is_error:
         lines = [f"error: {first.message}"] + (said or ([f"  fix: {first.fix}"] if first.fix else []))
         if first.exit_code == exit_codes.USER_ERROR:
-            return "\n".join(lines)
+            return printable_lines("\n".join(lines))
     else:
         cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
         lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
@@ -362,7 +362,7 @@ def explain(
     if others:
         ranks = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda f: f.rank))
         lines.append(f"  {len(others)} other rank(s) ended because of it: {ranks}")
-    return "\n".join([*lines, f"  logs: {where}"])
+    return printable_lines("\n".join([*lines, f"  logs: {where}"]))
 
 
 def exit_code_of(failures: list[Failure]) -> int:
@@ -388,7 +388,7 @@ def _foreign(message: Mapping[str, Any], path: Path) -> Failure:
     seconds = str(extra.get("timestamp", ""))
     local_rank = path.parent.name
     return Failure(
-        rank=int(local_rank) if local_rank.isdigit() else 0,
+        rank=int(local_rank) if local_rank.isdecimal() else 0,
         exit_code=exit_codes.FAILED,
         when=float(seconds) if seconds.isdecimal() and len(seconds) < 19 else 0.0,
         message=str(message.get("message", "")),
@@ -406,4 +406,4 @@ def _error_file(environ: Mapping[str, str]) -> Path | None:
 
 def _rank(environ: Mapping[str, str]) -> int:
     text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0

@@ -188,7 +188,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
     found = []
     for path in (run_dir / "checkpoints").glob("step_*/manifest.json"):
         step = path.parent.name.removeprefix("step_")
-        if step.isdigit():
+        if step.isdecimal():
             with suppress(OSError):  # deleted meanwhile
                 found.append((int(step), path.stat().st_mtime_ns))
     return max(found, default=None)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ...errors import ConfigError, LaunchError
+from ...errors import ConfigError, LaunchError, printable_lines
 from .. import kubernetes
 from ..failures import exit_codes, failure, job_starts, oom
 from ..ranks import affinity
@@ -108,6 +108,8 @@ def added_environment(spec: JobSpec, environ: Mapping[str, str], cpus: Sequence[
     """Variables for the ranks that the user did not set."""
     threads = min([default_omp_threads(spec.nproc_per_node, environ), *map(len, cpus)])
     added = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(threads)}
+    if spec.script is None and "PYTHONSAFEPATH" not in environ:
+        added["PYTHONSAFEPATH"] = "1"  # `python -m` would import a torch.py of the current directory (Python >= 3.11)
     added |= {affinity.VARIABLE: ":".join(map(affinity.render, cpus))} if cpus else {}
     added |= {name: value for name, value in torchrun.elastic_variables(spec).items() if name not in environ}
     if not environ.get("PYTHONUNBUFFERED"):
@@ -297,7 +299,8 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
             print(f"preempted: {signal.Signals(number).name} ended the script", file=sys.stderr, flush=True)
             return 128 + number
     if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
-        print(f"{recorded[0].message}; {how_to_continue(sys.argv, _overwrites(run_dir))}", flush=True)
+        text = f"{recorded[0].message}; {how_to_continue(sys.argv, _overwrites(run_dir))}"
+        print(printable_lines(text), flush=True)
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
@@ -313,9 +316,9 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
         memory = oom.words(failures, oom.read(run_dir, began))
         print(failure.explain(failures, str(log_dir), oom_kills, memory), file=sys.stderr, flush=True)
         return failure.exit_code_of(failures)
-    print(f"{_last_lines(log_dir / failure.TORCHRUN_LOG)}\nerror: torchrun ended with ", end="", file=sys.stderr)
-    print(f"{exit_codes.describe(ended.code)}, no rank reported an error", file=sys.stderr)
-    print(f"  logs: {log_dir}", file=sys.stderr, flush=True)
+    cause = f"error: torchrun ended with {exit_codes.describe(ended.code)}, no rank reported an error"
+    text = f"{_last_lines(log_dir / failure.TORCHRUN_LOG)}\n{cause}\n  logs: {log_dir}"
+    print(printable_lines(text), file=sys.stderr, flush=True)
     return exit_codes.shell_code(ended.code)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from ...files import open_regular
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -80,7 +82,7 @@ def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, in
             continue
         environ = dict(line.partition("=")[::2] for line in lines)
         numbers = environ.get("LOCAL_RANK", ""), environ.get("RANK", "")
-        is_rank = int(parent) == torchrun and all(number.isdigit() for number in numbers)
+        is_rank = int(parent) == torchrun and all(number.isdecimal() for number in numbers)
         if is_rank and start in (None, environ.get("TORCHELASTIC_RESTART_COUNT")):
             found[int(numbers[0])] = (pid, int(numbers[1]))
     return found
@@ -144,7 +146,7 @@ class Follower:
 
     def _new(self) -> bytes:
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size < self._offset:  # truncated
                     self._offset = 0

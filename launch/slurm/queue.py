@@ -138,6 +138,8 @@ def show_logs(job: str, follow: bool, out: BinaryIO | None = None) -> None:
         _show_array(job, folder, follow, sys.stdout.buffer if out is None else out)
         return
     job_id, path = output_of(job)
+    if path.exists() and not path.is_file():
+        raise LaunchError(f"{path} is not a regular file", "remove it: a job's output is a file")
     follower = Follower(path, sys.stdout.buffer if out is None else out)
     copied = follower.pump()
     if not follow or job_id is None:

@@ -91,7 +91,7 @@ def reserve(run_dir: Path) -> Path:
 
 
 def _next(run_dir: Path) -> Path:
-    found = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
+    found = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdecimal()]
     return run_dir / FOLDER / str(max(found, default=0) + 1)
 
 

@@ -103,7 +103,7 @@ def select(run: Path, names: Sequence[str]) -> list[Path]:
     root = folder(run)
     chosen = []
     for name in names:
-        path = root / (layout.folder_name(int(name)) if name.isdigit() else name)
+        path = root / (layout.folder_name(int(name)) if name.isdecimal() else name)
         if path.parent != root or layout.step_of(path.with_suffix("")) is None or not path.is_dir():
             there = ", ".join(e.path.name for e in entries(run))
             raise CheckpointError(f"{root} has no checkpoint {name}", f"name a step or one of: {there}")

@@ -7,7 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from ..errors import printable
+from ..errors import DataError, printable, printable_lines
+from ..files.bounded import in_child
 
 
 def report(
@@ -30,17 +31,28 @@ def report(
     from ..report.read import read_run
     from ..report.script import read_script, script_page
 
-    if other is None and (script := read_script(run)) is not None:
-        path = out or run / "report.html"
-        save(script_page(script), path)
-        typer.echo(f"{printable(script.status[1])}\n{printable(path)}")
-        return
-    found = read_run(run)
-    second = None if other is None else read_run(other)
-    path = out or run / ("report.html" if second is None else "compare.html")
-    text = run_page(found, path) if second is None else compare_page(found, second)
-    save(text, path)
+    path = out or run / ("report.html" if other is None else "compare.html")
+
+    def write() -> str:
+        """How a script's last start ended; empty of a config's run."""
+        if other is None and (script := read_script(run)) is not None:
+            save(script_page(script), path)
+            return script.status[1]
+        found = read_run(run)
+        save(run_page(found, path) if other is None else compare_page(found, read_run(other)), path)
+        return ""
+
+    folders = [run] if other is None else [run, other]
+    ending = in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
+    if ending:
+        typer.echo(printable(ending))
     typer.echo(printable(path))
+
+
+def _size_of(run: Path) -> int:
+    """Bytes of the files that a report reads."""
+    files = (path for pattern in ("*", "trace/*", "oom/*") for path in run.glob(pattern))
+    return sum(path.stat().st_size for path in files if path.is_file() and path.suffix != ".html")
 
 
 def profile(
@@ -62,6 +74,6 @@ def profile(
         found = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
         typer.echo(json.dumps({"runs": found}, indent=1))
     elif len(runs) == 1:
-        typer.echo(show(names[0], runs[0]))
+        typer.echo(printable_lines(show(names[0], runs[0])))
     else:
-        typer.echo(compare((names[0], names[1]), (runs[0][0], runs[1][0])))
+        typer.echo(printable_lines(compare((names[0], names[1]), (runs[0][0], runs[1][0]))))

@@ -22,6 +22,10 @@ Pixels = npt.NDArray[np.uint8]
 """[height, width, 3], RGB."""
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "TIFF")
+"""Formats that Pillow may take a file for, whatever its name is: for PostScript it would start a program."""
+MAX_PIXELS = 89_478_485
+"""Most pixels of a picture, Pillow's own limit: a GiB while it is decoded."""
 SHIPPED = (
     "astronaut", "chelsea", "coffee", "rocket", "hubble_deep_field", "immunohistochemistry", "retina", "camera",
     "coins", "moon", "brick", "grass", "gravel",
@@ -98,9 +102,12 @@ def read(picture: Picture) -> Pixels:
 def _read_file(path: str) -> Pixels:
     image = _need("PIL.Image", "pillow")
     try:
-        with image.open(path) as opened:
+        with image.open(path, formats=FORMATS) as opened:
+            if math.prod(opened.size) > MAX_PIXELS:
+                raise ValueError(f"it has {opened.size[0]} × {opened.size[1]} pixels, at most {MAX_PIXELS:,} are read")
             return np.asarray(opened.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:  # PIL raises SyntaxError for a broken PNG
+    # PIL raises SyntaxError for a broken PNG
+    except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be decoded: {error}", "replace it or move it away") from error
 
 

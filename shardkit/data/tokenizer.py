@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config.schema import RunConfig
 from ..errors import ConfigError
+from ..files.bounded import in_child
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
@@ -76,9 +77,11 @@ def load_tokenizer(path: str | Path) -> Any:
             "save it as a tokenizer.json with the library it came from, and set data.tokenizer to that file",
         )
     alone = path.is_file() or not (settings or (folder / "config.json").is_file())
+    file = path if path.is_file() else folder / "tokenizer.json"
+    if file.is_file():
+        in_child("tokenizer", str(file), file.stat().st_size, lambda: _read_alone(file), ConfigError)
     try:
         if alone:
-            file = path if path.is_file() else folder / "tokenizer.json"
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **_special(settings))
             tokenizer.chat_template = tokenizer.chat_template or _template_beside(folder, settings)
         else:
@@ -88,6 +91,16 @@ def load_tokenizer(path: str | Path) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"the tokenizer in {path} is a slow one ({type(tokenizer).__name__})", _FIX)
     return tokenizer
+
+
+def _read_alone(file: Path) -> None:
+    """Read a tokenizer.json with the library that transformers reads it with, and use it once."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file)).encode("a b")
+    except Exception as error:  # the library raises nothing else; a panic of its patterns is no Exception
+        raise ConfigError(f"the tokenizer in {file} cannot be read: {' '.join(str(error).split())}", _FIX) from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -211,7 +211,9 @@ def _environment() -> dict[str, str]:
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith("TORCHELASTIC")}
     # Libraries' compiled functions (8-bit optimizers) run eagerly: the compiler does not support dispatch modes.
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    # A plan reads files of this machine. A path that is missing here may look like a model's name on a hub.
+    offline = {"HF_HUB_OFFLINE": "1"}
+    return {**kept, **offline, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def plan(

@@ -218,7 +218,7 @@ def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     found = {}
     for path in folder.glob("rank*.json"):
         number = path.stem.removeprefix("rank")
-        if number.isdigit() and (value := _json(path, notes)) is not None:
+        if number.isdecimal() and (value := _json(path, notes)) is not None:
             found[int(number)] = value
     return dict(sorted(found.items()))
 

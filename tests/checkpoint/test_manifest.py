@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,22 @@ def test_impossible_values_are_refused(case: str) -> None:
 def test_impossible_tensors_are_refused(entry: dict[str, Any]) -> None:
     with pytest.raises(CorruptCheckpoint):
         parse(changed(tensors={"model.w": entry}), "m")
+
+
+def test_tensors_that_share_bytes_are_refused() -> None:
+    """A few megabytes of files would be read as gigabytes of weights, and called intact."""
+    entry = {"dtype": "float32", "shape": [20], "chunks": [[0, 20, 0, 0, [7]]]}
+    assert parse(changed(tensors={"model.a": entry, "model.b": entry}), "m").n_bytes == 184
+    with pytest.raises(CorruptCheckpoint, match="some bytes are used more than once"):
+        parse(changed(tensors={f"model.w{i}": entry for i in range(3)}), "m")
+
+
+def test_a_shape_of_very_many_sizes_is_refused_at_once() -> None:
+    entry = {"dtype": "float32", "shape": [2**62 - 1] * 60_000, "chunks": []}
+    began = time.process_time()
+    with pytest.raises(CorruptCheckpoint, match="60000 dimensions"):
+        parse(changed(tensors={"model.w": entry}), "m")
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,28 @@ def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
         read(find_pictures(str(tmp_path))[0])
 
 
+def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file's name is."""
+    from PIL import EpsImagePlugin
+
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    (tmp_path / "picture.png").write_bytes(program)
+    with pytest.raises(DataError, match=r"picture\.png cannot be decoded"):
+        read(find_pictures(str(tmp_path))[0])
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_picture_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    Image.new("1", (40_000, 40_000)).save(tmp_path / "bomb.png")
+    assert (tmp_path / "bomb.png").stat().st_size < 300_000
+    with pytest.raises(DataError, match=r"bomb\.png cannot be decoded: .*pixels"):
+        read(find_pictures(str(tmp_path))[0])
+
+
 def test_a_crop_depends_on_seed_split_and_index_alone() -> None:
     pictures = shipped_pictures()[:2]
 

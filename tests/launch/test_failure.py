@@ -256,3 +256,14 @@ def test_without_a_launcher_nothing_is_written() -> None:
 def test_exit_codes_are_decoded(code: int, text: str, cause: str) -> None:
     assert exit_codes.describe(code) == text
     assert cause in exit_codes.likely_cause(code)[0]
+
+
+def test_what_other_ranks_wrote_moves_no_cursor(tmp_path: Path) -> None:
+    """Text of a rank, and names of files, may hold escape sequences: they are shown, line by line, not obeyed."""
+    evil = "\x1b]0;owned\x07\x1b[2J\r\u202e"
+    rank = recorded(tmp_path, 1, ValueError(f"bad sample {evil}\nof two lines"))
+    for failures in (read([rank]), read([recorded(tmp_path, 0, TrainingError(f"loss {evil}", f"lower {evil}"))])):
+        shown = explain(failures, f"logs{evil}", memory={1: [f"  post-mortem: {evil}"]})
+        assert all(char.isprintable() or char == "\n" for char in shown), repr(shown)
+        assert r"\x1b]0;owned" in shown
+    assert "bad sample" in explain(read([rank]), "L") and "of two lines" in explain(read([rank]), "L")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,28 @@ def test_words_reach_the_script_unchanged() -> None:
             assert words[words.index("--") + 1 :] == list(spec.script.argv)
         else:
             assert words[4] == "configs/fsdp.yaml" and words[-1] == "optim.lr=1e-4"
+
+
+def test_kubernetes_expands_nothing_in_the_users_words() -> None:
+    """Kubernetes replaces $(NAME) by a variable of the container, and reads $$ as a $, in command, args and env."""
+    words = ["train.py", "--title", "$(HF_TOKEN)", "$$(HF_TOKEN)", "costs $5", "$$"]
+    for cluster, spec in CASES.values():
+        if spec.script is None:
+            continue
+        hostile = replace(spec, script=replace(spec.script, argv=tuple(words)))
+        manifest = yaml.safe_load(choose(cluster).render(hostile))
+        node = manifest["spec"].get("trainer") or _container(manifest)
+        assert node["args"][-len(words) :] != words
+        assert [_expanded(word, {"HF_TOKEN": "secret"}) for word in node["args"]][-len(words) :] == words
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    """The text as a kubelet gives it to a container (k8s.io/kubernetes/third_party/forked/golang/expansion)."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        text,
+    )
 
 
 def _container(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `logs` shows of an array's tasks, by what Slurm's commands print. On a real cluster: tests/slurm."""
+"""What `logs` shows of a job and of an array's tasks, by what Slurm's commands print. On a real cluster: tests/slurm."""
 
 from __future__ import annotations
 
@@ -70,3 +70,18 @@ def test_an_array_that_has_not_started_says_so(run: Path) -> None:
     with pytest.raises(LaunchError, match="no task of array 7 has written to") as caught:
         queue.show_logs("7", follow=False, out=BytesIO())
     assert "shardkit jobs" in caught.value.fix
+
+
+def test_a_pipe_in_place_of_an_output_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "slurm-7.out")
+    with pytest.raises(LaunchError, match=r"slurm-7\.out is not a regular file"):
+        queue.show_logs(str(tmp_path), follow=False)
+
+
+def test_an_output_is_copied_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "slurm-7.out").write_bytes(b"step 1\rstep 2\n")
+    out = BytesIO()
+    queue.show_logs(str(tmp_path), follow=False, out=out)
+    assert out.getvalue() == b"step 1\rstep 2\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -466,6 +467,20 @@ def test_a_planning_process_that_is_killed_is_no_answer(tmp_path: Path, monkeypa
     with pytest.raises(ShardkitError, match="the planning process was ended by SIGKILL") as found:
         plan(config("parallel.strategy=single"), choose_target(config(), 1, gpu="h100"))
     assert "memory" in found.value.fix
+
+
+def test_a_plan_asks_no_hub_for_a_tokenizer_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is missing looks like a hub's name: asking for it would tell the hub, and send the user's token."""
+    pytest.importorskip("transformers")
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(0)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        masked = config("task.name=hf_masked_lm", "model.preset=bert-base", "data.tokenizer=models/tokenizer")
+        with pytest.raises(ConfigError, match=r"data\.tokenizer=models/tokenizer is not a folder here"):
+            plan(masked, choose_target(masked, 1, gpu="h100"))
+        with pytest.raises(BlockingIOError):
+            hub.accept()
 
 
 def test_data_without_a_length_are_refused() -> None:

@@ -79,6 +79,12 @@ def test_ranks_files_are_found_by_number(tmp_path: Path) -> None:
     assert list(read_run(path).traces) == [2, 10]
 
 
+def test_a_rank_number_of_superscripts_is_no_number(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    add(path, {"trace/rank²3.json": {}, "oom/rank²3.json": {}, "trace/rank1.json": trace(1)})
+    assert list(read_run(path).traces) == [1]
+
+
 def test_why_earlier_starts_ended_is_told(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     job_starts.note_restart(path, "local rank 1: killed by SIGKILL (exit code -9)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -291,6 +292,36 @@ def test_a_run_without_a_profile_is_refused_in_two_lines(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["profile", str(tmp_path)])
     two_lines(capsys.readouterr().err, "rank0_summary.json cannot be read")
+
+
+def test_a_profile_of_a_stranger_is_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardkit.cli.__main__ import main
+
+    file = tmp_path / "profile" / "rank0_summary.json"
+    file.parent.mkdir()
+    os.mkfifo(file)
+    for content in (None, "[1]", '{"schema": 1, "files": {}}', '{"schema": 1, "files": [], "peak": 5, "rank": 0}',
+                    '{"schema": 1, "files": {}, "rank": 0, "peak": {"bytes": 1}}', "[" * 100_000):  # fmt: skip
+        if content is not None:
+            file.unlink()
+            file.write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["profile", str(tmp_path)])
+        assert ended.value.code == 2
+        two_lines(capsys.readouterr().err, "rank0_summary.json")
+
+
+def test_names_in_a_profile_move_no_cursor(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardkit.cli.__main__ import main
+
+    shutil.copytree(folder / "ddp" / "profile", tmp_path / "run" / "profile")
+    for file in (tmp_path / "run" / "profile").glob("*_summary.json"):
+        file.write_text(file.read_text().replace("aten::", r"\u001b]0;owned\u0007"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["profile", str(tmp_path / "run")])
+    shown = capsys.readouterr().out
+    assert r"\x1b]0;owned" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown), repr(shown)
 
 
 def two_lines(err: str, *said: str) -> None:

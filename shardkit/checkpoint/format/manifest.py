@@ -26,6 +26,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 _FILE = re.compile(r"rank_\d{5,}\.bin")
 _LARGEST = 2**62
+_MOST_DIMENSIONS = 64
+"""torch's own limit; a product of very many sizes takes minutes."""
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -219,6 +221,10 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         _number(run.val_loss, "val_loss")
     if not isinstance(run.extra, dict):
         raise ValueError("extra is not an object")
+    tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
+    n_bytes, most = sum(tensor.numel * tensor.itemsize for tensor in tensors.values()), sum(file.size for file in files)
+    if n_bytes > most:
+        raise ValueError(f"its tensors have {n_bytes} bytes, its files {most}: some bytes are used more than once")
     return Manifest(
         run=run,
         strategy=str(body["strategy"]),
@@ -226,7 +232,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         created=str(body["created"]),
         versions={str(k): str(v) for k, v in body["versions"].items()},
         files=files,
-        tensors={name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()},
+        tensors=tensors,
         scalars={str(k): _number(v, k) for k, v in body["scalars"].items()},
         block_bytes=block_bytes,
     )
@@ -236,6 +242,8 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
     shape = tuple(_whole(n, f"{name}: shape") for n in entry["shape"])
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape)} dimensions")
     chunks = tuple(
         Chunk(_whole(start, name), _whole(length, name), _whole(file, name), _whole(offset, name), tuple(crcs))
         for start, length, file, offset, crcs in entry["chunks"]

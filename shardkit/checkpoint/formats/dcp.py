@@ -45,7 +45,7 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
     metadata = load(content, str(folder / METADATA))
     try:
         return _Folder(folder, metadata).source(weights_only)
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # a malformed file can raise anything
         raise CheckpointError(

@@ -45,7 +45,7 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
         )
     try:
         return _Folder(folder, weights_only).source()
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # a malformed file can raise anything
         raise CheckpointError(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files.bounded import in_child
 from ..format import layout
 from ..format.manifest import FILE_NAME
 from ..format.reader import CheckpointReader
@@ -35,6 +36,8 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
+    # Opening reads every name and shape and no weights. A child does it first, with bounds on memory and time.
+    in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
     source = _open(path, step, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):
         source.close()
@@ -43,6 +46,11 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         return source
     kept = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
     return replace(source, tensors=kept, scalars={})
+
+
+def _size_of(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 def _open(path: Path, step: str, weights_only: bool) -> Source:
@@ -110,7 +118,7 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
         if best is None:
             raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
         return best
-    found = [p for p in saved if step.isdigit() and layout.step_of(p) == int(step)]
+    found = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
     if not found:
         there = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
         raise CheckpointError(

@@ -77,7 +77,7 @@ class Archive:
             raise CheckpointError(
                 f"{file} cannot be read: {error.strerror or error}", "check its path, owner and mode"
             ) from error
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
             raise
         except Exception as error:  # zipfile raises whatever it trips over
             raise CheckpointError(f"{file} is damaged: {error}", RESTORE) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,93 +216,10 @@ class _Unpickler(pickle.Unpickler):
         return StorageRef(key, _STORAGES.get(storage.name), numel)
 
 
-_FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
-"""Opcodes that add to an existing object."""
-_MAKING = {
-    "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "FROZENSET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
-    "REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX",
-}  # fmt: skip
-"""Opcodes that make an object of a hundred bytes or more; many are a single byte."""
-_DEEPEST = 100
-
-
-class _Size:
-    """The number of objects in an object, shared ones counted each time, and how deeply they are nested."""
-
-    __slots__ = ("count", "depth")
-
-    def __init__(self) -> None:
-        self.count, self.depth = 1, 1
-
-    def take(self, parts: list[_Size]) -> None:
-        for part in parts:
-            self.count += part.count
-            self.depth = max(self.depth, part.depth + 1)
-
-
-def _refuse_bombs(content: bytes) -> None:
-    """Refuse a pickle that would build more objects than its length explains, before any of them is built.
-
-    Objects may be shared, so eighty bytes can stand for a tuple of 2**40 items, which a dict must hash as a key; and
-    Python's unpickler keeps a list as long as the largest memo index. The densest known file, DCP's metadata, uses half
-    of these limits.
-    """
-    effort, most_effort = 0, 200_000 + 3 * len(content) // 2
-    moved, most_moved = 0, 1_000_000 + 16 * len(content)
-    stack: list[_Size | None] = []  # None is a mark
-    memo: dict[int, _Size] = {}
-    for opcode, argument, _ in pickletools.genops(content):
-        name = opcode.name
-        effort += 4 if name in _MAKING else 1
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            entry = len(memo) if argument is None else argument
-            if entry > len(content):
-                raise Refused(f"memo entry {entry}")
-            memo[entry] = _top(stack)
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument or 0)])
-        elif name == "DUP":
-            stack.append(_top(stack))
-        elif name == "MARK":
-            stack.append(None)
-        elif not opcode.stack_before:  # a constant, or an empty container
-            stack += [_Size() for _ in opcode.stack_after]
-        else:
-            parts = _taken(stack, opcode.stack_before)
-            made = parts.pop(0) if name in _FILLING else _Size()
-            before = made.count
-            made.take(parts)
-            moved += made.count - before
-            if opcode.stack_after:
-                stack.append(made)
-            if made.depth > _DEEPEST:
-                raise Refused(f"objects nested {made.depth} deep")
-        if effort > most_effort or moved > most_moved:
-            raise Refused(f"more objects than {len(content):,} bytes explain")
-
-
-def _top(stack: list[_Size | None]) -> _Size:
-    found = stack[-1]
-    if found is None:
-        raise ValueError("a mark where an object is due")
-    return found
-
-
-def _taken(stack: list[_Size | None], wanted: list[pickletools.StackObject]) -> list[_Size]:
-    """Pop an opcode's arguments, the lowest first: a fixed number of objects, and those down to the last mark."""
-    if pickletools.markobject not in wanted:
-        return [part for part in reversed([stack.pop() for _ in wanted]) if part is not None]
-    found: list[_Size] = []
-    while (item := stack.pop()) is not None:
-        found.append(item)
-    for _ in wanted[: wanted.index(pickletools.markobject)]:
-        found.append(_top(stack))
-        stack.pop()
-    return found[::-1]
-
-
 def load(content: bytes, where: str) -> Any:
     """A pickle's content as dicts, lists, numbers, text, `TensorRef` and `Record`; no code of the file runs.
+
+    Eighty bytes can stand for 2**40 objects: the caller bounds memory and time, see `files.bounded`.
 
     Args:
         where: the file, for messages.
@@ -312,12 +228,13 @@ def load(content: bytes, where: str) -> Any:
         CheckpointError: the file asks for anything else, or is damaged.
     """
     try:
-        _refuse_bombs(content)
         return _Unpickler(content).load()
     except Refused as error:
         raise CheckpointError(
             f"{where} asks for {error}, which no checkpoint needs: it was not loaded",
             "do not trust this file; if it is your own, save plain tensors, numbers, text, lists and dicts",
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes make the unpickler raise whatever the next opcode trips over
         raise CheckpointError(f"{where} is damaged: {type(error).__name__} while reading it", RESTORE) from error

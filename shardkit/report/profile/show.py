@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError, gib
+from ...errors import DataError, gib, printable
+from ...files import parse_json, read_regular
 from .account import CATEGORIES
 from .chrome_trace import OUTSIDE, PHASES
 
@@ -35,13 +35,19 @@ def read_summaries(run_dir: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text())
+        summary = parse_json(read_regular(path))
         schema = summary["schema"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "profile the run again") from error
+        if schema == SCHEMA:
+            summary["files"] = {name: str(path.parent / file) for name, file in summary["files"].items()}
+            show("", [summary])  # another program may have written it: refuse here what cannot be shown
+            compare(("", ""), (summary, summary))
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} cannot be read: {type(error).__name__}: {printable(error)}", "profile the run again"
+        ) from error
     if schema != SCHEMA:
         raise DataError(f"{path} has schema {schema}, this version reads {SCHEMA}", "profile the run again")
-    return {**summary, "files": {name: str(path.parent / file) for name, file in summary["files"].items()}}
+    return dict(summary)
 
 
 Summary = Mapping[str, Any]

@@ -25,6 +25,7 @@ from shardkit.checkpoint.formats.sources import open_source
 from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, Record, load
 from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
+from shardkit.files.bounded import VARIABLE
 
 
 class Bomb:
@@ -120,8 +121,6 @@ def test_dcp_metadata_cannot_name_a_file_elsewhere(
         b"cdeepspeed\nrunner\n.",
         b"(S'touch was_here'\nios\nsystem\n.",
         b"\x80\x02\x82\x01.",  # an extension code
-        b"\x80\x02]r\xff\xff\xff\x7f.",  # memo entry 2**31 - 1: a list of 32 GiB in Python's own unpickler
-        b"(lp2147483647\n.",
         pickle.dumps(Record.get),
         # Giving state to what the reader itself hands out.
         b"ctorch._utils\n_rebuild_tensor_v2\n}S'_function'\nI1\nsb.",
@@ -280,6 +279,11 @@ def _pickles() -> dict[str, bytes]:
         b"X\x03\x00\x00\x00cpuK\x04tQK\x00K\x04\x85K\x01\x85\x89}tR"
     )
     return {
+        "memo entry 2**31 - 1, for which Python makes a list of 32 GiB": b"\x80\x02]r\xff\xff\xff\x7f.",
+        "the same memo entry in digits": b"(lp2147483647\n.",
+        "copies of a list that grew later": b"\x80\x02]q\x00\x85q\x010h\x00("
+        + 15_000 * b"K\x01" + b"e0cbuiltins\nlist\nq\x020]("
+        + 30_000 * b"h\x02h\x01R" + b"e.",
         "a key that hashes 2**40 times": b"\x80\x02}" + _NESTED[2:] + b"K\x01s.",
         "a member of a set that hashes 2**40 times": b"\x80\x04\x8f(" + _NESTED[2:] + b"\x90.",
         "a frozen set that hashes 2**40 times": b"\x80\x04(" + _NESTED[2:] + b"\x91.",
@@ -297,7 +301,10 @@ def _pickles() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", sorted(_pickles()))
-def test_a_small_pickle_that_asks_for_much_is_refused_cheaply(case: str, tmp_path: Path) -> None:
+def test_a_small_pickle_that_asks_for_much_is_refused_cheaply(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0.1")
     refused_cheaply(archive(tmp_path / "m.pt", _pickles()[case], **{"0": bytes(16)}), tmp_path / "out")
 
 

@@ -1,0 +1,172 @@
+"""Parse a file of a stranger in a child process, which its parent bounds in memory and time.
+
+Small files can ask for gigabytes and minutes in more ways than checks can list. A parser that stays within the limits
+in the child does so in its parent as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import ConfigError, ShardkitError, gib, printable
+
+T = TypeVar("T")
+VARIABLE = "SHARDKIT_FILE_LIMITS"
+"""The variable with a factor for every limit: 4 allows four times the memory and the time."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Limits for one kind of file: a fixed part, and a part in proportion to the file's size.
+
+    Attributes:
+        n_bytes: memory beside what the process has.
+        times: further bytes of memory for each byte of the file.
+        seconds: of time.
+        bytes_per_s: bytes of the file that get a further second each.
+    """
+
+    n_bytes: int
+    times: int
+    seconds: float
+    bytes_per_s: int
+
+    def at(self, size: int) -> tuple[int, float]:
+        """(bytes, seconds) for a file of this size."""
+        factor = _factor()
+        return int((self.n_bytes + self.times * size) * factor), (self.seconds + size / self.bytes_per_s) * factor
+
+
+MIB = 2**20
+LIMITS = {
+    "checkpoint": Limit(512 * MIB, 1, 15, 100 * MIB),
+    "tokenizer": Limit(768 * MIB, 100, 15, MIB),
+    "run directory": Limit(768 * MIB, 100, 20, MIB),
+}
+"""Kind of file → its limits; SECURITY.md has the same table."""
+
+
+def _factor() -> float:
+    text = os.environ.get(VARIABLE, "1")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1e6:
+        raise ConfigError(f"{VARIABLE}={text!r} is not a positive number", f"unset it, or set {VARIABLE}=4")
+    return factor
+
+
+_in_child = False
+
+
+def in_child(kind: str, name: str, size: int, function: Callable[[], T], error: type[ShardkitError]) -> T:
+    """The result of `function`, computed in a forked child within the limits of `LIMITS[kind]`.
+
+    The child's stderr is closed: libraries write there before they give up. A call inside such a child is direct.
+
+    Args:
+        name: the file's name, for messages.
+        size: the file's bytes.
+        function: returns something that can be pickled; it may raise `ShardkitError`.
+        error: raised when a limit is reached, or the child ends without an answer.
+
+    Raises:
+        ShardkitError: what `function` raised, or `error`.
+    """
+    if _in_child:
+        return function()
+    n_bytes, seconds = LIMITS[kind].at(size)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which the child does not need
+        child = os.fork()
+    if child == 0:
+        _answer(writer, n_bytes, function)
+    os.close(writer)
+    try:
+        content = _read(reader, time.monotonic() + seconds)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    if content is None:
+        raise _beyond(name, kind, f"{seconds:.3g} s", error)
+    if not content:
+        raise error(f"{name} cannot be read: the process that parsed it was ended by signal {status & 127}", _FIX)
+    outcome, value = pickle.loads(content)
+    if outcome == "memory":
+        raise _beyond(name, kind, f"{gib(n_bytes)} of memory", error)
+    if outcome == "result":
+        result: T = value
+        return result
+    raise value if isinstance(value, ShardkitError) else error(f"{name} cannot be read: {value}", _FIX)
+
+
+_FIX = "do not trust this file; if it is yours, write it again"
+
+
+def _beyond(name: str, kind: str, amount: str, error: type[ShardkitError]) -> ShardkitError:
+    return error(
+        f"{name} takes more than {amount} to read, the limit for a {kind} of its size",
+        f"do not trust this file; if it is yours, set {VARIABLE}=4 for four times the limits",
+    )
+
+
+def _answer(writer: int, n_bytes: int, function: Callable[[], Any]) -> NoReturn:
+    """In the child: write the outcome to the pipe, and end without running anything of the parent's."""
+    global _in_child
+    _in_child = True
+    try:
+        gc.freeze()  # to collect the parent's objects here would copy their pages
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit_memory(n_bytes)
+        try:
+            content = pickle.dumps(("result", function()))
+        except MemoryError:
+            content = pickle.dumps(("memory", None))
+        except ShardkitError as error:
+            content = pickle.dumps(("error", error))
+        except BaseException as error:  # tokenizers' panics are no Exceptions
+            content = pickle.dumps(("error", printable(f"{type(error).__name__}: {error}")))
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(content)
+    finally:
+        os._exit(0)
+
+
+def _limit_memory(n_bytes: int) -> None:
+    """Limit this process's address space; on Linux alone."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = pages * resource.getpagesize() + n_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _read(reader: int, deadline: float) -> bytes | None:
+    """All that the child writes; None if it has not ended at `deadline`."""
+    parts: list[bytes] = []
+    while True:
+        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        part = os.read(reader, 1 << 20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
