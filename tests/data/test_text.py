@@ -208,7 +208,7 @@ def test_tokenising_writes_a_line_every_half_minute_elsewhere(
         now = float(second)
         progress.advance(10, 100 * second)
     progress.close()
-    said = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().out.splitlines()
     assert said == [
         "tokenising books:  31%, 3,000 tokens, 100 a second", "tokenising books:  61%, 6,000 tokens, 100 a second",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `logs` shows of a job and of an array's tasks, by what Slurm's commands print. On a real cluster: tests/slurm."""
+"""What `logs` shows of a job and of an array's tasks, by what Slurm's commands print."""
 
 from __future__ import annotations
 

@@ -143,6 +143,6 @@ def test_the_speed_says_which_tokens_it_counts(capsys: pytest.CaptureFixture[str
     shown = Progress(2, 0, 1, None, None)
     shown.update({"step": 1, "loss": 2.0, "tokens_per_s": 25.0, "positions_per_s": 323.0}, 1, [])
     shown.update({"step": 2, "loss": 2.0, "tokens_per_s": 323.0, "positions_per_s": 323.0}, 1, [])
-    first, second = capsys.readouterr().err.splitlines()
+    first, second = capsys.readouterr().out.splitlines()
     assert "25 tokens/s in the loss (323 with prompts and padding)" in first
     assert "323 tokens/s" in second and "padding" not in second

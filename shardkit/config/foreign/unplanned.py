@@ -68,7 +68,7 @@ def effect_of(key: str, value: Any) -> str:
     Returns:
         A clause for a message, or "" if the plan holds.
     """
-    if is_off(key, value) or (key.endswith(".quant_method") and value == "bitsandbytes"):  # load_in_4bit and 8bit decide
+    if is_off(key, value) or (key.endswith(".quant_method") and value == "bitsandbytes"):
         return ""
     return next((effect for pattern, effect in _PATTERNS if re.fullmatch(pattern, key)), "")
 
