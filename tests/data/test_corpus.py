@@ -326,7 +326,7 @@ def test_bytes_are_refused_for_weights_that_know_a_tokenizers_ids(
         folder.mkdir()
         (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
-        ConfigError, match=r"no tokenizer\.json in .*llama: these weights know token ids.*as bytes\n  fix: set data.tokenizer "
+        ConfigError, match=r"no tokenizer\.json in .*these weights know token ids.*as bytes\n  fix: set data.tokenizer "
     ):
         judged(tmp_path, 32000, text, init_from=str(llama))
     (llama / "tokenizer.json").write_text("{}")
