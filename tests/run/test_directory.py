@@ -474,7 +474,9 @@ def dies_in_every_fourth_step(run_dir: Path) -> list[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["run.overwrite=true"]], ids=["plain", "overwrite"])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], id="plain"), pytest.param(["run.overwrite=true"], id="overwrite", marks=pytest.mark.slow)]
+)
 def test_a_command_that_a_shell_starts_again_under_the_same_name_goes_on(more: list[str], tmp_path: Path) -> None:
     done = in_a_loop([*dies_in_every_fourth_step(tmp_path / "run"), *more], SHARDKIT_JOB_ID="nightly")
     assert done.returncode == 0, done.stderr
@@ -482,6 +484,7 @@ def test_a_command_that_a_shell_starts_again_under_the_same_name_goes_on(more: l
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_command_that_is_started_again_without_a_name_deletes_no_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     args = [*dies_in_every_fourth_step(run_dir), "run.overwrite=true"]

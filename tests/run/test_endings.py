@@ -49,6 +49,7 @@ def test_a_terminated_run_says_why_where_it_saved_and_the_command_that_continues
     assert sorted(losses(tmp_path / "run")) == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_the_launcher_names_its_own_command(tmp_path: Path) -> None:
     asked = settings(tmp_path / "run", "terminate", train__max_steps=40, task__args__rank=0)
     done = python_m("shardkit.cli", "launch", "-", "--nproc-per-node", "1", *asked)
