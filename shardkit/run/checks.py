@@ -254,11 +254,12 @@ class BlockCalls:
         called, self._called = self._called, self._called[-1:]
         if not self._equal(total, squares):
             everyone: list[Any] = self._world.gather(([self._order[index] for index in called], self._unused_alike()))
-            calls, unused = [rank_calls for rank_calls, _ in everyone], [set(names) for _, names in everyone]
-            at = next((i for i in range(len(called) + 1) if len({tuple(one[i : i + 1]) for one in calls}) > 1), None)
+            calls, unused = [names for names, _ in everyone], [set(names) for _, names in everyone]
+            indices = range(len(called) + 1)
+            at = next((i for i in indices if len({tuple(names[i : i + 1]) for names in calls}) > 1), None)
             if at is None:
                 raise self._different_uses([set().union(*unused) - names for names in unused])
-            raise self._refusal([(one[at : at + 1] or [_END])[0] for one in calls])
+            raise self._refusal([(names[at : at + 1] or [_END])[0] for names in calls])
         self._step += 1
         if self._step == FIRST_STEPS + 1:
             for hook in self._hooks:
