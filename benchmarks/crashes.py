@@ -497,7 +497,7 @@ class Real:
 
     def second_writer(self, run_dir: Path, chance: random.Random) -> None:
         """Another run is started in the directory."""
-        more = chance.choice(["run.resume=true", "run.overwrite=true"])
+        more = chance.choice(["run.resume=auto", "run.overwrite=true"])
         first = self.launch(run_dir, pace=10 * PACE_S)
         reach(run_dir, chance.randint(1, 15), first)
         second = self.launch(run_dir, more)
@@ -621,7 +621,7 @@ class OnSlurm(Real):
 
     def second_job(self, run_dir: Path, chance: random.Random) -> None:
         """Another job is queued in the directory."""
-        more = chance.choice(["run.resume=true", "run.overwrite=true"])
+        more = chance.choice(["run.resume=auto", "run.overwrite=true"])
         job, output = self.queue(run_dir, f"task.args.pace={10 * PACE_S}")
         self.cluster.wait_for_step(run_dir, chance.randint(1, 15), output)
         said = self.ended(*self.queue(run_dir, more, output=".second"), "FAILED", 2)

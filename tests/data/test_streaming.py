@@ -122,7 +122,7 @@ def test_real_jobs_of_other_sizes_count_each_row_once_over_three_interruptions(t
         "model.n_layers": 1, "model.n_heads": 2, "train.seq_len": 64, "train.micro_batch_size": 2,
         "train.global_batch_size": per_step, "train.eval_samples": 0, "train.max_steps": 13, "data.streaming": "true",
         "data.path": tmp_path / "shards", "data.tokenizer": tmp_path / "tok", "data.cache_dir": tmp_path / "cache",
-        "parallel.strategy": "fsdp", "run.dir": tmp_path / "run", "run.device": "cpu", "run.resume": "true",
+        "parallel.strategy": "fsdp", "run.dir": tmp_path / "run", "run.device": "cpu", "run.resume": "auto",
         "checkpoint.every_steps": 2, "logging.tensorboard": "false",
     }  # fmt: skip
     given = [f"{key}={value}" for key, value in keys.items()]

@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 WHOLE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")
 ONE_LINE = re.compile(r"^## One line in your loop$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 PAGE = ONE_LINE.sub("", WHOLE)
-EXAMPLES = re.findall(r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+EXAMPLES = re.findall(r"^```bash\n((?:(?!```).*\n)+)```\n\n```text\n((?:(?!```).*\n)+)```", PAGE, re.MULTILINE)
 FILES = EXAMPLES[0][0].rpartition("shardkit plan")[0]
 """What the first example writes."""
 

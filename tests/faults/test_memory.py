@@ -42,6 +42,7 @@ def test_one_rank_out_of_memory_ends_the_job_with_its_name_and_what_would_help(t
     run_dir = tmp_path / "run"
     stale = {"schema": 1, "kind": "device", "time": time.time() - 3600, "rank": 0, "advice": [], "memory": {}}
     (run_dir / "oom").mkdir(parents=True)
+    (run_dir / ".shardkit").mkdir()  # of an earlier start
     (run_dir / "oom/rank0.json").write_text(json.dumps(stale))
     began = time.monotonic()
     argv = settings(run_dir, "forward", "memory.cap=64MiB", f"task.args.n_bytes={65 * MIB}", "memory.interval=1")

@@ -49,7 +49,7 @@ def test_in_a_save_the_rank_that_writes_is_named_with_its_host_and_file() -> Non
 def test_a_rank_that_stops_in_a_save_is_named_within_the_limit_of_saves(tmp_path: Path) -> None:
     """The limit of a step is far; the one of saves, its key, the rank, its host and its file are in the message."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/stuck").touch()
+    (tmp_path / "run/.stuck").touch()
     argv = settings(
         tmp_path / "run", task__factory="tests.slurm.tasks:SlowSaves", task__args__save_s=1, task__args__stuck_rank=1,
         checkpoint__every_steps=3, checkpoint__timeout_s=4, run__init_timeout_s=300,

@@ -259,7 +259,7 @@ def stop(played: Played) -> str:
     drawn = played.draw
     stuck = int(drawn.at > 0.5)
     played.run_dir.mkdir(parents=True)
-    (played.run_dir / "stuck").touch()
+    (played.run_dir / ".stuck").touch()
     played.queue(checkpoint__every_steps=15, checkpoint__timeout_s=5 + drawn.save_s, task__args__stuck_rank=stuck)
     assert played.ended() == "FAILED", played.say()
     said = read(played.output)

@@ -60,7 +60,7 @@ class SlowSaves:
     """A small linear model whose saves take `save_s` seconds: most of it in each rank's file, then in the manifest.
 
     Every rank keeps the phase that it is in, and its process id, in RUN_DIR/phase.RANK (see `phase_of`). On rank
-    `stuck_rank` a save for which the file RUN_DIR/stuck exists never ends.
+    `stuck_rank` a save for which the file RUN_DIR/.stuck exists never ends.
     """
 
     def __init__(self, config: Any, save_s: float = 6.0, pace: float = 0.05, stuck_rank: int = -1) -> None:
@@ -76,7 +76,7 @@ class SlowSaves:
         def write_slowly(path: Path, tensors: Any) -> Any:
             self._note("writing")
             offsets = write_file(path, tensors)
-            if self._is_stuck and (self._run_dir / "stuck").exists():
+            if self._is_stuck and (self._run_dir / ".stuck").exists():
                 os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.8 * save_s)
             self._note("written")

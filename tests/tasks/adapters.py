@@ -199,7 +199,9 @@ def resumed_with_others(root: str) -> dict[str, tuple[str, str]]:
     found = {}
     for name, more in changed.items():
         try:
-            _losses({**keys, "run.resume": f"{root}/first", "run.dir": f"{root}/{name}", "train.max_steps": 2, **more})
+            _losses(
+                {**keys, "run.resume": f"{root}/first", "run.dir": f"{root}/with {name}", "train.max_steps": 2, **more}
+            )
         except ShardkitError as error:
             found[name] = error.cause, error.fix or ""
         gc.collect()
