@@ -134,9 +134,8 @@ def check_ranks(spec: JobSpec, config: RunConfig | None) -> None:
     from ...config.load import resolve_batch
 
     world_size = spec.nodes[1] * spec.nproc_per_node
-    device = "cuda" if spec.on_gpus else "cpu"
-    if device == "cuda" or config.run.device != "cuda":  # the ranks say that there is no GPU
-        capability.check(config, device=device, world_size=world_size, local_world_size=spec.nproc_per_node)
+    device = "cpu" if config.run.device == "cpu" else "cuda"  # the ranks say that there is no GPU
+    capability.check(config, device=device, world_size=world_size, local_world_size=spec.nproc_per_node)
     resolve_batch(config, world_size)
 
 
