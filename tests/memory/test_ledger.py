@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,13 @@ from shardkit.memory.rows import StateBytes
 from tests.ranks import RankError, run_ranks
 
 MIB = 2**20
+
+
+def use_briefly(n_bytes: int) -> None:
+    """Make so many bytes resident, and give them back. A tensor may lie in pages that earlier tests left to the heap."""
+    with mmap.mmap(-1, n_bytes) as pages:
+        for offset in range(0, n_bytes, mmap.PAGESIZE):
+            pages[offset] = 1
 
 
 class Toy:
@@ -92,8 +100,7 @@ def test_host_memory_is_read_at_edges_only_before_a_gather_and_its_peak_misses_n
         ledger.begin_step(step)
         for phase in ("forward", "backward", "step"):
             with ledger.phase(phase):
-                held = torch.ones(2**23 if step == 7 and phase == "backward" else 8)  # 32 MiB
-                del held
+                use_briefly(32 * MIB if step == 7 and phase == "backward" else 1)
         assert (reads - before > 0) is (step in (1, 2, 10)), step
         ledger.end_step(step, 1.0)
         if ledger.due(step):
@@ -110,11 +117,9 @@ def test_phase_peaks_and_times_of_an_interval() -> None:
     resident = ledger.row().host_mem.rss
     for size in (64, 192, 1):
         with ledger.phase("forward"):
-            block = torch.ones(size * MIB // 4)
-            del block
+            use_briefly(size * MIB)
         with ledger.phase("backward"):
-            block = torch.ones(32 * MIB // 4)
-            del block
+            use_briefly(32 * MIB)
     for step, seconds in ((1, 0.2), (2, 0.4)):
         ledger.end_step(step, seconds, seconds / 4)
     rows = ledger.gather(2)
