@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def use_briefly(n_bytes: int) -> None:
-    """Make so many bytes resident, and give them back; a tensor may lie in pages that earlier tests left to the heap."""
+    """Make so many bytes resident, and give them back. Tensors may lie in pages that earlier tests left to the heap."""
     with mmap.mmap(-1, n_bytes) as pages:
         for offset in range(0, n_bytes, mmap.PAGESIZE):
             pages[offset] = 1
