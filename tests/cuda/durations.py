@@ -175,7 +175,7 @@ def trained(
         at.append(time.perf_counter())
 
     shown = io.StringIO()
-    with contextlib.redirect_stderr(shown), start(None, settings) as job:
+    with contextlib.redirect_stdout(shown), start(None, settings) as job:
         trainer = Trainer(job)
         if strategy == "single":
             trainer.task.watch(job.strategy)  # type: ignore[attr-defined]
