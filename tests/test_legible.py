@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,12 @@ PATH = re.compile(
 )
 
 
+@lru_cache(None)
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@lru_cache(None)
 def exists(dotted: str) -> bool:
     """Whether a module, or a name that a module binds, has this dotted name."""
     parts = dotted.split(".")
@@ -142,7 +149,7 @@ def exists(dotted: str) -> bool:
             continue
         if end == len(parts):
             return True
-        return file.is_file() and re.search(rf"\b{parts[end]}\b", file.read_text()) is not None
+        return file.is_file() and re.search(rf"\b{parts[end]}\b", text_of(file)) is not None
     return False
 
 
@@ -164,6 +171,8 @@ NO_PATHS = frozenset(
         "configs/a.yaml",
         "slurm/a.sbatch",
         "shardkit.memory.__file__",
+        "shardkit.errors.NoSuchError",
+        "shardkit.nowhere",
         "shardkit/oom_other.py",
         "shardkit.__file__",
         "shardkit.egg",
