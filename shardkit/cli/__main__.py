@@ -21,6 +21,7 @@ from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
 from .plan import ladder, max_model, plan
+from .program import UsageError
 from .report import profile
 from .report import report as report_command
 
@@ -45,7 +46,7 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
     """
     try:
         return read()
-    except jobs.UsageError as error:
+    except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it shows the help
             raise
         ctx = getattr(error, "ctx", None) or root
