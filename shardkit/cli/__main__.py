@@ -22,6 +22,7 @@ from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
 from .foreign import check, convert_config
 from .plan import ladder, max_model, plan
+from .program import UsageError
 from .report import profile
 from .report import report as report_command
 
@@ -46,7 +47,7 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
     """
     try:
         return read()
-    except jobs.UsageError as error:
+    except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it shows the help
             raise
         ctx = getattr(error, "ctx", None) or root

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from shardkit.cli.foreign import left_out, mapping, misfits, moments, save
-from shardkit.cli.jobs import _only_for_accelerates_launcher
+from shardkit.cli.submit_plan import only_for_accelerates_launcher
 from shardkit.config import capability
 from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
@@ -408,11 +408,11 @@ def test_ranks_of_torchrun_do_not_read_accelerates_file(tmp_path: Path, monkeypa
     for text, missing in ((FSDP2, "ACCELERATE_USE_FSDP=true, ACCELERATE_MIXED_PRECISION=bf16"),
                           (ddp, "(ACCELERATE_MIXED_PRECISION=bf16"), (ddp.replace("bf16", "no"), "")):  # fmt: skip
         job = read_job(write(tmp_path, accelerate__yaml=text), str(tmp_path), 2)
-        said = " ".join(_only_for_accelerates_launcher(job))
+        said = " ".join(only_for_accelerates_launcher(job))
         assert (missing in said) if missing else not said
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     job = read_job(write(tmp_path, accelerate__yaml=ddp), str(tmp_path), 2)
-    assert not list(_only_for_accelerates_launcher(job))
+    assert not list(only_for_accelerates_launcher(job))
 
 
 def test_the_mapping_shows_what_a_contradiction_leaves_open_and_other_ranks(tmp_path: Path) -> None:
