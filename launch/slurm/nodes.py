@@ -83,12 +83,12 @@ def check(
     with _marked(folders) as word:
         argv = [*options, *script_argv(word, python, packages, folders)]
         try:
-            done = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
+            process = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"the nodes could not be checked: {error}"
-    findings = parse(done.stdout)
+    findings = parse(process.stdout)
     if not findings:
-        return f"the nodes could not be checked: {' '.join(done.stderr.split())[-300:] or 'srun printed nothing'}"
+        return f"the nodes could not be checked: {' '.join(process.stderr.split())[-300:] or 'srun printed nothing'}"
     problem = judge(findings, str(python))
     if problem is not None:
         raise problem
@@ -121,13 +121,13 @@ def parse(text: str) -> list[Finding]:
 
 def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
     """The error that the findings amount to; None if all nodes are alike."""
-    where = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     by_kind = {
         kind: [finding for finding in findings if finding.kind == kind]
         for kind in ("unseen", "unwritable", "interpreter", "packages")
     }
     for folders, cause in (
-        (by_kind["unseen"], f"does not see what {where} wrote to"),
+        (by_kind["unseen"], f"does not see what {this_node} wrote to"),
         (by_kind["unwritable"], "cannot write to"),
     ):
         if folders:
@@ -147,9 +147,9 @@ def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
         )
     versions = {finding.detail: finding for finding in findings if finding.kind == "versions"}
     if len(versions) > 1:
-        told = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
+        differences = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
         fix = "install the same versions on every node, or leave the node out (--exclude)"
-        return LaunchError(f"the nodes differ: {told}", fix)
+        return LaunchError(f"the nodes differ: {differences}", fix)
     return None
 
 
