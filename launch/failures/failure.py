@@ -375,11 +375,11 @@ def _own_record(data: object) -> Failure | None:
     if not isinstance(data, dict):
         return None
     kinds = get_type_hints(Failure)
-    values = {name: data[name] for name in kinds if name in data}
+    fields = {name: data[name] for name in kinds if name in data}
     is_valid = all(
-        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in values.items()
+        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in fields.items()
     )
-    return Failure(**values) if is_valid and "rank" in values and "exit_code" in values else None
+    return Failure(**fields) if is_valid and "rank" in fields and "exit_code" in fields else None
 
 
 def _torch_record(message: Mapping[str, Any], path: Path) -> Failure:

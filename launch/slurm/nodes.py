@@ -47,7 +47,7 @@ print("Python {}.{}".format(*sys.version_info), *torch)
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeReport:
     """One task's word about its node.
 
     Attributes:
@@ -113,13 +113,13 @@ def _marked(folders: Sequence[Path]) -> Iterator[str]:
         yield word
 
 
-def parse(text: str) -> list[Finding]:
+def parse(text: str) -> list[NodeReport]:
     """The findings in the tasks' output."""
     lines = (line.split("\x1f") for line in text.splitlines())
-    return [Finding(*words) for words in lines if len(words) == 3]
+    return [NodeReport(*words) for words in lines if len(words) == 3]
 
 
-def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
+def judge(findings: Sequence[NodeReport], python: str) -> LaunchError | None:
     """The error that the findings amount to; None if all nodes are alike."""
     this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     by_kind = {
@@ -153,5 +153,5 @@ def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
     return None
 
 
-def _hosts(findings: Sequence[Finding]) -> str:
+def _hosts(findings: Sequence[NodeReport]) -> str:
     return ", ".join(dict.fromkeys(finding.host for finding in findings))
