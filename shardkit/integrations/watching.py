@@ -23,8 +23,8 @@ from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
 from ..files import append_jsonl, parsed, write_whole
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
+from ..memory.loop_hooks import LoopHooks
 from ..memory.rows import RankRow, gather_json
-from ..memory.watch import Watch
 from ..oom import shortage
 from ..oom.advice import Advice
 from ..oom.cap import MemoryCap, memory_cap
@@ -32,12 +32,12 @@ from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
 from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
+from ..run import directory
+from ..run.owner import Owner
+from ..run.planning import target_of
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import Progress
-from . import directory
-from .observe import Loop, Observed
-from .owner import Owner
-from .planning import target_of
+from .loop import Loop, Observed
 
 PLANNING = ".shardkit/planning"
 """The file of the rank that plans after an out-of-memory error."""
@@ -152,7 +152,7 @@ class Watching:
         return self._settings.run_dir
 
     @property
-    def marks(self) -> Watch:
+    def marks(self) -> LoopHooks:
         """Where the caller marks the phases, if no hooks do."""
         return self._watch
 
@@ -223,7 +223,7 @@ class Watching:
                 if shown is not None:
                     self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
-            self._watch = Watch(
+            self._watch = LoopHooks(
                 self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
             )
             self._inside.callback(self._watch.unhook)
@@ -276,7 +276,7 @@ class Watching:
         failure.record(explained)
         return explained
 
-    # What `Watch` calls
+    # What `LoopHooks` calls
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         self._loop.look(inputs)
