@@ -92,7 +92,7 @@ def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: S
     measured = phase_peaks(gathers, rank)
     return [
         Compared(rank, f"allocated in {phase}", number(mapping(figures).get("allocated")), measured.get(phase))
-        for phase, figures in ((phase_name(key), value) for key, value in mapping(entry.get("phases")).items())
+        for phase, figures in ((phase_name(key), entry["phases"][key]) for key in mapping(entry.get("phases")))
     ]
 
 
