@@ -50,7 +50,7 @@ def test_state_is_exact_and_categories_sum_to_the_peak(
         "tests.memory.tracing.test_traced_step:traced",
         folder=str(tmp_path),
         overrides=[f"parallel.strategy={strategy}"],
-    )
+    )  # fmt: skip
     for rank in range(2):
         step = found(tmp_path, rank)
         assert step["step"] == 2 and step["device"] == "cpu"
