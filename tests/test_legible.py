@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import shardkit
+from shardkit import _FORMER
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -143,7 +143,7 @@ def text_of(path: Path) -> str:
 @lru_cache(None)
 def exists(dotted: str) -> bool:
     """Whether a module, or a name that a module binds, has this dotted name."""
-    if dotted in shardkit._FORMER:  # a module that moved, and still answers by its former name
+    if dotted in _FORMER:  # a module that moved, and still answers by its former name
         return True
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
