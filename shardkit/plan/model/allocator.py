@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 
-from ...tracing.events import EventLog
+from ...memory.tracing.events import EventLog
 
 ROUND = 512
 _SMALL, _SMALL_SEGMENT = 2**20, 2 * 2**20

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ...config.schema import RunConfig
 from ...memory.rows import CATEGORIES, Category
+from ...memory.tracing.events import EventLog, Peak
 from ...strategies.zero.config import STAGES
 from ...tasks.load import model_config
-from ...tracing.events import EventLog, Peak
 
 DEEP, DEEP_ROUGHLY = 49, 9
 """Models of at least so many layers are traced at two smaller depths, which misses some of the allocator's gaps."""

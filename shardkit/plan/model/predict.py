@@ -16,15 +16,15 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES
+from ...memory.tracing.compat import TRACKER
+from ...memory.tracing.events import EventLog
+from ...memory.tracing.traced_step import BETWEEN, Tracing
+from ...memory.tracing.tracker import TensorTracker
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies.zero.config import STAGES, build_ds_config
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
-from ...tracing.compat import TRACKER
-from ...tracing.events import EventLog
-from ...tracing.traced_step import BETWEEN, Tracing
-from ...tracing.tracker import TensorTracker
 from ..simulate import shim
 from ..simulate.compat import PLANS
 from ..simulate.engines import SHARDKIT, LoopTraits

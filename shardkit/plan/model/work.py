@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...config.schema import RunConfig
-from ...tracing.compat import schema, tree_iter
-from ...tracing.events import EventLog
+from ...memory.tracing.compat import schema, tree_iter
+from ...memory.tracing.events import EventLog
 from ..simulate.compat import packet_of, resolve_process_group
 from .cost import Segment, Speeds
 

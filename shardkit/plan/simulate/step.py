@@ -13,6 +13,7 @@ from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.phases import Phases
+from ...memory.tracing.traced_step import Tracing
 from ...parallel.blocks import find_blocks
 from ...parallel.optim import SPARED, make_optimizer
 from ...parallel.weights import Weights
@@ -23,7 +24,6 @@ from ...strategies.build import parallelize
 from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
-from ...tracing.traced_step import Tracing
 from .engines import SHARDKIT, LoopTraits
 
 
