@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError, printable
-from .format import layout
-from .format.manifest import Manifest
+from .native import layout
+from .native.manifest import Manifest
 
 State = Literal["complete", "damaged", "unfinished", "set aside"]
 
@@ -113,7 +113,7 @@ def select(run: Path, names: Sequence[str]) -> list[Path]:
 
 def verify(path: Path) -> list[str]:
     """Read a whole checkpoint and compare every checksum; returns the problems, none if it is intact."""
-    from .format.reader import CheckpointReader
+    from .native.reader import CheckpointReader
 
     try:
         with CheckpointReader(path) as checkpoint:

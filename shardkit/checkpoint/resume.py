@@ -19,10 +19,10 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import rng
-from .format import layout
-from .format.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
-from .format.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
-from .format.reader import CheckpointReader, RangeReader
+from .native import layout
+from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
+from .native.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
+from .native.reader import CheckpointReader, RangeReader
 from .shared_reads import SharedReads, keys_of
 
 

@@ -20,14 +20,14 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import rng
-from .format import layout
-from .format.manifest import CHUNK_BYTES, RunState, storable
+from .native import layout
+from .native.manifest import CHUNK_BYTES, RunState, storable
 from .progress import seen_on_disk, standstill_s
 from .staging import Staging, give_way
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
-    from .format.planner import Ranges
-    from .format.writer import RangeWriter
+    from .native.planner import Ranges
+    from .native.writer import RangeWriter
 
 COST, LEAST_S = 0.02, 600.0
 """Automatic saves take at most this share of the time, and begin at least this many seconds after one another."""
@@ -133,7 +133,7 @@ class Checkpointer:
         """What a rank is doing in the save: this rank knows, another one's files show it."""
         if rank == self._world.rank:
             return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
-        from .format.writer import data_file_name
+        from .native.writer import data_file_name
 
         return seen_on_disk(self.root, rank, data_file_name(rank))
 
@@ -185,7 +185,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
         """
-        from .format.writer import RangeWriter
+        from .native.writer import RangeWriter
 
         began = time.monotonic()
         self.wait()
@@ -234,7 +234,7 @@ class Checkpointer:
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
     def _ranges(self) -> Ranges:
-        from .format.planner import by_name
+        from .native.planner import by_name
 
         ranges = by_name(shard for shard in self._strategy.shards() if shard.name not in self._left_out)
         for kind, state in rng.capture(self._world.device).items():
@@ -255,7 +255,7 @@ class Checkpointer:
         from torch.distributed.checkpoint import state_dict_saver as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from .format.planner import RangeSavePlanner
+        from .native.planner import RangeSavePlanner
         from .resume import first_failure
 
         problem: str | None = None

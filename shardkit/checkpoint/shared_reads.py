@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from .format.planner import Ranges
+from .native.planner import Ranges
 
 MESSAGE_BYTES = 64 * 2**20
 """Most bytes of a piece that a rank reads and sends at once: what the exchange takes in host memory."""

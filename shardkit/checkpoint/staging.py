@@ -12,7 +12,7 @@ import torch
 from ..memory.state import page_locked
 
 if TYPE_CHECKING:
-    from .format.planner import Ranges
+    from .native.planner import Ranges
 
 
 def give_way() -> None:

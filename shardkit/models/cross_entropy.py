@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
-from .documents import Documents, Places, check_seen
+from .packed_attention import Documents, Places, check_seen
 
 
 def chunked_cross_entropy(

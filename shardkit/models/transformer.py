@@ -16,7 +16,7 @@ from torch import nn
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from .cross_entropy import chunked_cross_entropy
-from .documents import Documents, Places, document_attention
+from .packed_attention import Documents, Places, document_attention
 
 INIT_STD = 0.02
 

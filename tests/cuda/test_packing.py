@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.models.documents import Documents, document_attention
+from shardkit.models.packed_attention import Documents, document_attention
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 

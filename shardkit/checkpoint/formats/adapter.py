@@ -13,13 +13,13 @@ import torch
 from ...config.schema import AdapterConfig
 from ...errors import CheckpointError
 from ..base import digest_of_pieces
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
+from .detect import open_source
 from .hub_names import as_the_model_names
 from .safetensors import header_of
-from .source import Source, cast
-from .sources import open_source
 from .start import _moved, _shift
+from .tensor_source import Source, cast
 
 _NAME = ".default.weight"
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"

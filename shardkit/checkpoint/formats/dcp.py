@@ -15,8 +15,18 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import read_regular
-from ..format.reader import TensorInfo
-from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
+from ..native.reader import TensorInfo
+from .tensor_source import (
+    PIECE_BYTES,
+    RESTORE,
+    Extent,
+    FileTensor,
+    Source,
+    canonical,
+    file_source,
+    logical,
+    whole_numbers,
+)
 from .torch_file import Archive
 from .unpickle import Record, TensorRef, load
 

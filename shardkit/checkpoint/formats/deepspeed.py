@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
 from .torch_file import Archive
 from .unpickle import Record, TensorRef
 

@@ -17,7 +17,7 @@ from ...config.schema import RunConfig
 from ...errors import CheckpointError, ConfigError
 from ...files import parse_json, read_objects, read_regular
 from ...tasks.load import tokenizer_of
-from ..format.manifest import Manifest
+from ..native.manifest import Manifest
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

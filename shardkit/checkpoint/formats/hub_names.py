@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import CheckpointError
 from ...parallel.compat import from_config, owner_of
 from ...parallel.weights import parameters_on_meta
-from .source import Extent, FileTensor, Source, file_source, logical
+from .tensor_source import Extent, FileTensor, Source, file_source, logical
 
 _MOST_RUNS = 2**22
 """Runs that are listed in memory for one tensor."""

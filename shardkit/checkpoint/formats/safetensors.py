@@ -17,8 +17,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular, read_regular
-from ..format.reader import TensorInfo
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
+from ..native.reader import TensorInfo
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {

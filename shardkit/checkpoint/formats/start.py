@@ -24,12 +24,12 @@ from ...errors import CheckpointError
 from ...parallel.world import World
 from ...strategies import Strategy
 from ...strategies.base import Shard
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
 from ..resume import agreed
+from .detect import open_source
 from .hub_names import as_the_model_names, reference_of
-from .source import PIECE_BYTES, Source
-from .sources import open_source
+from .tensor_source import PIECE_BYTES, Source
 
 _LOG = logging.getLogger(__name__)
 _FIX = "set model.init_from to weights of this model, with its sizes"

@@ -20,15 +20,15 @@ from ...config.schema import RunConfig
 from ...errors import CheckpointError, ShardkitError
 from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
-from ..format.layout import read_manifest
-from ..format.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from ..format.planner import dtype_name
-from ..format.reader import TensorInfo
-from ..format.writer import _version, byte_view, data_file_name, write_file
+from ..native.layout import read_manifest
+from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
+from ..native.planner import dtype_name
+from ..native.reader import TensorInfo
+from ..native.writer import _version, byte_view, data_file_name, write_file
 from .folder import copy_tokenizer, kept_dtype, write_card, write_configs
 from .hub_names import Place, published, reference_of, ties_of
 from .safetensors import INDEX, header_of
-from .source import Source
+from .tensor_source import Source
 from .torch_writer import write_state_dict
 
 

@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointError
 from ...files import open_regular
 from .safetensors import listed_files, weights_source
-from .source import RESTORE, Extent, FileTensor, Source
+from .tensor_source import RESTORE, Extent, FileTensor, Source
 from .unpickle import TensorRef, load
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, then the lengths of name and extra field

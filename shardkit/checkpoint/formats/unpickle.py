@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE, whole_numbers
+from .tensor_source import RESTORE, whole_numbers
 
 
 class Refused(Exception):

@@ -57,11 +57,11 @@ def following(loop: Loop) -> Iterator[None]:
             stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.shard_rest", _shard_rest))
             if loop.frozen is not None:
                 frozen = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), getattr(torch, loop.frozen))
-                stack.enter_context(patch.dict("shardkit.models.adapter.FROZEN", frozen))
+                stack.enter_context(patch.dict("shardkit.models.lora.FROZEN", frozen))
             if loop.embeddings_decay:
                 stack.enter_context(patch("shardkit.parallel.optim.SPARED", ()))
             if loop.fp32_adapters:
-                stack.enter_context(_around("shardkit.models.adapter.AdaptedModel.build", _with_fp32_adapters))
+                stack.enter_context(_around("shardkit.models.lora.AdaptedModel.build", _with_fp32_adapters))
             if loop.keeps_cache:
                 stack.enter_context(_around("shardkit.models.hf.read_config", _with_cache))
             yield

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint.formats import start
 from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.formats.detect import open_source
 from shardkit.checkpoint.formats.folder import copy_tokenizer, write_configs
-from shardkit.checkpoint.formats.sources import open_source
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard

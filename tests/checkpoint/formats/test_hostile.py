@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.formats.sources import open_source
+from shardkit.checkpoint.formats.detect import open_source
 from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, Record, load
 from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.checkpoint.formats.convert import convert
 from shardkit.checkpoint.formats.start import _moved, _shift
 from shardkit.checkpoint.manage import verify
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from tests.checkpoint.formats import foreign, runs

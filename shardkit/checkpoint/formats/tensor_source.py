@@ -18,9 +18,9 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular
-from ..format.manifest import RunState
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.manifest import RunState
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20

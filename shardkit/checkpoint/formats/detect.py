@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...files.bounded import in_child
-from ..format import layout
-from ..format.manifest import FILE_NAME
-from ..format.reader import CheckpointReader
+from ..native import layout
+from ..native.manifest import FILE_NAME
+from ..native.reader import CheckpointReader
 from ..resume import candidates
 from .dcp import METADATA, open_dcp
 from .deepspeed import is_deepspeed, open_deepspeed
 from .safetensors import INDEX, open_safetensors
-from .source import Source
+from .tensor_source import Source
 from .torch_file import SUFFIXES, is_torch_folder, open_torch
 
 KINDS = (

@@ -13,8 +13,8 @@ from shardkit.activation.checkpoint import checkpoint_activations
 from shardkit.config.schema import ActivationConfig, RunConfig
 from shardkit.data.packing import PackedDocuments, Packing, collate_packed, documents_of
 from shardkit.errors import ConfigError
-from shardkit.models import documents as module
-from shardkit.models.documents import Documents, document_attention
+from shardkit.models import packed_attention as module
+from shardkit.models.packed_attention import Documents, document_attention
 from shardkit.parallel.blocks import find_blocks
 from shardkit.parallel.weights import Weights
 from shardkit.tasks.load import load_task
