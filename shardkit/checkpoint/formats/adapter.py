@@ -17,8 +17,8 @@ from ..native.reader import TensorInfo
 from ..native.writer import byte_view
 from .detect import open_source
 from .hub_names import as_the_model_names
+from .prefix import find_prefix, with_prefix
 from .safetensors import header_of
-from .start import _moved, _shift
 from .tensor_source import Source, cast
 
 _NAME = ".default.weight"
@@ -145,11 +145,11 @@ def _merged(
 ) -> Source:
     held = {name.partition(".")[2]: (name, info) for name, info in below.tensors.items()}
     held |= {alias: held[name] for alias, name in below.ties.items() if name in held}
-    shift = _shift(parameters, held)
-    missing = [name for name in parameters if _moved(name, shift) not in held]
+    shift = find_prefix(parameters, held)
+    missing = [name for name in parameters if with_prefix(name, shift) not in held]
     if missing:
         raise CheckpointError(f"{below.path} has no {missing[0]}", "name the frozen model's weights with --base")
-    there = {name: held[_moved(name, shift)] for name in parameters}
+    there = {name: held[with_prefix(name, shift)] for name in parameters}
     as_trained = getattr(torch, adapter.base["dtype"])
     digest = digest_of_pieces((name, below.pieces(in_file, as_trained)) for name, (in_file, _) in there.items())
     if digest != adapter.base["digest"]:

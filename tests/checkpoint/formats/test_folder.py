@@ -83,8 +83,8 @@ def test_missing_names_are_all_counted(tmp_path: Path) -> None:
         return SimpleNamespace(load_targets=lambda: [Shard(f"model.{n}", (2,), 0, torch.zeros(2)) for n in names])
 
     with pytest.raises(CheckpointError, match="has no b, c, d and 2 more"):
-        start._wanted(engine(*"abcdef"), source, str)
-    assert list(start._wanted(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
+        start._destinations(engine(*"abcdef"), source, str)
+    assert list(start._destinations(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
     source.close()
 
 
