@@ -332,11 +332,11 @@ class Checkpointer:
         """
         from .resume import resume
 
-        where, on_corrupt = Path(source), self._config.on_corrupt
-        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept, self._left_out)
-        if found is not None:
-            self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
-        return found
+        folder, on_corrupt = Path(source), self._config.on_corrupt
+        loaded = resume(self._strategy, self._world, self._group, folder, on_corrupt, self.root, accept, self._left_out)
+        if loaded is not None:
+            self.last_step = loaded[1].step if loaded[0].parent.resolve() == self.root.resolve() else None
+        return loaded
 
     def check_last(self) -> None:
         """Wait for the background save and check that the last save succeeded; the same on every rank.
@@ -346,13 +346,13 @@ class Checkpointer:
         """
         self._run_ends = True
         self.wait()
-        last = self.last_report
-        if last is None or last.error is None:
+        report = self.last_report
+        if report is None or report.error is None:
             return
-        left = layout.checkpoints(self.root)
-        goes_on = f"from {left[0].name}" if left else "from the start, as there is no checkpoint"
+        remaining = layout.checkpoints(self.root)
+        goes_on = f"from {remaining[0].name}" if remaining else "from the start, as there is no checkpoint"
         raise SaveError(
-            f"the last save, of step {last.step}, failed: {last.error}",
+            f"the last save, of step {report.step}, failed: {report.error}",
             f"free space or repair the disk, and start again with run.resume=true: it goes on {goes_on}",
         )
 
