@@ -34,7 +34,8 @@ from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
 from ..strategies import slower_than_single
-from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
+from ..strategies.clocks import HostValue, Mark, Stopwatch
+from ..strategies.step import Meanwhile, StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
 from ..telemetry.progress import draws_bars

@@ -28,7 +28,7 @@ from shardkit.errors import CheckpointError, ConfigError
 from shardkit.parallel.compat import graph_breaks
 from shardkit.run import trainer
 from shardkit.run.job import start
-from shardkit.strategies.step import HostValue
+from shardkit.strategies.clocks import HostValue
 from tests.cuda.parity import Case as Engine
 from tests.cuda.parity import pool as engine_pool
 
