@@ -22,7 +22,7 @@ from shardkit.hardware.cards import gpu_peak_flops
 from shardkit.parallel.weights import Weights
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from shardkit.strategies.step import HostValue
+from shardkit.strategies.clocks import HostValue
 from shardkit.tasks.load import load_task
 
 from .. import bare

@@ -30,7 +30,8 @@ from ..parallel.compat import graph_breaks
 from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
-from ..strategies.step import GatherWaits, HostValue, MicroBatch, accumulate, one_number
+from ..strategies.clocks import GatherWaits, HostValue
+from ..strategies.step import MicroBatch, accumulate, one_number
 
 if TYPE_CHECKING:
     from ..strategies.reach import Reach

@@ -34,7 +34,8 @@ from ..memory.rows import gather_json
 from ..parallel.blocks import describe_blocks
 from ..parallel.optim import lr_at
 from ..strategies import slower_than_single
-from ..strategies.step import HostValue, Mark, Meanwhile, StepOutput, Stopwatch, train_step
+from ..strategies.clocks import HostValue, Mark, Stopwatch
+from ..strategies.step import Meanwhile, StepOutput, train_step
 from ..tasks.base import Dataset
 from ..tasks.load import build_model, load_task, read_prompts
 from ..telemetry.progress import draws_bars
@@ -549,8 +550,8 @@ class Trainer:
         """Trace tensor by tensor if this is the step of `memory.trace_step`."""
         if self.step != self.config.memory.trace_step:
             return nullcontext(phases)
-        from ..tracing.compat import TRACKER
-        from ..tracing.traced_step import FOLDER, traced_step
+        from ..memory.tracing.compat import TRACKER
+        from ..memory.tracing.traced_step import FOLDER, traced_step
 
         if not TRACKER.works("memory.trace_step"):
             return nullcontext(phases)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -19,135 +18,11 @@ from ..memory.phases import Phases
 from ..parallel.blocks import release_graph_outputs
 from . import Strategy
 from .batches import to_device
+from .clocks import HostValue, Mark, Stopwatch
 
-Loss = TypeVar("Loss")
 Found = TypeVar("Found")
 MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
-
-
-class Mark:
-    """A moment: on a GPU the end of all work issued so far, else now. `later - earlier` is in seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        self._time = time.perf_counter()
-        self._is_past = device.type != "cuda"
-        if not self._is_past:
-            self._event = torch.Event(device, enable_timing=True)  # a quarter of the cost of torch.cuda.Event
-            self._event.record()
-
-    def wait(self) -> Mark:
-        """Wait until the moment has come; returns this mark."""
-        if not self._is_past:
-            self._event.synchronize()
-        return self.past()
-
-    def past(self) -> Mark:
-        """Note that the moment has come, since a later one has: `wait` does not ask again. Returns this mark."""
-        self._is_past = True
-        return self
-
-    def __sub__(self, earlier: Mark) -> float:
-        if self._event is None:
-            return self._time - earlier._time
-        return float(earlier._event.elapsed_time(self._event)) / 1000
-
-
-class HostValue:
-    """A 0-d device tensor on its way to the host; reading waits only for the copy, not for later work.
-
-    Attributes:
-        arrived: the moment at which the value is on the host.
-    """
-
-    _free: ClassVar[dict[torch.dtype, list[torch.Tensor]]] = {}
-    """Page-locked numbers that were read, for use again: new ones cost a look at every copy that still runs."""
-
-    def __init__(self, value: torch.Tensor, device: torch.device | None = None) -> None:
-        """`device`: where `arrived` is taken, if not on the value's device."""
-        self._number: float | None = None
-        self._host = value = value.detach()
-        self._pool = list[torch.Tensor]()
-        if value.device.type == "cuda":
-            if type(value) is torch.Tensor:  # not a plan's fake one
-                self._pool = self._free.setdefault(value.dtype, self._pool)
-            self._host = self._pool.pop() if self._pool else torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._host.copy_(value, non_blocking=True)
-        self.arrived = Mark(device or value.device)
-
-    def item(self) -> float:
-        if self._number is None:
-            self.arrived.wait()
-            self._number = float(self._host)
-            self._pool.append(self._host)
-        return self._number
-
-
-class Stopwatch:
-    """Seconds that a device spends on a recurring task, once the last `stop` is past."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._spans: list[tuple[Mark, Mark]] = []
-
-    def start(self) -> None:
-        self._began = Mark(self._device)
-
-    def stop(self, at: Mark | None = None) -> None:
-        """Stop at a mark (default: now)."""
-        self._spans.append((self._began, at or Mark(self._device)))
-
-    def seconds(self) -> float:
-        for _, end in self._spans[-1:]:
-            end.wait()
-        return float(sum(end - begin for begin, end in self._spans))
-
-
-class GatherWaits:
-    """Seconds that forward waits for other ranks, where an engine gathers parameters before a module's forward.
-
-    A watched step has two more hooks on each such module: before the engine's own and after it.
-
-    Args:
-        modules: the modules whose parameters are gathered; empty if the engine gathers none in forward, `None` if the
-            waits cannot be told from forward.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module] | None, device: torch.device) -> None:
-        self._modules, self._device = modules, device
-        self._in_forward = False
-
-    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
-        """`loss`, whose calls are forward: what backward computes again does not count."""
-
-        def counted(*args: Any) -> Loss:
-            self._in_forward = True
-            try:
-                return loss(*args)
-            finally:
-                self._in_forward = False
-
-        return counted
-
-    @contextmanager
-    def watching(self, due: bool) -> Iterator[Stopwatch | None]:
-        """Watch the step inside if it is due or costs nothing; yields the stopwatch of the waits, or `None`."""
-        if self._modules is None or (self._modules and not due):
-            yield None
-            return
-        waits = Stopwatch(self._device)
-
-        def edge(turn: Callable[[], None]) -> Callable[..., None]:
-            return lambda *_: turn() if self._in_forward else None
-
-        hooks = [module.register_forward_pre_hook(edge(waits.start), prepend=True) for module in self._modules]
-        hooks += [module.register_forward_pre_hook(edge(waits.stop)) for module in self._modules]
-        try:
-            yield waits
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class Meanwhile(Generic[Found]):
@@ -232,7 +107,7 @@ def train_step(
         meanwhile(loss_sum, Mark(device))
     turns.append(Mark(device))
     ledger.sample_state(strategy)
-    with ledger.phase("step", follows=True):  # what `sample_state` counts takes no memory to speak of
+    with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
         grad_norm = HostValue(strategy.step(max_norm), device)
     return StepOutput(loss_sum, grad_norm, turns)
 

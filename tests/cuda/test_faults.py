@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.launch.jobs import command, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist, needs_emulation]
 
+HOST = socket.gethostname()
 BOUND_S = 180
 EXPANDABLE = [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}]
 
@@ -72,8 +74,8 @@ def test_moments_that_do_not_fit_are_explained(tmp_path: Path) -> None:
     # 64 MiB of weights and as much of gradients fit; AdamW's moments, as much again twice, do not.
     done = hungry(tmp_path / "run", "nothing", 0, "task.args.width=2048", EMUCUDA_MEMORY="220M")
     assert done.returncode == 3, done.stderr
-    assert "error: rank 0 ran out of memory in step of step 1" in done.stderr, done.stderr
-    assert post_mortem(tmp_path / "run", 0)["phase"] == "step"
+    assert "error: rank 0 ran out of memory in update of step 1" in done.stderr, done.stderr
+    assert post_mortem(tmp_path / "run", 0)["phase"] == "update"
 
 
 @pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])
@@ -101,8 +103,8 @@ def test_page_locked_memory_that_is_refused_is_the_hosts(tmp_path: Path) -> None
     ("how", "code", "words"),
     [
         ("kill", 137, ["error: rank 1 failed: killed by SIGKILL"]),
-        ("hang", 1, ["no progress for 6 s at step 3", "did not arrive: rank 1 (step 3, forward, "]),
-        ("stop", 1, ["rank(s) 1 did not even answer"]),
+        ("hang", 1, ["no progress for 6 s at step 3", f"did not arrive: rank 1 on {HOST} (step 3, forward, "]),
+        ("stop", 1, [f"rank(s) 1 on {HOST} did not even answer"]),
     ],
 )
 def test_a_rank_that_is_lost_is_named(how: str, code: int, words: list[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.launch import jobs
 from tests.launch.jobs import command, run, with_marker
 
+HOST = socket.gethostname()
 BOUND_S = 90
 
 
@@ -20,7 +22,7 @@ BOUND_S = 90
     ("how", "code", "words"),
     [
         ("kill", 137, ["error: rank 1 failed: killed by SIGKILL", "1 other rank(s) ended because of it: 0"]),
-        ("hang", 1, ["no progress for 4 s at step 3", "did not arrive: rank 1 (step 3, forward, "]),
+        ("hang", 1, ["no progress for 4 s at step 3", f"did not arrive: rank 1 on {HOST} (step 3, forward, "]),
     ],
 )
 def test_the_job_ends_and_names_the_rank(how: str, code: int, words: list[str], tmp_path: Path) -> None:

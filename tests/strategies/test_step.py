@@ -16,7 +16,7 @@ from torch import nn
 from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
 from shardkit.run.checks import refuse_unused
-from shardkit.strategies import step
+from shardkit.strategies import clocks, step
 
 CPU = torch.device("cpu")
 
@@ -204,7 +204,7 @@ class Event:
 def test_a_gpus_times_are_in_seconds_and_waited_for_at_the_last_stop_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(Event, "waited", [])
-    watch = step.Stopwatch(torch.device("cuda"))
+    watch = clocks.Stopwatch(torch.device("cuda"))
     for begin, end in ((0.0, 1500.0), (2000.0, 4500.0), (9000.0, 9250.0)):
         monkeypatch.setattr(Event, "clock_ms", begin)
         watch.start()
@@ -248,7 +248,7 @@ class Timed(Alone):
 def test_forward_backward_and_update_follow_one_another(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     timed = Timed(clock)
-    monkeypatch.setattr(step, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         clock.spend(4.0)
@@ -277,12 +277,12 @@ def test_the_host_works_for_itself_once_before_it_waits_or_updates(
 ) -> None:
     clock = Clock()
     timed = engine(clock)
-    monkeypatch.setattr(step, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
     found: list[tuple[float, float]] = []
 
-    def work(loss: step.HostValue, since: step.Mark) -> float:
+    def work(loss: clocks.HostValue, since: clocks.Mark) -> float:
         clock.spend(7.0)
-        found.append((loss.item(), step.Mark(CPU) - since))
+        found.append((loss.item(), clocks.Mark(CPU) - since))
         return clock.now
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -299,8 +299,8 @@ def test_the_host_works_for_itself_once_before_it_waits_or_updates(
 
 def test_a_cpus_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 1.5, 4.0, 6.0])
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    watch = step.Stopwatch(CPU)
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    watch = clocks.Stopwatch(CPU)
     for _ in range(2):
         watch.start()
         watch.stop()
