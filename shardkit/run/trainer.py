@@ -550,8 +550,8 @@ class Trainer:
         """Trace tensor by tensor if this is the step of `memory.trace_step`."""
         if self.step != self.config.memory.trace_step:
             return nullcontext(phases)
-        from ..tracing.compat import TRACKER
-        from ..tracing.traced_step import FOLDER, traced_step
+        from ..memory.tracing.compat import TRACKER
+        from ..memory.tracing.traced_step import FOLDER, traced_step
 
         if not TRACKER.works("memory.trace_step"):
             return nullcontext(phases)

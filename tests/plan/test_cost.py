@@ -11,13 +11,13 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.hardware.calibration import cpu_name
 from shardkit.plan.client import Planner
-from shardkit.plan.model.cost import Segment, StepTime, repeated, speeds_of, step_time, waits
+from shardkit.plan.model.cost import Segment, TimeEstimate, repeated, speeds_of, step_time, waits
 from shardkit.plan.target import Target, choose_target
 
 H100 = choose_target(load_config(None, []).config, 8, gpu="h100")
 
 
-def time_of(planner: Planner, *overrides: str) -> StepTime:
+def time_of(planner: Planner, *overrides: str) -> TimeEstimate:
     sizes = ("model.vocab_size=512", "model.d_model=64", "model.n_layers=4", "train.seq_len=64", "train.max_norm=null")
     time = planner.predict(load_config(None, [*sizes, *overrides]).config, timed=True).time
     assert time is not None
@@ -78,7 +78,7 @@ def test_a_step_is_as_long_as_its_longest_lane_on_a_gpu_and_their_sum_on_a_cpu()
 
 
 def test_middle_micro_batches_stand_for_the_rest() -> None:
-    traced = [Segment(phase, compute=at) for at, phase in enumerate(["forward", "backward"] * 3 + ["step"], 1)]
+    traced = [Segment(phase, compute=at) for at, phase in enumerate(["forward", "backward"] * 3 + ["update"], 1)]
     assert [s.compute for s in repeated(traced, 5)] == [1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7]
     assert repeated(traced, 3) == traced
     assert step_time(traced, 5, 100.0, False, True).seconds == 1 + 2 + 3 * (3 + 4) + 5 + 6 + 7

@@ -132,7 +132,7 @@ def _fill(
         problem: an earlier problem of this rank, which then reads no more.
     """
     pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].info)) for piece in bucket]
-    end = max(piece.offset + values.nbytes for piece, values in pieces)
+    end = max(piece.offset + elements.nbytes for piece, elements in pieces)
     share = _aligned(-(-end // min(len(ranks), -(-end // MESSAGE_BYTES))))
     parts = [(reader, low, min(low + share, end)) for reader, low in zip(ranks, range(0, end, share), strict=False)]
     for reader, low, high in parts:
@@ -150,17 +150,17 @@ def _fill(
     for message in messages:
         assert message is not None  # this rank is in the group
         message.wait()
-    for piece, values in pieces:
+    for piece, elements in pieces:
         for target in destinations[piece.source_range].targets:
-            target[piece.start : piece.start + piece.numel].copy_(values)
+            target[piece.start : piece.start + piece.numel].copy_(elements)
     return problem
 
 
 def _read_between(source: Source, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
     """Read the elements that lie in the bytes [low, high) of the bucket; both are at element boundaries."""
-    for piece, values in pieces:
-        size = values.element_size()
-        start, end = max(low - piece.offset, 0) // size, min(high - piece.offset, values.nbytes) // size
+    for piece, elements in pieces:
+        size = elements.element_size()
+        start, end = max(low - piece.offset, 0) // size, min(high - piece.offset, elements.nbytes) // size
         if start < end:
             name, range_start, _ = piece.source_range
-            source.read_into(name, range_start + piece.start + start, values[start:end])
+            source.read_into(name, range_start + piece.start + start, elements[start:end])

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.phases import Phases
-from ..memory.rows import CATEGORIES, Category, PhaseName
-from ..memory.state import HasState, local_tensors
+from ..phases import Phases
+from ..rows import CATEGORIES, Category, PhaseName
+from ..state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules
 from .tracker import TensorTracker
 
@@ -68,7 +68,7 @@ def label_state(tracker: TensorTracker, source: HasState) -> None:
         tracker.see(tensor, "communication")
 
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "trace"
 POINTS = 1500
 LARGEST = 20
@@ -206,7 +206,7 @@ def _bands(log: EventLog) -> list[dict[str, Any]]:
         part = _part(module)
         if bands and (bands[-1]["module"], bands[-1]["phase"]) == (part, phase):
             bands[-1]["end"] = end
-        elif end > begin and phase in ("forward", "backward", "step"):
+        elif end > begin and phase in ("forward", "backward", "update"):
             bands.append({"module": part, "phase": phase, "begin": begin, "end": end})
     return bands
 
