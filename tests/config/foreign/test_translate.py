@@ -419,7 +419,7 @@ def test_a_job_that_accelerate_leaves_on_cpus_is_not_taken_for_deepspeeds(tmp_pa
         found.load(OPEN[:1])
     names = [str(tmp_path / name) for name in ("accelerate.yaml", "args.yaml", "ds.json")]
     (fault,) = (one for one in read_job(names).problems if "leaves DeepSpeed out" in one.cause)
-    assert (fault.level, "set it in the Trainer's" in fault.fix) == ("error", True)
+    assert "set it in the Trainer's" in fault.fix
     own = {**files, "args__yaml": TRAINER + "use_cpu: true\n"}
     found = job(tmp_path, 2, accelerate__yaml="distributed_type: MULTI_CPU\nuse_cpu: false\n", **own)
     assert found.load(OPEN[:1]).config.parallel.strategy == "zero3"
