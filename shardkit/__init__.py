@@ -31,8 +31,25 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-# Keeps `from shardkit.config_io import load_config` working, the import from before `config` was a package. Only this
-# one name is lazy: inspect and other tools ask every loaded module for arbitrary names.
-_config_io = ModuleType("shardkit.config_io", "Now `shardkit.load_config`.")
-_config_io.__dict__["__getattr__"] = lambda name: __getattr__(name if name == "load_config" else f"config_io.{name}")
-sys.modules[_config_io.__name__] = _config_io
+# Modules that moved: the old name of the module → (the name in it, its module now). One name of each stays importable,
+# and lazily: inspect and other tools ask every loaded module for arbitrary names.
+_MOVED = {
+    "shardkit.config_io": ("load_config", "shardkit.config.load"),
+    "shardkit.config.foreign.translate": ("read_job", "shardkit.foreign.translate"),
+}
+
+
+def _add_moved(old_name: str, public_name: str, module: str) -> None:
+    def get(name: str) -> Any:
+        if name == public_name:
+            return getattr(import_module(module), name)
+        raise AttributeError(f"module {old_name!r} has no attribute {name!r}")
+
+    moved = ModuleType(old_name, f"Now `{module}.{public_name}`.")
+    moved.__dict__["__getattr__"] = get
+    sys.modules[old_name] = moved
+
+
+for _old_name, (_public_name, _module) in _MOVED.items():
+    _add_moved(_old_name, _public_name, _module)
+sys.modules["shardkit.config.foreign"] = ModuleType("shardkit.config.foreign", "Now `shardkit.foreign`.")

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..errors import gib
 from ..files import write_whole
-from ..html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 from ..plan.search.ladder import HEAD, Step, cells
 from ..plan.search.search import Found, named
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, reasons
+from .html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 
 _BAD = "#b3261e"
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.foreign.translate import Job, read_job
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
 from ..files import append_jsonl, parsed, write_whole
+from ..foreign.advice import LIMIT_S, TheirKeys, Tool
+from ..foreign.translate import Job, read_job
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..memory.rows import RankRow, gather_json
@@ -31,7 +32,6 @@ from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
-from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import Progress
 from . import directory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.config.foreign.translate import read_job
+from shardkit.foreign.translate import read_job
 from shardkit.plan.client import plan
 from shardkit.plan.simulate.engines import Loop, StandInDDP, following
 from shardkit.plan.target import choose_target
