@@ -13,7 +13,7 @@ LONG = [
     "tests/run/test_gradients.py", "tests/run/test_watching.py", "tests/run/test_watchdog.py",
     "tests/test_libraries.py",
     "tests/strategies/test_parity.py", "tests/strategies/test_precision.py", "tests/checkpoint/test_faults.py",
-    "tests/plan/test_auto.py", "tests/plan/test_cost.py", "tests/launch/test_slurm.py", "tests/cli/test_foreign.py",
+    "tests/plan/test_auto.py", "tests/plan/test_cost.py", "tests/launch/test_slurm.py", "tests/foreign/test_commands.py",
     "tests/docs",
     "tests/checkpoint/test_matrix.py", "tests/faults/test_memory.py", "tests/checkpoint/formats/test_bad_input.py",
     "tests/config/test_load.py", "tests/checkpoint/test_manage.py", "tests/strategies/test_features.py",
