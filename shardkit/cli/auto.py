@@ -16,7 +16,7 @@ from ..plan.search.search import INTERRUPTED, Found, Search, Setting, named
 from ..plan.search.trial import writing
 from ..plan.show import Verified, show_found, show_verified
 from ..plan.target import Target, cap_setting
-from .progress import Progress, say
+from .progress import ProgressLine, say
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
@@ -96,7 +96,7 @@ def plan_automatically(
     keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    with Search(lambda more: load(more).config, target, keys, margin, Progress(), budget) as search:
+    with Search(lambda more: load(more).config, target, keys, margin, ProgressLine(), budget) as search:
         say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
         found = search.run()
     interrupted = found.stopped == INTERRUPTED
