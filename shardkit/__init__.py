@@ -17,7 +17,7 @@ _PUBLIC = {
     "ConfigError": ("shardkit.errors", "ConfigError"),
     "Job": ("shardkit.run.job", "Job"),
     "start": ("shardkit.run.job", "start"),
-    "watch": ("shardkit.run.watching", "watch"),
+    "watch": ("shardkit.integrations.watching", "watch"),
     "memory_table": ("shardkit.memory.table", "render_table"),
 }
 
@@ -31,25 +31,31 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-# Modules that moved: the old name of the module → (the name in it, its module now). One name of each stays importable,
-# and lazily: inspect and other tools ask every loaded module for arbitrary names.
-_MOVED = {
-    "shardkit.config_io": ("load_config", "shardkit.config.load"),
-    "shardkit.config.foreign.translate": ("read_job", "shardkit.foreign.translate"),
+# Modules that documentation named before they moved → the names that they still give.
+_FORMER = {
+    "shardkit.config_io": {"load_config": _PUBLIC["load_config"]},
+    "shardkit.run.watching": {
+        "watch": _PUBLIC["watch"],
+        "Watching": ("shardkit.integrations.watching", "Watching"),
+    },
+    "shardkit.config.foreign": {},
+    "shardkit.config.foreign.translate": {"read_job": ("shardkit.foreign.translate", "read_job")},
 }
 
 
-def _add_moved(old_name: str, public_name: str, module: str) -> None:
-    def get(name: str) -> Any:
-        if name == public_name:
-            return getattr(import_module(module), name)
-        raise AttributeError(f"module {old_name!r} has no attribute {name!r}")
+def _former_module(path: str) -> ModuleType:
+    """A module that loads each of its names on first use; it answers for these names only, as tools like inspect ask
+    every loaded module for arbitrary ones."""
 
-    moved = ModuleType(old_name, f"Now `{module}.{public_name}`.")
-    moved.__dict__["__getattr__"] = get
-    sys.modules[old_name] = moved
+    def load(name: str) -> Any:
+        if name in _FORMER[path]:
+            module, attribute = _FORMER[path][name]
+            return getattr(import_module(module), attribute)
+        raise AttributeError(f"module {path!r} has no attribute {name!r}")
+
+    former = ModuleType(path, "Kept for imports from before a move.")
+    former.__dict__["__getattr__"] = load
+    return former
 
 
-for _old_name, (_public_name, _module) in _MOVED.items():
-    _add_moved(_old_name, _public_name, _module)
-sys.modules["shardkit.config.foreign"] = ModuleType("shardkit.config.foreign", "Now `shardkit.foreign`.")
+sys.modules.update({path: _former_module(path) for path in _FORMER})

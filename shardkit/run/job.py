@@ -16,8 +16,8 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, resolve_batch
 from ..config.schema import RunConfig
-from ..data.model_folder import check_model_folder
-from ..data.tokenizer import with_local_folders
+from ..data.tokenize.model_folder import check_model_folder
+from ..data.tokenize.tokenizer import with_local_folders
 from ..errors import ConfigError, TrainingError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
