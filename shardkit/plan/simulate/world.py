@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
-from ...parallel.draws import CHUNK, Recipe
+from ...memory.tracing.compat import DEVICE
+from ...parallel.init_recipe import CHUNK, InitRecipe
 from ...parallel.weights import Later, Weights, parameters_on_meta
 from ...parallel.world import World
-from ...tracing.compat import DEVICE
 from .compat import (
     GROUPED_MM,
     LOCAL_SCALAR,
@@ -42,9 +41,7 @@ from .compat import (
     register_collectives,
     torch_on_fakes,
     transformers_in_training,
-    unset_fake_temporarily,
 )
-from .engines import StandInDDP
 from .unplannable import constructor_reads, of_deepspeed, refuse_value
 
 
@@ -70,14 +67,9 @@ def fake_world(
     assert group is not None
     with ExitStack() as stack:
         stack.enter_context(Fakes())
-        stack.enter_context(patch("shardkit.strategies.ddp.Wrapped", StandInDDP))
-        # The trace does not know which parameters other ranks use: assume that all ranks use all of them.
-        stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.skipped", lambda strategy, unused: []))
-        stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
         stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
         if zero:
             stack.enter_context(deepspeed_alone(_CPUAdam))
-            stack.enter_context(patch("shardkit.strategies.zero.engine.build_cpu_adam", lambda world: None))
         stack.enter_context(transformers_in_training())
         yield World(env, device, group, group)
 
@@ -266,12 +258,6 @@ def _storages(args: Any) -> list[torch.UntypedStorage | None]:
     return [arg.untyped_storage() if isinstance(arg, torch.Tensor) else None for arg in args]
 
 
-def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
-    """Make a device mesh outside the fake mode: it needs real rank numbers."""
-    with unset_fake_temporarily():
-        return init_device_mesh(*args, **kwargs)
-
-
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
     """`Module._apply` that keeps every parameter object: torch does not swap fakes that have other references."""
     if any(isinstance(param, DTensor) for param in self.parameters()):  # FSDP2 handles its own shards
@@ -398,7 +384,7 @@ class _Probe(Weights):
     _strict = True
 
     @property
-    def recipes(self) -> dict[str, Recipe]:
+    def recipes(self) -> dict[str, InitRecipe]:
         return self._recipes
 
 
@@ -469,7 +455,7 @@ class FakeWeights(Weights):
     def _draw(self, fqn: str, shape: torch.Size) -> None:
         with no_modes():
             recipe = self.recipe(fqn, shape)
-        torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
+        torch.empty(CHUNK if isinstance(recipe, InitRecipe) else shape.numel(), dtype=torch.float32)
 
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""
