@@ -26,7 +26,8 @@ from ..rows.formats import PLAIN_TEXT, find_records, find_text_files
 from ..rows.pieces import cut, survey
 from ..store.cache import META, build_entry, cached_entry, read_meta
 from ..store.tokenised import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
-from .encode import Recipe, encode_all
+from .encode import Recipe
+from .pool import encode_all
 from .tokenizer import check_vocabulary, load_tokenizer, more_rows, n_ids, tokenizer_digest, tokenizer_path
 
 _LOG = logging.getLogger(__name__)
