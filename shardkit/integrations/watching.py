@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..config.foreign.translate import Job, read_job
@@ -29,7 +25,6 @@ from ..oom.advice import Advice
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
-from ..parallel.world import rank_env
 from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
 from ..run import directory
 from ..run.owner import Owner
@@ -37,6 +32,8 @@ from ..run.planning import target_of
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import Progress
 from .loop import Loop, Observed
+from .ranks import LoopRanks
+from .step_records import StepRecords
 
 PLANNING = ".shardkit/planning"
 """The file of the rank that plans after an out-of-memory error."""
@@ -134,12 +131,12 @@ class Watching:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> None:
         if settings.every < 1:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
-        self._settings, self._ranks = settings, _Ranks()
+        self._settings, self._ranks = settings, LoopRanks()
         self._loop = Loop(model, optimizers, self._ranks.rank, self._ranks.size)
         if settings.files:  # what cannot be read is said now
             read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
-        self._records: _Records | None = None
+        self._records: StepRecords | None = None
         self._is_open = self._is_broken = self._is_described = False
         self._cap: MemoryCap | None = None
         self._owner: Owner | None = None
@@ -215,7 +212,7 @@ class Watching:
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
                 shown = Progress(settings.total, done, every=None) if settings.bars else None
-                self._records = _Records(
+                self._records = StepRecords(
                     MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0],
                     None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
                 )  # fmt: skip
@@ -363,114 +360,7 @@ class Watching:
         return read_job(names, described, self._ranks.size) if names and described is not None else None
 
 
-class _Ranks:
-    """The ranks of a loop's own process group, with a gloo group beside it."""
-
-    def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
-        if dist.is_initialized():
-            env = rank_env()
-            self.rank, self.size = env.rank, env.world_size
-            self.local_rank, self.local_size = env.local_rank, env.local_world_size
-        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            raise ConfigError(
-                f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, before they had a process "
-                "group",
-                "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()",
-            )
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def join(self) -> None:
-        """Make the gloo group; collective."""
-        if self.size > 1:
-            self.group = dist.new_group(backend="gloo")
-
-    def leave(self) -> None:
-        """Close the group: ranks that wait in it learn that this one is gone."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
-
-    def gather(self, value: object) -> list[object]:
-        """Every rank's value, on every rank."""
-        found: list[object] = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
-
-
-class _Records:
-    """Rank 0's record of each step; values that a GPU still computes are written later, in order."""
-
-    def __init__(
-        self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
-    ) -> None:
-        self.writer, self._optimizer, self._show = writer, optimizer, show
-        self._now: dict[str, Any] | None = None
-        self._early: dict[str, Any] = {}
-        self._queue: deque[tuple[dict[str, Any], Any]] = deque()
-        self._event: Any = None
-        self._tokens = 0.0
-
-    def begin(self, step: int, seconds: float, waited: float) -> None:
-        """The step ended; values are added to its record until the next forward."""
-        self.flush()
-        self._now = {"step": step, **self._early, "step_time_s": seconds, "data_wait_s": waited}
-        self._early = {}
-        rate = self._optimizer.param_groups[0].get("lr")
-        if isinstance(rate, (int, float)):
-            self._now.setdefault("lr", float(rate))
-
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add values to the record of the step that ended, or of the one that runs."""
-        into = self._early if self._now is None else self._now
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                into[key] = value.detach().to("cpu", non_blocking=True)
-                if value.is_cuda:
-                    self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    self._event.record()
-            elif isinstance(value, (int, float)) or hasattr(value, "item"):
-                into[key] = float(value)
-            else:
-                raise TypeError(f"log() got {key} of type {type(value).__name__}; it takes numbers")
-
-    def flush(self) -> None:
-        """The next step began: write what has arrived."""
-        if self._now is not None:
-            self._queue.append((self._now, self._event))
-            self._now = self._event = None
-        while self._queue and (self._queue[0][1] is None or self._queue[0][1].query()):
-            self._write(self._queue.popleft()[0])
-
-    def close(self) -> None:
-        self.flush()
-        for record, event in self._queue:
-            try:
-                event.synchronize()
-            except RuntimeError:  # the device failed, and with it what it computed
-                break
-            self._write(record)
-        self.writer.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        plain = {key: value if key == "step" else float(value) for key, value in record.items()}
-        if "tokens" in plain:
-            self._tokens += plain["tokens"]
-            plain |= {"tokens_total": self._tokens, "tokens_per_s": plain["tokens"] / plain["step_time_s"]}
-        self.writer.write(plain)
-        if self._show is not None:
-            try:
-                self._show(plain)
-            except OSError:  # the terminal is gone
-                self._show = None
-
-
-def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:
+def _claimed(config: Observed, ranks: LoopRanks) -> tuple[Path, Owner | None]:
     """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
     try:
         return directory.prepare(config, ranks, exclusive=False)
