@@ -44,7 +44,7 @@ class LoopRanks:
 
     def gather(self, value: object) -> list[object]:
         """Every rank's value, on every rank."""
-        found: list[object] = [value] * self.size
+        gathered: list[object] = [value] * self.size
         if self.group is not None:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered

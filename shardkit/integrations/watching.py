@@ -30,8 +30,8 @@ from ..run import directory
 from ..run.owner import Owner
 from ..run.planning import target_of
 from ..telemetry.metrics import MetricsWriter
-from ..telemetry.progress import Progress
-from .loop import Loop, Observed
+from ..telemetry.progress import RunProgress
+from .foreign_loop import ForeignLoop, ObservedConfig
 from .ranks import LoopRanks
 from .step_records import StepRecords
 
@@ -98,7 +98,7 @@ class Settings:
     """The arguments of `watch` after the model and its optimizers.
 
     Attributes:
-        known: settings of shardkit that the tool says and the model does not show.
+        tool_settings: settings of shardkit that the tool says and the model does not show.
         contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
         is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
@@ -112,7 +112,7 @@ class Settings:
     cap: str | None = None
     files: tuple[str, ...] = ()
     model_config: str | None = None
-    known: Mapping[str, Any] = field(default_factory=dict)
+    tool_settings: Mapping[str, Any] = field(default_factory=dict)
     contents: Callable[[], Sequence[Any]] | None = None
     is_marked: bool = False
     bars: bool = True
@@ -132,7 +132,7 @@ class Watching:
         if settings.every < 1:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
         self._settings, self._ranks = settings, LoopRanks()
-        self._loop = Loop(model, optimizers, self._ranks.rank, self._ranks.size)
+        self._loop = ForeignLoop(model, optimizers, self._ranks.rank, self._ranks.size)
         if settings.files:  # what cannot be read is said now
             read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
@@ -196,11 +196,11 @@ class Watching:
             path, self._owner = _claimed(config, ranks)
             if self._owner is not None:
                 self._inside.enter_context(self._owner)
-            done = settings.done or 0
+            steps_before = settings.done or 0
             if settings.resume:
                 if settings.done is None:
-                    done = int(str(ranks.gather(job_starts.last_step(path))[0]))
-                directory.go_on(config, ranks, path, done)
+                    steps_before = int(str(ranks.gather(job_starts.last_step(path))[0]))
+                directory.go_on(config, ranks, path, steps_before)
             self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
             if self._cap is not None:
                 self._cap.see([tensor for _, tensor in self._loop.state_tensors()])
@@ -211,16 +211,21 @@ class Watching:
             self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
-                shown = Progress(settings.total, done, every=None) if settings.bars else None
+                shown = RunProgress(settings.total, steps_before, every=None) if settings.bars else None
                 self._records = StepRecords(
-                    MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0],
+                    MetricsWriter(path, settings.tensorboard, steps_before), self._loop.optimizers[0],
                     None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
                 )  # fmt: skip
                 if shown is not None:
                     self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
             self._watch = LoopHooks(
-                self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
+                self.ledger,
+                self._loop.model,
+                self._loop.optimizers,
+                source=self._loop,
+                listener=self,
+                steps_before=steps_before,
             )
             self._inside.callback(self._watch.unhook)
             if settings.is_marked:
@@ -305,12 +310,16 @@ class Watching:
             write_jsonl(self.run_dir / "memory.jsonl", step, rows)
             self._records.writer.write_memory(step, rows)
 
-    def _config(self) -> Observed:
+    def _config(self) -> ObservedConfig:
         settings = self._settings
-        more = {"run.dir": str(settings.run_dir), "run.resume": "auto" if settings.resume else False, **settings.known}
+        overrides = {
+            "run.dir": str(settings.run_dir),
+            "run.resume": "auto" if settings.resume else False,
+            **settings.tool_settings,
+        }
         if settings.cap is not None:
-            more["memory.cap"] = settings.cap
-        return self._loop.config(more)
+            overrides["memory.cap"] = settings.cap
+        return self._loop.config(overrides)
 
     def _describe(self) -> None:
         """Write what the loop shows; a problem with it does not end the loop."""
@@ -323,19 +332,19 @@ class Watching:
     def _post_mortem(self, planned: bool) -> PostMortem:
         config, model, ranks = self._config().config, self._loop.model, self._ranks
         has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
-        theirs = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
+        tool_keys = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
             config, self.ledger, self._loop, ranks.local_size, self._cap,
             lambda model: len(find_blocks(model)), self._loop.buffers,
-            lambda advice: theirs.words(advice, self._loop.smaller_buckets()),
-            (lambda advice: self._planned(theirs, advice)) if planned else None,
+            lambda advice: tool_keys.words(advice, self._loop.smaller_buckets()),
+            (lambda advice: self._planned(tool_keys, advice)) if planned else None,
         )  # fmt: skip
 
-    def _planned(self, theirs: TheirKeys, advice: list[Advice]) -> list[Advice]:
+    def _planned(self, tool_keys: TheirKeys, advice: list[Advice]) -> list[Advice]:
         """Advice with plans, on the first rank that lacks memory."""
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
             job = self._job(Path(folder))
-            if job is None or not _first(self.run_dir / PLANNING):
+            if job is None or not _is_first_to_plan(self.run_dir / PLANNING):
                 return advice
             if job.not_planned:
                 say(f"shardkit: no change is planned: {'; '.join(job.not_planned)}")
@@ -346,21 +355,23 @@ class Watching:
             keys += ["run.device"] if seen["run.device"] == "cpu" else []
             overrides = [f"{key}={seen[key]}" for key in keys if key in seen]
             target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
-            return theirs.planned(advice, job, target, overrides)
+            return tool_keys.planned(advice, job, target, overrides)
 
     def _job(self, folder: Path) -> Job | None:
         """The loop as its tool's files and objects describe it; a model's config that has no file goes to `folder`."""
         contents = self._settings.contents
         names = [*self._settings.files, *(() if contents is None else contents())]
         described = self._settings.model_config
-        own: Any = next((one.config for one in self._loop.model.modules() if hasattr(one, "config")), None)
-        if described is None and hasattr(own, "to_json_file"):
-            own.to_json_file(folder / "config.json")
+        model_config: Any = next(
+            (module.config for module in self._loop.model.modules() if hasattr(module, "config")), None
+        )
+        if described is None and hasattr(model_config, "to_json_file"):
+            model_config.to_json_file(folder / "config.json")
             described = str(folder / "config.json")
         return read_job(names, described, self._ranks.size) if names and described is not None else None
 
 
-def _claimed(config: Observed, ranks: LoopRanks) -> tuple[Path, Owner | None]:
+def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | None]:
     """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
     try:
         return directory.prepare(config, ranks, exclusive=False)
@@ -381,7 +392,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _first(path: Path) -> bool:
+def _is_first_to_plan(path: Path) -> bool:
     """Whether this rank is the first to ask; the file says so to the others."""
     try:
         path.touch(exist_ok=False)
