@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import gib
 from ..files import write_whole
 from ..plan.search.ladder import HEAD, Step, cells
-from ..plan.search.search import Found, named
+from ..plan.search.search import SearchResult, named
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, reasons
 from .html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
@@ -109,7 +109,7 @@ def write_page(
     return path
 
 
-def front_plot(plan: Found) -> Figure:
+def front_plot(plan: SearchResult) -> Figure:
     """One point per combination that fits, coloured by engine; the front as a line."""
     unit, scale = unit_of([setting.needed for setting in plan.fitting])
     engines = list(dict.fromkeys(setting.combination.engine for setting in plan.fitting))
@@ -137,7 +137,7 @@ def front_plot(plan: Found) -> Figure:
     return Figure(traces, layout, "nothing fits")
 
 
-def save_front(plan: Found, folder: Path) -> Path:
+def save_front(plan: SearchResult, folder: Path) -> Path:
     """Write `auto.html`; returns its path.
 
     Raises:

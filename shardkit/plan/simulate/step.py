@@ -75,8 +75,8 @@ def take_evaluation(
             rows, width = prompts.batch(config.train, world.size)
             with tracing.phase("sample"):
                 tokens = torch.zeros(rows, width, dtype=torch.long)
-                last = torch.zeros(rows, dtype=torch.long, device=device)
-                task.next_logits(model, tokens.to(device), last).float().cpu()  # type: ignore[attr-defined]
+                last_positions = torch.zeros(rows, dtype=torch.long, device=device)
+                task.next_logits(model, tokens.to(device), last_positions).float().cpu()  # type: ignore[attr-defined]
     model.train()
 
 

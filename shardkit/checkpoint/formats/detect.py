@@ -1,0 +1,137 @@
+"""Recognise the kind of checkpoint at a path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...files.bounded import in_child
+from ..native import layout
+from ..native.manifest import FILE_NAME
+from ..native.reader import CheckpointReader
+from ..resume import candidates
+from .dcp import METADATA, open_dcp
+from .deepspeed import is_deepspeed, open_deepspeed
+from .safetensors import INDEX, open_safetensors
+from .tensor_source import Source
+from .torch_file import SUFFIXES, is_torch_folder, open_torch
+
+KINDS = (
+    "a run directory, a shardkit checkpoint, a safetensors file or folder, a torch.save file, "
+    "a DeepSpeed global_step folder or a folder of torch.distributed.checkpoint"
+)
+
+
+def open_source(path: Path, step: str = "latest", weights_only: bool = False) -> Source:
+    """Open the checkpoint at `path`.
+
+    Args:
+        step: the one to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or `best` (runs
+            only).
+        weights_only: leave optimizer state behind.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be trusted.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
+    # Opening reads every name and shape and no weights. A child does it first, with bounds on memory and time.
+    in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
+    source = _open(path, step, weights_only)
+    if not any(name.startswith("model.") for name in source.tensors):
+        source.close()
+        raise CheckpointError(f"{path} holds no weights", f"name {KINDS}")
+    if not weights_only:
+        return source
+    weights = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
+    return replace(source, tensors=weights, scalars={})
+
+
+def _size_of(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def _open(path: Path, step: str, weights_only: bool) -> Source:
+    if not path.is_file() and not path.is_dir():
+        raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
+    chosen = _chosen(path, step)
+    if chosen.is_file():
+        return _open_file(chosen)
+    if (chosen / FILE_NAME).exists() or layout.step_of(chosen) is not None:
+        return _open_shardkit(chosen)
+    if (chosen / METADATA).exists():
+        return open_dcp(chosen, weights_only)
+    if is_deepspeed(chosen):
+        return open_deepspeed(chosen, weights_only)
+    if (chosen / INDEX).exists() or any(chosen.glob("*.safetensors")):
+        return open_safetensors(chosen)
+    if is_torch_folder(chosen):
+        return open_torch(chosen)
+    if (chosen / "config.json").is_file():
+        raise CheckpointError(f"no *.safetensors in {path}, only the model's description", "copy the weights there")
+    raise CheckpointError(f"{path} holds no checkpoint that shardkit knows", f"name {KINDS}")
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    if path.suffix in SUFFIXES:
+        return open_torch(path)
+    raise CheckpointError(
+        f"{path} has none of the suffixes that shardkit knows: .safetensors, {', '.join(SUFFIXES)}", f"name {KINDS}"
+    )
+
+
+def _chosen(path: Path, step: str) -> Path:
+    """The checkpoint folder that `step` means, if `path` holds several; else `path` itself."""
+    saved = [] if path.is_file() else [p for p in candidates(path) if p != path]
+    if saved:
+        return _of_run(path, saved, step)
+    tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
+    if tags:
+        tag = path / layout.LATEST
+        tag_name = (
+            (tag.read_text(errors="replace").strip() if tag.is_file() else "")
+            if step == "latest"
+            else f"global_step{step}"
+        )
+        if tag_name not in tags:
+            raise CheckpointError(
+                f"{path} has no checkpoint {tag_name or 'that a file `latest` names'}",
+                f"name one with --step, or its folder: {', '.join(sorted(tags))}",
+            )
+        return tags[tag_name]
+    if step != "latest":
+        raise CheckpointError(
+            f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
+        )
+    return path
+
+
+def _of_run(path: Path, saved: list[Path], step: str) -> Path:
+    if step == "latest":
+        return saved[0]
+    if step == "best":
+        best = layout.best_of(saved)
+        if best is None:
+            raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
+        return best
+    matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
+    if not matching:
+        steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
+        raise CheckpointError(
+            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {steps}"
+        )
+    return matching[0]
+
+
+def _open_shardkit(path: Path) -> Source:
+    reader = CheckpointReader(path)
+    manifest = reader.manifest
+    tensors = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
+    return Source(
+        "shardkit", path, tensors, reader.read_into, reader.close,
+        scalars=dict(manifest.scalars), step=manifest.run.step, run=manifest.run,
+    )  # fmt: skip

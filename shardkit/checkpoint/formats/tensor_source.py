@@ -1,0 +1,279 @@
+"""The source of a conversion: named tensors, readable range by range without the rest."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...errors import CheckpointError
+from ...files import open_regular
+from ..native.manifest import RunState
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
+
+RESTORE = "restore it from a copy"
+PIECE_BYTES = 8 * 2**20
+"""Bytes of a tensor that a conversion holds at once."""
+_LONG_RUN = 2**18
+"""Bytes from which on a run is read by itself: shorter neighbours are read as one stretch."""
+
+
+def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
+    """A shape, strides or offsets from a file.
+
+    Raises:
+        ValueError: a value is not such a number, or there are more than any tensor has.
+    """
+    numbers = tuple(values)
+    if len(numbers) > 64:
+        raise ValueError(f"{len(numbers)} dimensions")
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError("a size or an offset that is not a whole number below 2**62")
+    return numbers  # type: ignore[return-value]
+
+
+@dataclass
+class Source:
+    """A checkpoint of any kind under shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
+
+    Attributes:
+        kind: its name in messages and in the manifest of a converted checkpoint.
+        read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
+        scalars: optimizer states that are one number, by name.
+        step: optimizer steps done; 0 if the source does not say.
+        ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
+        run: state of the run, if shardkit saved it; `None` for other sources.
+        notes: the parts that are left out, one line each.
+        bytes_read: bytes requested from files of other tools so far.
+    """
+
+    kind: str
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    read_into: Callable[[str, int, torch.Tensor], None]
+    close: Callable[[], None]
+    scalars: dict[str, float] = field(default_factory=dict)
+    step: int = 0
+    ties: dict[str, str] = field(default_factory=dict)
+    run: RunState | None = None
+    notes: list[str] = field(default_factory=list)
+    bytes_read: Callable[[], int] = lambda: 0
+
+    def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
+
+        Raises:
+            CheckpointError: a finite value overflows `dtype`.
+        """
+        return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
+
+    def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """`pieces` of the elements [start, start + length)."""
+        info = self.tensors[name]
+        step = PIECE_BYTES // info.dtype.itemsize
+        for at in range(start, start + length, step):
+            piece = torch.empty(min(step, start + length - at), dtype=info.dtype)
+            self.read_into(name, at, piece)
+            yield piece if dtype is None or dtype == info.dtype else cast(piece, dtype, name)
+
+
+def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The values in another type.
+
+    Raises:
+        CheckpointError: a finite value overflows it.
+    """
+    out = piece.to(dtype)
+    if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
+        largest = piece[torch.isfinite(piece)].abs().max().item()
+        raise CheckpointError(
+            f"{name} holds {largest:.3g}, more than {str(dtype).removeprefix('torch.')} can hold",
+            "use --dtype bf16 or fp32",
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Runs of a flattened tensor, `run` elements each, stored one after another in a file.
+
+    Attributes:
+        offset: bytes before the first run in the file.
+        starts: index of each run's first element in the flattened tensor, ascending.
+    """
+
+    file: Path
+    offset: int
+    starts: tuple[int, ...] | npt.NDArray[np.int64]
+    run: int
+
+    @cached_property
+    def run_starts(self) -> npt.NDArray[np.int64]:
+        return np.asarray(self.starts, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FileTensor(TensorInfo):
+    """A tensor whose elements lie in files."""
+
+    extents: tuple[Extent, ...] = ()
+
+
+class FileTensors:
+    """Reads ranges of tensors straight from the files that hold them.
+
+    Raises:
+        CheckpointError: an element of a tensor is in no file, or in two; or tensors overlap and together have more than
+            twice the bytes of the file that holds them.
+    """
+
+    def __init__(self, tensors: Mapping[str, FileTensor]) -> None:
+        self.tensors = tensors
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._files: dict[Path, BinaryIO] = {}
+        _refuse_overlaps(tensors)
+        for name, tensor in tensors.items():
+            _check_complete(name, tensor)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, CPU, contiguous, of the tensor's dtype) with elements from `start` on."""
+        tensor, target = self.tensors[name], byte_view(out)
+        size, stop = tensor.dtype.itemsize, start + out.numel()
+        for extent in tensor.extents:
+            if not extent.run:
+                continue
+            low = max(0, int(np.searchsorted(extent.run_starts, start, side="right")) - 1)
+            high = int(np.searchsorted(extent.run_starts, stop, side="left"))
+            if high - low == 1:
+                self._read_run(name, extent, low, start, stop, size, target)
+            elif extent.run * size >= _LONG_RUN:
+                for index in range(low, high):
+                    self._read_run(name, extent, index, start, stop, size, target)
+            elif high > low:
+                self._read_runs(name, extent, low, high, start, stop, size, target)
+
+    def _read_run(
+        self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
+    ) -> None:
+        begin = int(extent.run_starts[index])
+        overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+        if overlap_start < overlap_end:
+            offset = extent.offset + (index * extent.run + overlap_start - begin) * size
+            self._pread(
+                name, extent.file, offset, target[(overlap_start - start) * size : (overlap_end - start) * size]
+            )
+
+    def _read_runs(
+        self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
+    ) -> None:
+        """Read many short runs as one stretch of the file and put each in its place."""
+        stretch = memoryview(bytearray((high - low) * extent.run * size))
+        self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
+        for index in range(low, high):
+            begin = int(extent.run_starts[index])
+            overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+            at = (index - low) * extent.run + overlap_start - begin
+            if overlap_start < overlap_end:
+                target[(overlap_start - start) * size : (overlap_end - start) * size] = stretch[
+                    at * size : (at + overlap_end - overlap_start) * size
+                ]
+
+    def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
+        n_read = 0
+        while n_read < len(out):
+            try:
+                count = os.preadv(self._open(file), [out[n_read:]], offset + n_read)
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
+            if count == 0:
+                raise CheckpointError(f"{file} ends before {name} does", RESTORE)
+            n_read += count
+        self.bytes_read += n_read
+
+    def _open(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = open_regular(file)
+            return self._files[file].fileno()
+
+
+def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
+    """Weights may be views of one array, but a small file must not become a large one."""
+    n_used: Counter[Path] = Counter()
+    for tensor in tensors.values():
+        for extent in tensor.extents:
+            n_used[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
+    for file, n_bytes in n_used.items():
+        size = file.stat().st_size
+        if n_bytes > 2 * size:
+            raise CheckpointError(
+                f"{file} has {size:,} bytes, its tensors {n_bytes:,}: they use the same bytes more than once",
+                "save each tensor as its own, tensor.clone(); if the file is not your own, do not trust it",
+            )
+
+
+def _check_complete(name: str, tensor: FileTensor) -> None:
+    starts = np.concatenate([extent.run_starts for extent in tensor.extents] or [np.empty(0, np.int64)])
+    runs = np.concatenate(
+        [np.full(len(e.run_starts), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)]
+    )
+    starts, runs = starts[runs > 0], runs[runs > 0]
+    order = np.argsort(starts, kind="stable")
+    ends = np.cumsum(runs[order])
+    expected = np.concatenate([[0], ends])
+    wrong = np.flatnonzero(starts[order] != expected[:-1])
+    if len(wrong) or expected[-1] != math.prod(tensor.shape):
+        at = int(expected[wrong[0]]) if len(wrong) else int(min(expected[-1], math.prod(tensor.shape)))
+        file = tensor.extents[0].file if tensor.extents else "the source"
+        raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
+
+
+def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: object) -> Source:
+    """A source whose tensors lie in files."""
+    files = FileTensors(tensors)
+    return Source(
+        kind, path, tensors, files.read_into, files.close,
+        bytes_read=lambda: files.bytes_read, **fields,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """Map each name to itself without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
+    all_names = list(names)
+    wrapped = bool(all_names) and all(name.startswith("module.") for name in all_names)
+    out = {}
+    for name in all_names:
+        plain = name.removeprefix("module.") if wrapped else name
+        for wrapper in _WRAPPERS:
+            plain = plain.replace(wrapper, "")
+        out[name] = plain
+    return out
+
+
+def logical(fqn: str, dtype: torch.dtype) -> str:
+    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics and
+    tensors that are not floats are buffers."""
+    is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
+    return f"{'buffer' if is_buffer else 'model'}.{fqn}"

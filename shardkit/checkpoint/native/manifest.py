@@ -1,0 +1,290 @@
+"""The manifest of a checkpoint: which bytes of which file hold which elements of which tensor. JSON, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from ...errors import CheckpointError
+
+SCHEMA = 1
+READABLE = (1,)
+"""Schemas that this version loads: its own and the previous one (the first has none)."""
+
+FILE_NAME = "manifest.json"
+CHUNK_BYTES = 64 * 2**20
+BLOCK_BYTES = 2**20
+"""Bytes under one checksum: reading a part of a chunk reads at most this many extra bytes at each end."""
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complex128": 16, "complex64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_FILE = re.compile(r"rank_\d{5,}\.bin")
+_LARGEST = 2**62
+_MOST_DIMENSIONS = 64
+"""torch's own limit; a product of very many sizes takes minutes."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint whose bytes differ from the saved ones: torn, truncated, flipped, or not a checkpoint at all."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, start + length) of a flattened tensor: their place in a file, and the CRC-32 of each block."""
+
+    start: int
+    length: int
+    file: int
+    offset: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor; its chunks are in order and hold each element exactly once."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of raw little-endian elements and its size in bytes."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run after a step, without its tensors.
+
+    Attributes:
+        step: optimizer steps done; the learning rate is a function of it.
+        tokens_total: target tokens seen.
+        seed: seed of the data order (train.seed).
+        epoch: epoch of the next sample.
+        next_sample: the next sample's position in the epoch's order, over all ranks.
+        n_samples: size of the training split, to notice that it changed; `None` if the caller feeds the data.
+        val_loss: validation loss at this step; `None` without an evaluation.
+        extra: any JSON values that a caller wants back.
+    """
+
+    step: int
+    tokens_total: int = 0
+    seed: int = 0
+    epoch: int = 0
+    next_sample: int = 0
+    n_samples: int | None = None
+    val_loss: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint except its elements.
+
+    Attributes:
+        created: local time, ISO 8601.
+        scalars: optimizer states and engine states that are one number, by name.
+    """
+
+    run: RunState
+    strategy: str
+    world_size: int
+    created: str
+    versions: dict[str, str]
+    files: tuple[DataFile, ...]
+    tensors: dict[str, TensorEntry]
+    scalars: dict[str, float]
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
+    """The run's state in a form that JSON can hold: a non-finite validation loss becomes `None`.
+
+    Raises:
+        CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
+    """
+    if run.val_loss is not None and not math.isfinite(run.val_loss):
+        run = replace(run, val_loss=None)
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{name} is {value} after step {run.step}, and a checkpoint holds finite numbers",
+                "look at the losses and gradient norms of the last steps; an optimizer's counters are finite after "
+                "finite gradients",
+            )
+    try:
+        json.dumps(asdict(run), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of step {run.step} cannot be written as JSON: {error}",
+            "keep finite numbers, text, lists and dicts in RunState.extra",
+        ) from error
+    return run
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The file's content: one JSON object of the manifest and the BLAKE2 digest of its canonical text."""
+    body = {
+        "schema": SCHEMA,
+        "run": asdict(manifest.run),
+        "strategy": manifest.strategy,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "versions": manifest.versions,
+        "block_bytes": manifest.block_bytes,
+        "byte_order": "little",
+        "files": [[file.name, file.size] for file in manifest.files],
+        "scalars": manifest.scalars,
+        "tensors": {
+            t.name: {
+                "dtype": t.dtype,
+                "shape": list(t.shape),
+                "chunks": [[c.start, c.length, c.file, c.offset, list(c.crcs)] for c in t.chunks],
+            }
+            for t in manifest.tensors.values()
+        },
+    }
+    text = _canonical(body)
+    return f'{{"digest":"{_digest(text)}","manifest":{text}}}\n'.encode()
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def parse(content: bytes, file: str) -> Manifest:
+    """Parse a manifest file's content; nothing in it is executed, every number is checked.
+
+    Args:
+        where: the file's path, for messages.
+
+    Raises:
+        CorruptCheckpoint: the digest does not match, or something in it is impossible.
+        CheckpointError: this version does not read its schema.
+    """
+    try:
+        document = json.loads(content)
+        body = document["manifest"]
+        if _digest(_canonical(body)) != document["digest"]:
+            raise CorruptCheckpoint(f"{file} does not match its own digest")
+        schema = body["schema"]
+        if schema not in READABLE:
+            writer = body["versions"].get("shardkit", "(version unknown)")
+            raise CheckpointError(
+                f"{file} has schema {schema!r}, this version reads {', '.join(map(str, READABLE))}",
+                f"use shardkit {writer}, which wrote it, or a later version",
+            )
+        return _manifest(body)
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{file} is not a manifest: {type(error).__name__}: {error}") from error
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    if body["byte_order"] != "little":
+        raise ValueError(f"byte_order {body['byte_order']!r}")
+    block_bytes = _integer(body["block_bytes"], "block_bytes", low=64)
+    files = tuple(DataFile(_file_name(name), _integer(size, "file size")) for name, size in body["files"])
+    field_names = {f.name for f in fields(RunState)}
+    run = RunState(**{key: value for key, value in body["run"].items() if key in field_names})
+    for key in ("step", "tokens_total", "seed", "epoch", "next_sample"):
+        _integer(getattr(run, key), key)
+    if run.n_samples is not None:
+        _integer(run.n_samples, "n_samples")
+    if run.val_loss is not None:
+        _number(run.val_loss, "val_loss")
+    if not isinstance(run.extra, dict):
+        raise ValueError("extra is not an object")
+    tensors = {name: _tensor(name, entry, files, block_bytes) for name, entry in body["tensors"].items()}
+    n_bytes, most = sum(tensor.numel * tensor.itemsize for tensor in tensors.values()), sum(file.size for file in files)
+    if n_bytes > most:
+        raise ValueError(f"its tensors have {n_bytes} bytes, its files {most}: some bytes are used more than once")
+    return Manifest(
+        run=run,
+        strategy=str(body["strategy"]),
+        world_size=_integer(body["world_size"], "world_size", low=1),
+        created=str(body["created"]),
+        versions={str(k): str(v) for k, v in body["versions"].items()},
+        files=files,
+        tensors=tensors,
+        scalars={str(k): _number(v, k) for k, v in body["scalars"].items()},
+        block_bytes=block_bytes,
+    )
+
+
+def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], block_bytes: int) -> TensorEntry:
+    if entry["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"{name}: dtype {entry['dtype']!r}")
+    shape = tuple(_integer(n, f"{name}: shape") for n in entry["shape"])
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape)} dimensions")
+    chunks = tuple(
+        Chunk(_integer(start, name), _integer(length, name), _integer(file, name), _integer(offset, name), tuple(crcs))
+        for start, length, file, offset, crcs in entry["chunks"]
+    )
+    tensor = TensorEntry(name, entry["dtype"], shape, chunks)
+    for chunk in chunks:
+        size = chunk.length * tensor.itemsize
+        if chunk.offset + size > files[chunk.file].size:
+            raise ValueError(f"{name}: a chunk ends after {files[chunk.file].name} does")
+        if len(chunk.crcs) != -(-size // block_bytes):
+            raise ValueError(f"{name}: {len(chunk.crcs)} checksums for {size} bytes")
+    hole = find_hole(tensor.numel, [(c.start, c.length) for c in chunks])
+    if hole is not None:
+        raise ValueError(f"{name}: its chunks do not hold element {hole} exactly once")
+    return tensor
+
+
+def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
+    """The first of `numel` elements that the ordered (start, length) ranges do not hold exactly once."""
+    expected = 0
+    for start, length in ranges:
+        if start != expected or length < 1:
+            return min(start, expected)
+        expected += length
+    return None if expected == numel else min(expected, numel)
+
+
+def _file_name(name: Any) -> str:
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ValueError(f"file name {name!r}")
+    return name
+
+
+def _integer(value: Any, field_name: str, low: int = 0) -> int:
+    if type(value) is not int or not low <= value <= _LARGEST:
+        raise ValueError(f"{field_name} is {value!r}")
+    return value
+
+
+def _number(value: Any, field_name: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{field_name} is {value!r}")
+    number: float = value
+    return number

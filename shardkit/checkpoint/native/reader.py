@@ -1,0 +1,230 @@
+"""Read any range of any tensor, checked block by block, without a process group."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ...errors import CheckpointError
+from .layout import check_files, read_manifest
+from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
+from .writer import byte_view
+
+_PIECE_BYTES = 8 * 2**20
+"""Bytes read at once, then checked while they are in the processor's cache and the kernel reads ahead."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The full shape and the dtype of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CheckpointReader:
+    """Random access to a checkpoint's tensors, from any thread.
+
+        with CheckpointReader("runs/a/checkpoints/step_00000100") as checkpoint:
+            for name, info in checkpoint.tensors().items():
+                rows = checkpoint.read(name, 0, 1024)  # 1-D, elements [0, 1024) of the flattened tensor
+
+    Every returned byte was checked against its checksum; a read touches at most one extra block (1 MiB) at each end.
+
+    Raises:
+        CorruptCheckpoint: the bytes differ from the saved ones; the message names the file.
+        CheckpointError: it cannot be read, or its schema is unknown.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest = read_manifest(self.path)
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
+        check_files(self.path, self.manifest)
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the data files; may be called twice."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Every tensor by name: `model.<fqn>`, `optim.<fqn>.<state>`, `buffer.<fqn>`, `rng.<rank>.<generator>`."""
+        return {n: TensorInfo(t.shape, getattr(torch, t.dtype)) for n, t in self.manifest.tensors.items()}
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> torch.Tensor:
+        """Elements [start, start + length) of the flattened tensor, 1-D on CPU; `None` = to its end."""
+        entry = self._entry(name)
+        count = entry.numel - start if length is None else length
+        out = torch.empty(max(count, 0), dtype=getattr(torch, entry.dtype))
+        self.read_into(name, start, out)
+        return out
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out` (1-D, CPU, contiguous, of the saved dtype) with elements from `start` on."""
+        entry = self._entry(name)
+        stop = start + out.numel()
+        if start < 0 or stop > entry.numel or out.dtype != getattr(torch, entry.dtype):
+            raise ValueError(f"[{start}, {stop}) as {out.dtype} of {name}: {entry.numel} elements of {entry.dtype}")
+        at = bisect_right([chunk.start for chunk in entry.chunks], start) - 1
+        while start < stop:
+            chunk = entry.chunks[at]
+            take = min(stop, chunk.start + chunk.length) - start
+            self.read_chunk(entry, chunk, start - chunk.start, out[out.numel() - (stop - start) :][:take])
+            start, at = start + take, at + 1
+
+    def read_chunk(self, entry: TensorEntry, chunk: Chunk, start: int, out: torch.Tensor) -> None:
+        """Fill `out` with a chunk's elements from `start` (counted in the chunk) on."""
+        low = start * entry.itemsize
+        self._read_bytes(entry, chunk, low, byte_view(out))
+
+    def _read_bytes(self, entry: TensorEntry, chunk: Chunk, low: int, out: memoryview) -> None:
+        """Bytes [low, low + len(out)) of a chunk: whole blocks go straight to `out`, partial blocks through a copy."""
+        block, total, high = self.manifest.block_bytes, chunk.length * entry.itemsize, low + len(out)
+        at = low
+        while at < high:
+            block_start = at // block * block
+            whole_until = total if high == total else high // block * block
+            if at == block_start and whole_until > at:
+                self._pread_checked(entry, chunk, at, out[at - low : whole_until - low])
+                at = whole_until
+                continue
+            scratch = memoryview(bytearray(min(block, total - block_start)))
+            self._pread_checked(entry, chunk, block_start, scratch)
+            end = min(block_start + len(scratch), high)
+            out[at - low : end - low] = scratch[at - block_start : end - block_start]
+            at = end
+
+    def _pread_checked(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
+        """Read bytes that begin at a block's start and end at a block's or the chunk's end."""
+        block = self.manifest.block_bytes
+        step = max(_PIECE_BYTES // block, 1) * block
+        for begin in range(0, len(out), step):
+            piece = out[begin : begin + step]
+            self._pread(entry, chunk, at + begin, piece)
+            for low in range(0, len(piece), block):
+                if zlib.crc32(piece[low : low + block]) != chunk.crcs[(at + begin + low) // block]:
+                    raise CorruptCheckpoint(
+                        f"{self.path / self.manifest.files[chunk.file].name} does not match its checksum at byte "
+                        f"{chunk.offset + at + begin + low}, in {entry.name}"
+                    )
+
+    def _pread(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
+        path, descriptor = self.path / self.manifest.files[chunk.file].name, self._open(chunk.file)
+        n_read = 0
+        while n_read < len(out):
+            try:
+                count = os.preadv(descriptor, [out[n_read:]], chunk.offset + at + n_read)
+            except OSError as error:
+                raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
+            n_read += count
+
+    def _open(self, index: int) -> int:
+        with self._lock:
+            if index not in self._descriptors:
+                path = self.path / self.manifest.files[index].name
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except OSError as error:
+                    raise CorruptCheckpoint(f"{path} cannot be opened: {error.strerror}") from error
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+                self._descriptors[index] = descriptor
+            return self._descriptors[index]
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {name}", "see CheckpointReader.tensors() for the names")
+        return entry
+
+    def problems(self) -> Iterator[str]:
+        """Read everything and yield one line per damaged chunk."""
+        for entry in self.manifest.tensors.values():
+            for chunk in entry.chunks:
+                problem = self._problem(entry, chunk)
+                if problem:
+                    yield problem
+
+    def _problem(self, entry: TensorEntry, chunk: Chunk) -> str:
+        try:
+            self._read_bytes(entry, chunk, 0, memoryview(bytearray(chunk.length * entry.itemsize)))
+        except CorruptCheckpoint as error:
+            return error.cause
+        return ""
+
+
+class RangeReader(StorageReader):
+    """A `CheckpointReader` as the storage that torch.distributed.checkpoint loads from."""
+
+    def __init__(self, checkpoint: CheckpointReader) -> None:
+        self._checkpoint = checkpoint
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(state_dict_metadata={})  # the planner works on the manifest itself
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # One after the other, in file order: several readers of one file defeat the kernel's read-ahead.
+        for item in sorted(plan.items, key=self._file_position):
+            self._read(item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chunk(self, item: ReadItem) -> tuple[TensorEntry, Chunk]:
+        entry, index = self._checkpoint.manifest.tensors[item.storage_index.fqn], item.storage_index.index
+        assert index is not None
+        return entry, entry.chunks[index]
+
+    def _file_position(self, item: ReadItem) -> tuple[int, int]:
+        _, chunk = self._chunk(item)
+        return chunk.file, chunk.offset
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        entry, chunk = self._chunk(item)
+        target = planner.resolve_tensor(item).detach()
+        on_host = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        self._checkpoint.read_chunk(entry, chunk, item.storage_offsets[0], on_host)
+        if on_host is not target:
+            target.copy_(on_host)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False

@@ -1,0 +1,227 @@
+"""LoRA by peft (Hu et al. 2021) on a transformers model: frozen linear layers, each with a small product beside it.
+
+The layers keep peft's names: `….q_proj.base_layer.weight` is frozen, `….q_proj.lora_A.default.weight` and `….lora_B.…`
+are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.schema import RunConfig
+from ..errors import ConfigError
+from .hf import HFModel
+
+FROZEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""`precision.mode` → type of the frozen parameters, where it is not fp32."""
+_BASE, _PARTS = ".base_layer", re.compile(r"\.lora_[AB]\.")
+
+
+def base_name(fqn: str) -> str | None:
+    """The name of a parameter in the model without the adapter; `None` for a parameter of the adapter."""
+    return None if _PARTS.search(fqn) else fqn.replace(f"{_BASE}.", ".")
+
+
+def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: int | None = None) -> HFModel:
+    """The task's transformers model, with the adapter that the config asks for.
+
+    Args:
+        rows: see `HFModel`; never set together with an adapter.
+
+    Raises:
+        ConfigError: see `HFModel` and `AdaptedModel`.
+    """
+    if config.adapter.type == "none":
+        return HFModel(config.model, task, attention=attention, rows=rows)
+    return AdaptedModel(config, task, attention)
+
+
+def adapter_of(model: HFModel) -> AdaptedModel | None:
+    """The model itself if it has an adapter, else None."""
+    return model if isinstance(model, AdaptedModel) else None
+
+
+class AdaptedModel(HFModel):
+    """A transformers model with LoRA on some of its linear layers; all other parameters are frozen.
+
+    With `precision.mode` bf16 or fp16 the frozen parameters have that type, because nothing updates them.
+
+    Attributes:
+        frozen_dtype: the type that `build` gives the frozen parameters.
+
+    Raises:
+        ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA.
+    """
+
+    base_name = staticmethod(base_name)
+
+    def __init__(self, config: RunConfig, task: str, attention: str | None = None) -> None:
+        super().__init__(config.model, task, attention=attention)
+        self._settings = config.adapter
+        self._loads = config.model.init_from is not None
+        self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
+        self._peft = _import_peft()
+        self.targets = find_targets(self.reference, config.adapter.targets)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The adapter's settings, which must be the same in a checkpoint and the run that resumes it, and whether the
+        targets store transposed weights."""
+        values = self._settings.model_dump(exclude={"dropout"})
+        return {**values, "fan_in_fan_out": self._transposed}
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether the targets are transformers' Conv1D layers, whose weights are [in, out]."""
+        return all(not isinstance(self.reference.get_submodule(name), nn.Linear) for name in self.targets)
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        settings = self._settings
+        config = self._peft.LoraConfig(
+            r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, use_rslora=settings.use_rslora,
+            target_modules=self.targets, fan_in_fan_out=self._transposed, init_lora_weights=False,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about tied weights, which are never targets
+            self._peft.inject_adapter_in_model(config, model)
+        for fqn, param in model.named_parameters():
+            if base_name(fqn) is not None and not hasattr(param, "ds_tensor"):
+                param.data = param.data.to(self.frozen_dtype)
+        return model
+
+    def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill a whole parameter: A as peft draws it, B with zeros, the base as the model's own code draws it."""
+        name = base_name(fqn)
+        if name is None and ".lora_A." in fqn:
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
+        elif name is None or self._loads:
+            nn.init.zeros_(full)
+        else:
+            super().init_parameter(name, full, generator)
+
+    @property
+    def trained(self) -> int:
+        """Number of values in the adapter, all of which are trained."""
+        sizes = [self.reference.get_parameter(f"{name}.weight").shape for name in self.targets]
+        return sum(self._settings.r * (rows + columns) for rows, columns in sizes)
+
+
+def find_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """The names of the linear layers that `adapter.targets` selects, in the model's order.
+
+    Raises:
+        ConfigError: a target matches nothing (close names are listed), a module that is not linear, or the output head.
+    """
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
+    if targets == "all-linear":
+        if not linear:
+            raise ConfigError(f"{type(model).__name__} has no linear layers to adapt", "use a model of another type")
+        _refuse_stacked_experts(model, linear)
+        return _of_one_kind(linear, modules)
+    names = {
+        name
+        for target in ([targets] if isinstance(targets, str) else targets)
+        for name in _matching(target, modules, linear, isinstance(targets, str))
+    }
+    for name in sorted(names):
+        if modules[name] is head:
+            raise ConfigError(
+                f"adapter.targets names the output head {name}, whose weight the loss reads without its adapter",
+                f"leave it out: adapter.targets=all-linear, or some of {_listed(linear)}",
+            )
+        if not _is_linear(modules[name]):
+            raise ConfigError(
+                f"adapter.targets names {name}, a {type(modules[name]).__name__}: only linear layers can be adapted",
+                f"name some of {_listed(linear)}",
+            )
+    return _of_one_kind([name for name in modules if name in names], modules)
+
+
+def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
+    """Refuse `all-linear` for a model whose experts are 3-D parameters, [experts, out, in], and no linear layers.
+
+    Convolutions hold 3-D parameters too, in torch's own modules; tokens and positions have a dimension of 1.
+    """
+    stacked = {
+        f"{prefix}.{name}": param
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() == 3 and min(param.shape) > 1
+    }
+    if not stacked:
+        return
+    share = sum(param.numel() for param in stacked.values()) / sum(param.numel() for param in model.parameters())
+    raise ConfigError(
+        f"adapter.targets=all-linear would leave {share:.1%} of the parameters without an adapter: experts that are "
+        f"3-D parameters and no linear layers ({_listed(list(stacked))})",
+        f"name the layers to adapt, such as adapter.targets=[{_listed(linear)}]; the experts then stay frozen",
+    )
+
+
+def _of_one_kind(names: list[str], modules: dict[str, nn.Module]) -> list[str]:
+    """The names, if their layers all store weights the same way."""
+    transposed = {name: not isinstance(modules[name], nn.Linear) for name in names}
+    if len(set(transposed.values())) > 1:
+        ends = {kind: _listed([n for n in names if transposed[n] is kind]) for kind in (False, True)}
+        raise ConfigError(
+            f"adapter.targets names layers that store [out, in] ({ends[False]}) and [in, out] ({ends[True]})",
+            "adapt layers of one type",
+        )
+    return names
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _matching(target: str, modules: dict[str, nn.Module], linear: list[str], is_pattern: bool) -> list[str]:
+    """The modules that a target selects by peft's rules: as a regular expression for full names, or as names' ends.
+
+    Raises:
+        ConfigError: it selects none, or is not a regular expression.
+    """
+    if is_pattern:
+        try:
+            matches = [name for name in modules if re.fullmatch(target, name)]
+        except re.error as error:
+            raise ConfigError(
+                f"adapter.targets={target} is not a regular expression: {error}",
+                "write a list of names, such as 'adapter.targets=[q_proj, v_proj]'",
+            ) from error
+    else:
+        matches = [name for name in modules if name == target or name.endswith(f".{target}")]
+    if matches:
+        return matches
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    near = get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.5)
+    fix = f"did you mean {' or '.join(near)}?" if near else f"name some of {_listed(linear)}"
+    if target in ends:
+        fix = f"write a list: adapter.targets=[{target}]; one text alone is a regular expression for whole names"
+    raise ConfigError(f"adapter.targets: {target} matches no layer of the model", fix)
+
+
+def _listed(linear: list[str]) -> str:
+    return ", ".join(list(dict.fromkeys(name.rpartition(".")[2] for name in linear))[:10])
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"adapter.type=lora needs peft, which does not import: {error}", "pip install 'shardkit[finetune]'"
+        ) from error
+    return peft

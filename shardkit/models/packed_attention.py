@@ -1,0 +1,213 @@
+"""Causal attention inside each document of a packed batch, without a mask of all positions by all positions.
+
+The reference implementation calls `scaled_dot_product_attention` once per document and works on every device and type.
+In half precision on GPUs, torch's variable-length flash attention handles all documents in one kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import ConfigError
+from ..parallel.compat import declares_no_masks, flash_by_documents
+
+ATTENTION = "shardkit_documents"
+"""Name of `attend` in transformers' table of attention functions. Its table of masks has no such name, so models make
+no mask."""
+QUERIES = 256
+"""Queries that a sliding window handles at a time: their mask is small."""
+DocumentLayout = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+"""A batch's documents as tensors that a model can be called with: positions [rows, T], then the bounds and lengths of
+`BatchDocuments`."""
+_NO_PACKING = "set data.packing=none"
+
+
+class BatchDocuments:
+    """The documents of a batch of [rows, T] tokens. Every layer gets this one object, which no engine looks into.
+
+    Attributes:
+        lengths: tokens of each document, in the order of the flattened rows, which they cover; on the host.
+        bounds: int32 [n + 1], the index of each document's first token, and the end; on the tokens' device.
+        seen: ids of the attention modules that have used this object.
+    """
+
+    def __init__(self, bounds: torch.Tensor, lengths: Sequence[int]) -> None:
+        self.bounds, self.lengths, self.longest = bounds, lengths, max(lengths)
+        self.seen: set[int] = set()
+
+    @classmethod
+    def whole_rows(cls, tokens: torch.Tensor) -> BatchDocuments:
+        """The documents of a batch in which every row of [rows, T, …] is one document."""
+        rows, length = tokens.shape[:2]
+        bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=tokens.device)
+        return cls(bounds, [length] * rows)
+
+
+def document_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: BatchDocuments,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention in which a token attends to tokens of its own document alone.
+
+    Args:
+        query: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of query heads.
+        scale: factor of the scores; None = 1 / √width.
+        window: most tokens that a token attends to, itself included; None = no limit.
+
+    Returns:
+        [rows, T, heads, width of a value].
+    """
+    if torch.is_autocast_enabled(query.device.type):  # some models normalise queries and keys in fp32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    rows = query.shape[:2]
+    query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+    if window is not None and window >= documents.longest:
+        window = None
+    if _flash_fits(query, value):
+        out = flash_by_documents(query, key, value, documents.bounds, documents.longest, dropout, scale, window)
+    else:
+        queries, keys, values = (torch.split(tensor, list(documents.lengths)) for tensor in (query, key, value))
+        parts = zip(queries, keys, values, strict=True)
+        out = torch.cat([_attend_to_itself(q, k, v, dropout, scale, window) for q, k, v in parts])
+    return out.view(*rows, *out.shape[1:])
+
+
+def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's variable-length flash attention supports these tensors on this device."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1]
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _attend_to_itself(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of one document, [L, heads, width]."""
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    length, shared = query.shape[2], query.shape[1] != key.shape[1]
+    if shared and query.is_cuda:  # no fused fp32 kernel of CUDA supports shared heads
+        groups, shared = query.shape[1] // key.shape[1], False
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if window is None or window >= length:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shared
+        )
+    else:
+        parts = []
+        for start in range(0, length, QUERIES):
+            stop = min(start + QUERIES, length)
+            window_start = max(0, start - window + 1)
+            ago = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
+                window_start, stop, device=query.device
+            )
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, start:stop], key[:, :, window_start:stop], value[:, :, window_start:stop],
+                    attn_mask=(ago >= 0) & (ago < window), dropout_p=dropout, scale=scale, enable_gqa=shared,
+                )
+            )  # fmt: skip
+        out = torch.cat(parts, 2)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    documents: BatchDocuments | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers' models call: from [rows, heads, T, width] to [rows, T, heads, width].
+
+    Without `documents`, each row is one document.
+
+    Raises:
+        ConfigError: the layer asks for a kind of attention that this function does not compute.
+    """
+    obstacle = next((name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None), None)
+    if attention_mask is not None:
+        obstacle = "a mask of its own"
+    elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        obstacle = "attention that is not causal"
+    if obstacle is not None:
+        raise ConfigError(
+            f"data.packing: {type(module).__name__} asks for {obstacle}, which is not packed", _NO_PACKING
+        )
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if documents is None:
+        documents = BatchDocuments.whole_rows(query)
+    documents.seen.add(id(module))
+    return document_attention(query, key, value, documents, dropout, scaling, sliding_window), None
+
+
+def register() -> str:
+    """Add `attend` to transformers' table of attention functions; returns its name there."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend)
+    return ATTENTION
+
+
+def refuse_what_crosses_documents(model: nn.Module) -> None:
+    """Refuse transformers models in which information can pass between documents outside of `attend`.
+
+    Raises:
+        ConfigError: the model keeps a state along the sequence, needs masks, or takes no positions.
+    """
+    config: Any = model.config
+    obstacle = None
+    if not declares_no_masks(model):
+        obstacle = "keeps a state along the sequence, or needs a mask of all positions"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        obstacle = "takes no position_ids: its positions would not restart"
+    elif getattr(config.get_text_config(), "attention_chunk_size", None):
+        obstacle = "attends in chunks (attention_chunk_size)"
+    elif any(isinstance(module, (nn.Conv1d, nn.RNNBase)) for module in model.modules()):
+        obstacle = "mixes neighbouring tokens outside attention"
+    if obstacle is not None:
+        raise ConfigError(f"data.packing: {type(model).__name__} {obstacle}", _NO_PACKING)
+
+
+def check_seen(documents: BatchDocuments, model: nn.Module) -> None:
+    """Check after a forward that all layers of the model used the documents.
+
+    Raises:
+        ConfigError: a layer did not call `attend`, or called it without the documents.
+    """
+    config: Any = model.config
+    layers = config.get_text_config().num_hidden_layers
+    if len(documents.seen) != layers:
+        raise ConfigError(
+            f"data.packing: {len(documents.seen)} of the {layers} layers of {type(model).__name__} keep to the bounds "
+            "of documents",
+            _NO_PACKING,
+        )
