@@ -20,7 +20,6 @@ from ..files.children import module_command
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
-from .foreign import check, convert_config
 from .plan import ladder, max_model, plan
 from .program import UsageError
 from .report import profile
@@ -158,8 +157,6 @@ app.command()(profile)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app)
 app.command()(convert)
-app.command()(check)
-app.command("convert-config")(convert_config)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..config.load import LoadedConfig
     from ..launch.script import Script
 
-SCRIPT_WORDS = "shardkit.script"
+SCRIPT_WORDS = "script"
 """The key of the words behind `--` in a command's context; None without `--`."""
-OPTION_WORDS = "shardkit.options"
+OPTION_WORDS = "options"
 """The key of the words before them."""
 _FOR_SCRIPTS = ("run_dir", "on_preempt", "heartbeat", "heartbeat_timeout", "checkpoints")
 _FOR_PLANS = ("gpu", "gpu_memory", "force")
@@ -161,8 +161,8 @@ def read_program(
         scripts.check_grace(0 if ranks.grace_s is None else ranks.grace_s)
         return Program(config, tuple(overrides))
     if config is not None:
-        both = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
-        raise LaunchError(both, "remove one of them; the script's own arguments follow its name")
+        cause = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
+        raise LaunchError(cause, "remove one of them; the script's own arguments follow its name")
     refuse_options(ctx, ("bind_cpus",), "applies to a config, and this is a script", "remove it")
     if not ctx.params.get("theirs"):
         fix = "add --from with the files of its trainer and --model, or remove it"

@@ -53,14 +53,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "cause", "fix"),
     [
-        (["chek"], "No such command 'chek'", "did you mean check"),
+        (["plann"], "No such command 'plann'", "did you mean plan"),
         (["trian"], "No such command 'trian'", "shardkit --help"),
-        (["--debgu", "check"], "No such option: --debgu", "did you mean --debug?"),
-        (["check"], "Missing argument 'FILE...'", "write shardkit check FILE...; shardkit check --help"),
+        (["--debgu", "plan"], "No such option: --debgu", "did you mean --debug?"),
         (["tokenize"], "Missing argument 'SRC'", "write shardkit tokenize SRC DIR; shardkit tokenize --help"),
-        (["check", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
-        (["check", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit check --help"),
-        (["convert-config", "-", "--to"], "Option '--to' requires an argument", "shardkit convert-config --help"),
+        (["plan", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
+        (["plan", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit plan --help"),
+        (["plan", "-", "--gpu"], "Option '--gpu' requires an argument", "shardkit plan --help"),
         (["checkpoint", "foo"], "No such command 'foo'", "shardkit checkpoint --help"),
     ],
 )
