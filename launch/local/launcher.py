@@ -65,6 +65,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
     """
     environ = dict(os.environ if environ is None else environ)
     with ExitStack() as cleanup:
+        spec = replace(spec, starts_by_file=sys.version_info < (3, 11) and spec.script is None)  # no PYTHONSAFEPATH
         spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)
         if reserved is not None:
             cleanup.callback(reserved.close)
