@@ -107,7 +107,7 @@ def train_step(
         meanwhile(loss_sum, Mark(device))
     turns.append(Mark(device))
     ledger.sample_state(strategy)
-    with ledger.phase("step", follows=True):  # what `sample_state` counts takes no memory to speak of
+    with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
         grad_norm = HostValue(strategy.step(max_norm), device)
     return StepOutput(loss_sum, grad_norm, turns)
 

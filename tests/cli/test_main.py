@@ -163,3 +163,18 @@ def test_a_bug_keeps_its_traceback() -> None:
 def test_help_starts_about_as_fast_as_a_bare_typer_app() -> None:
     # The exact figure is benchmarks/startup.py's; on a shared machine only a heavy import shows.
     assert help_ratio(rounds=7, timing=cpu_seconds)["interval_95"][0] < 1.5
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["shardkit.cli schema", "shardkit.cli --help", "shardkit.train --help", "shardkit.train --print-config"],
+)
+def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", *words.split()]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPO, timeout=120)
+    finally:
+        os.close(writer)
+    assert done.stderr == "" and done.returncode in (0, 1)
