@@ -71,7 +71,7 @@ class ClusterOptions:
         from ..errors import LaunchError
 
         if self.style not in ("torchrun", "srun"):
-            raise LaunchError(f"--style {self.style!r}", "pass torchrun or srun")
+            raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
         if self.max_requeues < 0:
             raise LaunchError(f"--max-requeues {self.max_requeues} is negative", "pass 0 or more")
         if self.time is not None and self.time.startswith("-"):
