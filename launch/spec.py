@@ -73,7 +73,6 @@ class KubernetesOptions:
 
     Attributes:
         image: the pods' image.
-        runtime: Kubeflow's ClusterTrainingRuntime for a TrainJob.
         volumes: `CLAIM:/PATH`, PersistentVolumeClaims and where they are mounted.
         cpus: CPUs of each pod, as Kubernetes writes them.
         memory: host memory of each pod, as Kubernetes writes it.
@@ -82,7 +81,6 @@ class KubernetesOptions:
     """
 
     image: str | None = None
-    runtime: str = "torch-distributed"
     volumes: tuple[str, ...] = ()
     cpus: str | None = None
     memory: str | None = None
