@@ -34,9 +34,10 @@ elif ! command -v "$python" >/dev/null; then say interpreter "$python"
 elif said=$("$python" -c "$code" 2>&1); then say versions "$said"
 else say packages "$(printf %s "$said" | tail -n 1)"; fi
 """.replace("MARK", _MARK)
-# Nothing is imported: torch takes seconds.
+# None of the packages is imported: torch takes seconds. The current directory comes last: its json.py is not Python's.
 _VERSIONS = """
-import importlib.util as find, sys
+import sys; sys.path.sort(key=lambda path: not path)
+import importlib.util as find
 from importlib import metadata
 for name in NAMES:
     if find.find_spec(name) is None:
