@@ -1,0 +1,500 @@
+"""One line around a loop of another tool: every rank's memory, a run directory, and a post-mortem."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
+from ..foreign.advice import LIMIT_S, TheirKeys, Tool
+from ..foreign.translate import Job, read_job
+from ..launch.failures import failure, job_starts
+from ..memory.ledger import MemoryLedger
+from ..memory.loop_hooks import LoopHooks
+from ..memory.rows import RankRow
+from ..memory.table import write_jsonl
+from ..oom import shortage
+from ..oom.advice import Advice
+from ..oom.cap import MemoryCap, memory_cap
+from ..oom.postmortem import PostMortem
+from ..parallel.blocks import find_blocks
+from ..parallel.world import rank_env
+from ..run import directory
+from ..run.owner import Owner
+from ..run.planning import target_of
+from ..telemetry.metrics import MetricsWriter
+from ..telemetry.progress import Progress
+from .loop import Loop, Observed
+
+PLANNING = ".shardkit/planning"
+"""The file of the rank that plans after an out-of-memory error."""
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    run_dir: str | Path,
+    every: int = 10,
+    files: Sequence[str | Path] = (),
+    model_config: str | Path | None = None,
+    cap: str | None = None,
+    resume: bool = False,
+    done: int | None = None,
+    tensorboard: bool = True,
+    bars: bool = True,
+    total: int | None = None,
+    tool: Tool = "torch",
+) -> Watching:
+    """Account for the memory of a loop of any tool, and explain its out-of-memory errors.
+
+        with shardkit.watch(model, optimizer, run_dir="runs/mine") as watching:
+            for batch in batches:
+                ...                          # the loop as it is
+                watching.log(loss=loss)      # if the record should have it
+
+    Entering is collective. Rank 0 writes `metrics.jsonl`, `memory.jsonl` and TensorBoard's events into `run_dir`, which
+    `shardkit report` shows, draws bars of every rank's memory on a terminal, and prints them as a table at the end.
+    Nothing waits for the device. Every rank must take the same number of optimizer steps.
+
+    Args:
+        model: the module that the loop calls: plain, DDP, FSDP2, compiled, or DeepSpeed's engine.
+        optimizer: its optimizer, or a list of them in the order of their steps; DeepSpeed's engine has its own.
+        run_dir: a new directory.
+        every: optimizer steps between two gathers of every rank's memory.
+        files: the loop's config files (Accelerate's, DeepSpeed's, the Trainer's): advice is then planned.
+        model_config: the model's `config.json` or its folder, for these plans.
+        cap: run out of memory at this size, as `memory.cap`: "8GiB".
+        resume: continue the records in `run_dir` after `done` steps.
+        done: optimizer steps that were taken before; default with `resume`: the last one in `run_dir`.
+        tensorboard: whether to write its events.
+        bars: whether to draw on a terminal, at most once a second, while no bar of tqdm is open.
+        total: the last optimizer step, for the bars, if it is known.
+        tool: advice is said in the keys of this tool.
+
+    Raises:
+        ConfigError: (on entering) `run_dir` holds a run, or cannot be written; a file cannot be read; no optimizer.
+    """
+    optimizers = () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    names = tuple(str(file) for file in files)
+    config = None if model_config is None else str(model_config)
+    settings = Settings(
+        Path(run_dir), every, resume, done, tensorboard, tool, cap, names, config, bars=bars, total=total
+    )
+    return Watching(model, optimizers, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `watch` after the model and its optimizers.
+
+    Attributes:
+        known: settings of shardkit that the tool says and the model does not show.
+        contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
+        is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
+    """
+
+    run_dir: Path
+    every: int = 10
+    resume: bool = False
+    done: int | None = None
+    tensorboard: bool = True
+    tool: Tool = "torch"
+    cap: str | None = None
+    files: tuple[str, ...] = ()
+    model_config: str | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
+    contents: Callable[[], Sequence[Any]] | None = None
+    is_marked: bool = False
+    bars: bool = True
+    total: int | None = None
+
+
+class Watching:
+    """A loop that is watched; a context manager. See `watch`.
+
+    Attributes:
+        ledger: this rank's memory ledger, once entered.
+    """
+
+    ledger: MemoryLedger
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> None:
+        if settings.every < 1:
+            raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
+        self._settings, self._ranks = settings, _Ranks()
+        self._loop = Loop(model, optimizers, self._ranks.rank, self._ranks.size)
+        if settings.files:  # what cannot be read is said now
+            read_job(settings.files, settings.model_config, self._ranks.size)
+        self._inside = ExitStack()
+        self._records: _Records | None = None
+        self._is_open = self._is_broken = self._is_described = False
+        self._cap: MemoryCap | None = None
+        self._owner: Owner | None = None
+        self._forwards = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._settings.run_dir
+
+    @property
+    def marks(self) -> LoopHooks:
+        """Where the caller marks the phases, if no hooks do."""
+        return self._watch
+
+    @property
+    def rows(self) -> list[RankRow]:
+        """Rank 0: every rank's row at the last gather; empty elsewhere."""
+        return self.ledger.last_rows
+
+    def table(self, width: int | None = None) -> str:
+        """The last gather as a table; empty on ranks other than 0."""
+        return self.ledger.table(width)
+
+    def log(self, **values: Any) -> None:
+        """Add values to the record of the step whose first forward began last; on rank 0, nothing elsewhere.
+
+        `tokens` also gives `tokens_per_s`. A tensor on a GPU is copied without waiting for it.
+
+        Args:
+            values: numbers, or tensors of one element.
+
+        Raises:
+            TypeError: a value is neither.
+        """
+        if self._records is not None:
+            self._records.add(values)
+
+    def __enter__(self) -> Watching:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.explain(error)
+        self.close(failed=error is not None)
+
+    def open(self) -> None:
+        """Join the other ranks, claim the run directory and begin; collective."""
+        settings, ranks, device = self._settings, self._ranks, self._loop.device
+        ranks.join()
+        self._inside.callback(ranks.leave)
+        try:
+            config = self._config()
+            path, self._owner = _claimed(config, ranks)
+            if self._owner is not None:
+                self._inside.enter_context(self._owner)
+            done = settings.done or 0
+            if settings.resume:
+                if settings.done is None:
+                    done = int(str(ranks.gather(job_starts.last_step(path))[0]))
+                directory.go_on(config, ranks, path, done)
+            self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
+            if self._cap is not None:
+                self._cap.see([tensor for _, tensor in self._loop.state_tensors()])
+            self.ledger = MemoryLedger(
+                device, ranks.group, ranks.rank, ranks.size, ranks.local_rank, interval=settings.every
+            )
+            shortage.observe(device)
+            self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
+            if ranks.is_main:
+                (path / PLANNING).unlink(missing_ok=True)
+                shown = Progress(settings.total, done, every=None) if settings.bars else None
+                self._records = _Records(
+                    MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0],
+                    None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
+                )  # fmt: skip
+                if shown is not None:
+                    self._inside.callback(shown.close)
+                self._inside.callback(self._records.close)
+            self._watch = LoopHooks(
+                self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
+            )
+            self._inside.callback(self._watch.unhook)
+            if settings.is_marked:
+                self._watch.begin()
+            else:
+                self._watch.hook()
+        except BaseException:
+            self._inside.close()
+            raise
+        self._is_open = True
+
+    def close(self, failed: bool = False) -> None:
+        """Gather once more unless the loop failed, print the table on rank 0, and let go of everything; collective."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with self._inside:
+            self._watch.unhook()
+            if failed:
+                return
+            self._watch.gather_last()
+            if self.rows:
+                say(f"{self.table()}\n  look at the run: shardkit report {self.run_dir}")
+
+    def explain(self, error: BaseException) -> OutOfMemoryError | None:
+        """If memory ran out, write `RUN_DIR/oom/rank{r}.json` and say cause and fix; the error itself goes on.
+
+        The two lines become a note of the error, the last lines of its traceback (Python 3.10: they are printed).
+
+        Returns:
+            The cause and the fix; `None` for other errors.
+        """
+        if not self._is_open:
+            return None
+        if self._records is not None and not self._is_described:
+            self._describe()
+        try:
+            explained = self._post_mortem(planned=True).explain(error)
+        except Exception as problem:  # an exception from here would replace the error itself
+            say(f"shardkit: the error cannot be explained: {printable(f'{type(problem).__name__}: {problem}')}")
+            return None
+        if explained is None:
+            return None
+        text = "\n".join(printable(line) for line in f"shardkit: {explained}".split("\n"))
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            say(text)
+        failure.record(explained)
+        return explained
+
+    # What `LoopHooks` calls
+
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+        self._loop.look(inputs)
+        self._forwards += 1
+        if self._records is not None and self._forwards == 1:
+            self._records.flush()
+
+    def step_ended(self, step: int, seconds: float, waited: float) -> None:
+        self._loop.accum, self._forwards = max(1, self._forwards), 0
+        if self._records is not None and self._owner is not None and (lost := self._owner.lost()):
+            say(f"shardkit: nothing more is recorded: {printable(lost)}")
+            self._records = None
+        if self._records is not None:
+            self._records.begin(step, seconds, waited)
+            if not self._is_described:  # the batch shows only now
+                self._describe()
+
+    def gather(self, step: int) -> None:
+        if self._is_broken:
+            return
+        try:
+            rows = self.ledger.gather(step)
+        except (TrainingError, RuntimeError) as error:  # accounting never ends somebody's training
+            self._is_broken = True
+            self._ranks.leave()  # the others need not wait for this rank
+            cause = error.cause if isinstance(error, TrainingError) else str(error).partition("\n")[0]
+            say(f"shardkit: memory is no longer gathered: {printable(cause)}")
+            return
+        if rows is not None and self._records is not None:
+            write_jsonl(self.run_dir / "memory.jsonl", step, rows)
+            self._records.writer.write_memory(step, rows)
+
+    def _config(self) -> Observed:
+        settings = self._settings
+        more = {"run.dir": str(settings.run_dir), "run.resume": "auto" if settings.resume else False, **settings.known}
+        if settings.cap is not None:
+            more["memory.cap"] = settings.cap
+        return self._loop.config(more)
+
+    def _describe(self) -> None:
+        """Write what the loop shows; a problem with it does not end the loop."""
+        self._is_described = True
+        try:
+            directory.write_config(self.run_dir, self._config())
+        except (OSError, ConfigError) as error:
+            say(f"shardkit: {self.run_dir}/config.yaml is not complete: {printable(str(error).partition(chr(10))[0])}")
+
+    def _post_mortem(self, planned: bool) -> PostMortem:
+        config, model, ranks = self._config().config, self._loop.model, self._ranks
+        has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
+        theirs = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
+        return PostMortem(
+            config, self.ledger, self._loop, ranks.local_size, self._cap,
+            lambda model: len(find_blocks(model)), self._loop.buffers,
+            lambda advice: theirs.words(advice, self._loop.smaller_buckets()),
+            (lambda advice: self._planned(theirs, advice)) if planned else None,
+        )  # fmt: skip
+
+    def _planned(self, theirs: TheirKeys, advice: list[Advice]) -> list[Advice]:
+        """Advice with plans, on the first rank that lacks memory."""
+        with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
+            job = self._job(Path(folder))
+            if job is None or not _first(self.run_dir / PLANNING):
+                return advice
+            if job.not_planned:
+                say(f"shardkit: no change is planned: {'; '.join(job.not_planned)}")
+                return advice
+            say(f"shardkit: planning changes that would make room, {LIMIT_S:g} s at most")
+            seen, cap = self._loop.settings(), self._config().config.memory.cap_bytes
+            keys = [key for key in ("train.seq_len", "train.micro_batch_size") if key not in job.settings]
+            keys += ["run.device"] if seen["run.device"] == "cpu" else []
+            overrides = [f"{key}={seen[key]}" for key in keys if key in seen]
+            target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
+            return theirs.planned(advice, job, target, overrides)
+
+    def _job(self, folder: Path) -> Job | None:
+        """The loop as its tool's files and objects describe it; a model's config that has no file goes to `folder`."""
+        contents = self._settings.contents
+        names = [*self._settings.files, *(() if contents is None else contents())]
+        described = self._settings.model_config
+        own: Any = next((one.config for one in self._loop.model.modules() if hasattr(one, "config")), None)
+        if described is None and hasattr(own, "to_json_file"):
+            own.to_json_file(folder / "config.json")
+            described = str(folder / "config.json")
+        return read_job(names, described, self._ranks.size) if names and described is not None else None
+
+
+class _Ranks:
+    """The ranks of a loop's own process group, with a gloo group beside it."""
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        if dist.is_initialized():
+            env = rank_env()
+            self.rank, self.size = env.rank, env.world_size
+            self.local_rank, self.local_size = env.local_rank, env.local_world_size
+        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ConfigError(
+                f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, before they had a process "
+                "group",
+                "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()",
+            )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def join(self) -> None:
+        """Make the gloo group; collective."""
+        if self.size > 1:
+            self.group = dist.new_group(backend="gloo")
+
+    def leave(self) -> None:
+        """Close the group: ranks that wait in it learn that this one is gone."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's value, on every rank."""
+        found: list[object] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+
+class _Records:
+    """Rank 0's record of each step; values that a GPU still computes are written later, in order."""
+
+    def __init__(
+        self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
+    ) -> None:
+        self.writer, self._optimizer, self._show = writer, optimizer, show
+        self._now: dict[str, Any] | None = None
+        self._early: dict[str, Any] = {}
+        self._queue: deque[tuple[dict[str, Any], Any]] = deque()
+        self._event: Any = None
+        self._tokens = 0.0
+
+    def begin(self, step: int, seconds: float, waited: float) -> None:
+        """The step ended; values are added to its record until the next forward."""
+        self.flush()
+        self._now = {"step": step, **self._early, "step_time_s": seconds, "data_wait_s": waited}
+        self._early = {}
+        rate = self._optimizer.param_groups[0].get("lr")
+        if isinstance(rate, (int, float)):
+            self._now.setdefault("lr", float(rate))
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add values to the record of the step that ended, or of the one that runs."""
+        into = self._early if self._now is None else self._now
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                into[key] = value.detach().to("cpu", non_blocking=True)
+                if value.is_cuda:
+                    self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._event.record()
+            elif isinstance(value, (int, float)) or hasattr(value, "item"):
+                into[key] = float(value)
+            else:
+                raise TypeError(f"log() got {key} of type {type(value).__name__}; it takes numbers")
+
+    def flush(self) -> None:
+        """The next step began: write what has arrived."""
+        if self._now is not None:
+            self._queue.append((self._now, self._event))
+            self._now = self._event = None
+        while self._queue and (self._queue[0][1] is None or self._queue[0][1].query()):
+            self._write(self._queue.popleft()[0])
+
+    def close(self) -> None:
+        self.flush()
+        for record, event in self._queue:
+            try:
+                event.synchronize()
+            except RuntimeError:  # the device failed, and with it what it computed
+                break
+            self._write(record)
+        self.writer.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        plain = {key: value if key == "step" else float(value) for key, value in record.items()}
+        if "tokens" in plain:
+            self._tokens += plain["tokens"]
+            plain |= {"tokens_total": self._tokens, "tokens_per_s": plain["tokens"] / plain["step_time_s"]}
+        self.writer.write(plain)
+        if self._show is not None:
+            try:
+                self._show(plain)
+            except OSError:  # the terminal is gone
+                self._show = None
+
+
+def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:
+    """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
+    try:
+        return directory.prepare(config, ranks, exclusive=False)
+    except ConfigError as error:
+        fix = error.fix if "resume" not in error.fix else "pass resume=True to continue its records, or another run_dir"
+        raise ConfigError(error.cause.replace("run.dir=", "run_dir="), fix.replace("run.dir", "run_dir")) from None
+
+
+def missing(library: str, error: ImportError) -> ConfigError:
+    """The error of an integration whose library does not import."""
+    return ConfigError(
+        f"shardkit.integrations.{library} needs {library}, which does not import: {error}", f"pip install {library}"
+    )
+
+
+def say(text: str) -> None:
+    """Print on stderr: stdout is the loop's own."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _first(path: Path) -> bool:
+    """Whether this rank is the first to ask; the file says so to the others."""
+    try:
+        path.touch(exist_ok=False)
+    except OSError:
+        return False
+    return True

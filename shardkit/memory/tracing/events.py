@@ -1,0 +1,291 @@
+"""A tracker's log of allocations, each with its operator, phase and module, and the composition of peaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ..rows import KINDS, Category
+from .compat import tensors
+
+_ORDER: dict[str, int] = {kind: order for order, kind in enumerate(KINDS)}
+_COLLECTIVES = ("c10d", "fsdp::", "_c10d_functional")
+
+
+class Allocation:
+    """One storage from when it was first seen: its origin, and the labels it gets later.
+
+    Attributes:
+        op: the operator that returned it ("" for a storage that was not made by a traced operator).
+        phase, module: the phase and the module that ran when it was made.
+        recorded: made while autograd was recording: in forward, or in a recomputation during backward.
+        consumed: released while autograd was not recording, as backward releases saved tensors.
+        label: a category given by the code that made it; overrides the derived category.
+        is_older: the operator that showed it did not make it: it returned a view, wrote to it, or used it.
+    """
+
+    __slots__ = (
+        "consumed", "device", "is_older", "label", "module", "n_bytes", "op", "phase", "recorded", "shape", "stream"
+    )  # fmt: skip
+
+    def __init__(self, device: str, op: str, phase: str, module: str, recorded: bool, stream: int) -> None:
+        self.device, self.op, self.phase, self.module = device, op, phase, module
+        self.recorded, self.stream = recorded, stream
+        self.consumed = self.is_older = False
+        self.label: str | None = None
+        self.shape: tuple[int, ...] | None = None
+        self.n_bytes = 0
+
+    @property
+    def category(self) -> Category:
+        """The label if there is one, else derived from the storage's life.
+
+        Results of collectives are communication, results of forward that backward releases are activations, the rest is
+        workspace.
+        """
+        if self.label is not None:
+            return self.label  # type: ignore[return-value]
+        if self.op.startswith(_COLLECTIVES):
+            return "communication"
+        return "activations" if self.recorded and self.consumed else "workspace"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A moment at which a sum of live bytes was largest.
+
+    Attributes:
+        n_bytes: the sum.
+        at: index of the event that reached it.
+        phase, module: the phase and the module that ran then.
+        categories: bytes by category; they add up to `n_bytes`.
+    """
+
+    n_bytes: int
+    at: int
+    phase: str
+    module: str
+    categories: Mapping[Category, int]
+
+
+@dataclass
+class EventLog:
+    """Every change of a storage's size, in order.
+
+    Attributes:
+        events: (index into `allocations`, bytes added); negative if a storage shrank or was freed.
+        marks: (index of the first event, phase, module) for each change of phase or module.
+        releases: for each time that the program emptied the allocator's cache, the index of the next event.
+        stream: returns the stream of a new allocation; on CPU there is one.
+        product_workspace: bytes that a library keeps from the first matrix product of each thread on: of the program's,
+            and of autograd's for backward.
+    """
+
+    allocations: list[Allocation] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[tuple[int, str, str]] = field(default_factory=lambda: [(0, "start", "")])
+    releases: list[int] = field(default_factory=list)
+    stream: Callable[[], int] = lambda: 0
+    phase: str = "start"
+    module: str = ""
+    product_workspace: int = 0
+    _multiplied: set[bool] = field(default_factory=set)
+
+    def made(self, device: str, op: str) -> int:
+        """Log a new storage of 0 bytes; returns its index."""
+        recorded = torch.is_grad_enabled() and self.phase != "start"
+        self.allocations.append(Allocation(device, op, self.phase, self.module, recorded, self.stream()))
+        return len(self.allocations) - 1
+
+    def changed(self, index: int, n_bytes: int) -> None:
+        """Log that a storage grew (or shrank) by `n_bytes`."""
+        allocation = self.allocations[index]
+        self.events.append((index, n_bytes))
+        if n_bytes > 0:
+            allocation.n_bytes = max(allocation.n_bytes, n_bytes)
+        else:
+            allocation.consumed = not torch.is_grad_enabled()
+
+    def labelled(self, index: int, label: str) -> None:
+        """Label a storage; of two labels the first of params, master_params, grads, optimizer, buffers wins."""
+        allocation = self.allocations[index]
+        old, new = _ORDER.get(allocation.label or "", len(_ORDER)), _ORDER.get(label, len(_ORDER))
+        if allocation.label is None or new < old:
+            allocation.label = label
+
+    def scratch(self, device: str, op: str, n_bytes: int) -> None:
+        """Log memory that a kernel allocates and frees inside an operator."""
+        index = self.made(device, op)
+        self.allocations[index].label = "workspace"
+        self.changed(index, n_bytes)
+        self.changed(index, -n_bytes)
+
+    def multiplied(self, device: str, op: str) -> None:
+        """Log a matrix product: the first in a thread takes a workspace and keeps it."""
+        in_backward = self.phase == "backward"
+        if self.product_workspace and in_backward not in self._multiplied:
+            self._multiplied.add(in_backward)
+            index = self.made(device, op)
+            self.allocations[index].label, self.allocations[index].is_older = "workspace", True
+            self.changed(index, self.product_workspace)
+
+    def released(self) -> None:
+        """Log that the program empties the allocator's cache."""
+        self.releases.append(len(self.events))
+
+    def accumulated_in_place(self) -> None:
+        """Rewrite the gradients' sums in backward as autograd makes them, which a dispatch mode keeps it from.
+
+        It adds two gradients of one tensor in the memory of the first, if nobody else holds that; under a mode it
+        makes a third. See `can_accumulate_inplace` in torch's input_buffer.cpp.
+        """
+        place: dict[int, int] = {}  # of a sum: the gradient in whose memory it lies
+        kept: list[tuple[int, int]] = []
+        positions: list[int] = []  # of each event: that of the first event kept from it on
+        events, at = self.events, 0
+        while at < len(events):
+            positions.append(len(kept))
+            index, n_bytes = events[at]
+            made = self.allocations[index]
+            freed = []
+            if n_bytes > 0 and made.op == "aten::add" and made.phase == "backward" and not made.recorded:
+                for other, change in events[at + 1 : at + 3]:
+                    if change != -n_bytes or self.allocations[other].device != made.device:
+                        break
+                    freed.append(other)
+            if freed:
+                first = min(freed)
+                place[index] = place.get(first, first)
+                self.allocations[place[index]].label = self.allocations[place[index]].label or made.label
+                rest = [(place.get(other, other), -n_bytes) for other in freed if other != first]
+                positions += [len(kept)] * len(freed)
+                kept += rest
+                at += 1 + len(freed)
+                continue
+            kept.append((place.get(index, index), n_bytes))
+            at += 1
+        positions.append(len(kept))
+        self.events[:] = kept
+        self.marks = [(positions[begin], phase, module) for begin, phase, module in self.marks]
+        self.releases = [positions[at] for at in self.releases]
+
+    def older_first(self) -> None:
+        """Let gradients and workspaces that are older than the operator that showed them be there from the start.
+
+        In all steps but the first ones these are DDP's buckets, which live as long as the wrapper and take the
+        gradients in backward, and the workspaces of matrix products.
+        """
+        labels = ("grads", "workspace")
+        older = {index for index, made in enumerate(self.allocations) if made.is_older and made.label in labels}
+        first: list[tuple[int, int]] = []
+        rest: list[tuple[int, int]] = []
+        moved: list[int] = []  # of each event: how many before it moved
+        for index, n_bytes in self.events:
+            moved.append(len(first))
+            if index in older:
+                older.remove(index)
+                first.append((index, n_bytes))
+            else:
+                rest.append((index, n_bytes))
+        moved.append(len(first))
+        self.events[:] = first + rest
+        self.marks = [(at + len(first) - moved[at] if at else 0, phase, module) for at, phase, module in self.marks]
+        self.releases = [at + len(first) - moved[at] for at in self.releases]
+
+    def mark(self, phase: str | None = None, module: str | None = None) -> None:
+        """Mark the phase and module that run from the next event on."""
+        phase = self.phase if phase is None else phase
+        module = self.module if module is None else module
+        if (phase, module) != (self.phase, self.module):
+            self.phase, self.module = phase, module
+            self.marks.append((len(self.events), phase, module))
+
+    def peaks(self, device: str, rounding: int = 1) -> dict[tuple[str, str], Peak]:
+        """The largest total of a device while each (phase, module) ran; every storage rounded up to `rounding` bytes.
+
+        A pair that runs without allocating gets the bytes live at its start.
+        """
+        best: dict[tuple[str, str], Peak] = {}
+        sums: Counter[Category] = Counter()
+        held: dict[int, int] = {}
+        total = 0
+        edges = [mark[0] for mark in self.marks[1:]] + [len(self.events)]
+        for (begin, phase, module), end in zip(self.marks, edges, strict=True):
+            most = best.get((phase, module))
+            if most is None or total > most.n_bytes:
+                most = Peak(total, max(begin - 1, 0), phase, module, dict(sums))
+            for at in range(begin, end):
+                index, change = self.events[at]
+                allocation = self.allocations[index]
+                if allocation.device != device:
+                    continue
+                size = held.get(index, 0)
+                held[index] = size + change
+                change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
+                total += change
+                sums[allocation.category] += change
+                if total > most.n_bytes:
+                    most = Peak(total, at, phase, module, dict(sums))
+            best[phase, module] = most
+        return best
+
+    def peak(self, device: str, rounding: int = 1, phase: str | None = None) -> Peak:
+        """The largest total of a device, overall or in one phase."""
+        peaks = self.peaks(device, rounding).values()
+        found = [peak for peak in peaks if phase is None or peak.phase == phase]
+        return max(found, key=lambda peak: peak.n_bytes, default=Peak(0, 0, phase or "start", "", {}))
+
+    def live(self, device: str, at: int) -> dict[int, int]:
+        """Bytes of every live storage of a device just after an event, by index into `allocations`."""
+        held: dict[int, int] = {}
+        for index, change in self.events[: at + 1]:
+            if self.allocations[index].device == device:
+                held[index] = held.get(index, 0) + change
+        return {index: n_bytes for index, n_bytes in held.items() if n_bytes}
+
+
+@contextmanager
+def following_modules(log: EventLog, model: nn.Module, prefix: str = "") -> Iterator[None]:
+    """Log which module runs, forward and backward, by its name within `model`.
+
+    A module's backward begins when the gradient of its output is ready. Names omit wrappers' prefixes.
+    """
+    names = {id(module): _clean(name, prefix) for name, module in model.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: nn.Module, args: object) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            stack.append(name)
+            log.mark(module=name)
+
+    def leave(module: nn.Module, args: object, out: object) -> None:
+        name = names.get(id(module))
+        if name is None:
+            return
+        while stack and stack.pop() != name:  # an exception skipped some
+            pass
+        log.mark(module=stack[-1] if stack else "")
+        for tensor in tensors(out):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _, name=name: log.mark(module=name))  # type: ignore[no-untyped-call]
+
+    with ExitStack() as exits:
+        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave)):
+            exits.callback(handle.remove)
+        yield
+
+
+def _clean(name: str, prefix: str) -> str:
+    for wrapper in ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix(prefix)

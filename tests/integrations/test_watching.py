@@ -1,0 +1,411 @@
+"""`shardkit.watch` around loops that know nothing of it: every rank's bytes, a run directory, a post-mortem."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardkit
+from shardkit.errors import ConfigError
+from shardkit.memory import read_jsonl
+from shardkit.report.page import run_page
+from shardkit.report.read import read_run
+from tests.ranks import run_ranks
+from tests.zero_ops import leave_out_shm
+
+SIZE, STEP_COUNT = 64, 4
+NUMEL = 2 * (SIZE * SIZE + SIZE)
+KINDS = ("params", "master_params", "grads", "optimizer")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+
+
+def batches(steps: int, accum: int = 2) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Inputs, and whether the update follows."""
+    for index in range(steps * accum):
+        yield torch.ones(4, SIZE), (index + 1) % accum == 0
+
+
+def torch_loop(model: nn.Module, optimizer: Any, steps: int, log: Callable[..., None] = lambda **_: None) -> None:
+    for inputs, is_last in batches(steps):
+        loss = model(inputs).pow(2).mean()
+        loss.backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            log(loss=loss)
+
+
+def loop_of(kind: str, folder: Path) -> dict[str, Any]:
+    """A user's loop of one kind under `watch`; the counted bytes and what the run directory says."""
+    model = make_model()
+    optimizer: Any = None
+    if kind.startswith("zero"):
+        import deepspeed
+
+        leave_out_shm()
+        zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
+        settings = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": zero}
+        own = torch.optim.AdamW(model.parameters())
+        more = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        model, *_ = deepspeed.initialize(model=model, optimizer=own, config=settings | more, dist_init_required=False)
+    else:
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        elif kind == "fsdp":
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+    with shardkit.watch(model, optimizer, run_dir=folder / kind, every=2) as watching:
+        if optimizer is None:
+            for inputs, _ in batches(5):
+                loss = model(inputs).pow(2).mean()
+                model.backward(loss)
+                model.step()
+                watching.log(loss=loss)
+        else:
+            torch_loop(model, optimizer, 5, watching.log)
+    gathers = list(read_jsonl(folder / kind / "memory.jsonl")) if dist.get_rank() == 0 else []
+    if kind.startswith("zero"):
+        model.destroy()
+    return {
+        "steps": [step for step, _ in gathers],
+        "ranks": [{k: row.state[k].device for k in KINDS} for row in gathers[-1][1]] if gathers else [],
+        "phases": [sorted(row.phases) for row in gathers[-1][1]] if gathers else [],
+    }
+
+
+def loops(kinds: list[str], folder: str) -> dict[str, Any]:
+    return {kind: loop_of(kind, Path(folder)) for kind in kinds}
+
+
+EXPECTED = {
+    "ddp": {"params": 4 * NUMEL, "master_params": 0, "grads": 4 * NUMEL, "optimizer": 8 * NUMEL + 4 * STEP_COUNT},
+    "fsdp": {"params": 2 * NUMEL, "master_params": 0, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + 4 * STEP_COUNT},
+    "zero1": {"params": 4 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
+    "zero2": {"params": 4 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
+    "zero3": {"params": 2 * NUMEL, "master_params": 2 * NUMEL, "grads": 2 * NUMEL, "optimizer": 4 * NUMEL + STEP_COUNT},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(tmp_path: Path) -> None:
+    found = run_ranks(2, "tests.integrations.test_watching:loops", kinds=list(EXPECTED), folder=str(tmp_path))[0]
+    for kind, expected in EXPECTED.items():
+        assert found[kind]["steps"] == [1, 2, 4, 5], kind
+        assert found[kind]["ranks"] == [expected, expected], kind
+        assert found[kind]["phases"] == [["backward", "forward", "update"]] * 2, kind
+        run = read_run(tmp_path / kind)
+        assert run.notes == [] and run.setting("parallel.strategy") == kind
+        assert (run.setting("train.micro_batch_size"), run.setting("train.grad_accum_steps")) == (4, 2)
+        assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
+        assert all(line["loss"] > 0 and line["lr"] == 1e-3 for line in run.metrics)
+
+
+def watched(tmp_path: Path, steps: int = 3, **settings: Any) -> Any:
+    """A plain loop in this process, inside `watch`."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardkit.watch(model, optimizer, run_dir=tmp_path / "run", tensorboard=False, **settings) as watching:
+        torch_loop(model, optimizer, steps, watching.log)
+    return watching
+
+
+def test_the_report_of_a_watched_run_looks_like_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watching = watched(tmp_path, every=2)
+    assert "peak" in watching.table() and watching.table() in capsys.readouterr().err
+    page = run_page(read_run(tmp_path / "run"), tmp_path / "report.html")
+    for section in ("summary", "training", "memory", "categories", "phases", "ranks", "config"):
+        assert f'id="{section}"' in page, section
+    assert "single" in page and "no step was recorded" not in page
+
+
+def test_values_belong_to_the_step_whose_forward_began_last(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardkit.watch(model, optimizer, run_dir=tmp_path, tensorboard=False) as watching:
+        for index, (inputs, is_last) in enumerate(batches(2)):
+            model(inputs).sum().backward()
+            watching.log(micro=index)
+            if is_last:
+                optimizer.step()
+                watching.log(loss=torch.tensor(float(index)), tokens=100)
+                with torch.no_grad():
+                    model(inputs)  # an evaluation
+                watching.log(val_loss=-index)
+        with pytest.raises(TypeError, match="log\\(\\) got note of type str"):
+            watching.log(note="x")
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [first[k] for k in ("step", "micro", "loss", "val_loss", "tokens_total")] == [1, 1, 1, -1, 100]
+    assert [second[k] for k in ("step", "micro", "loss", "val_loss", "tokens_total")] == [2, 3, 3, -3, 200]
+    assert second["tokens_per_s"] == pytest.approx(100 / second["step_time_s"])
+
+
+def test_memory_that_runs_out_is_explained_in_the_loops_own_words(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU()) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run() -> None:
+        with shardkit.watch(model, optimizer, run_dir=tmp_path, cap="1MiB", tensorboard=False):
+            for _ in range(2):
+                loss = model(torch.ones(4, SIZE)).sum()
+                loss.backward()
+                optimizer.step()
+            model(torch.ones(2048, SIZE)).sum().backward()
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run()
+    found = json.loads((tmp_path / "oom" / "rank0.json").read_text())
+    assert (found["phase"], found["step"], found["gaps"]) == ("forward", 3, [])
+    assert found["row"]["state"]["optimizer"]["device"] > 0
+    changes = [one["change"] for one in found["advice"]]
+    assert "batch_size=1024 in the DataLoader, 2 micro-batches for each optimizer step" in changes
+    assert "torch.utils.checkpoint around each block" in changes
+    assert not any("train." in change or "parallel." in change for change in changes), changes
+    if sys.version_info >= (3, 11):
+        cause, fix = caught.value.__notes__[-1].split("\n")
+        assert (
+            cause.startswith("shardkit: rank 0 ran out of memory in forward of step 3 (") and "memory.cap=1MiB" in cause
+        )
+        assert fix.startswith("  fix: set ") and f"see {tmp_path}/oom/rank0.json" in fix
+    with torch.no_grad():
+        model(torch.ones(4096, SIZE))  # neither hooks nor cap are left
+
+
+ON_A_TERMINAL = """
+import sys
+import torch
+from torch import nn
+from tqdm import tqdm
+import shardkit
+from shardkit.telemetry import progress
+progress.REFRESH_S = 0.0
+
+def loop(name, steps, said):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardkit.watch(model, optimizer, run_dir=f"{sys.argv[1]}/{name}", every=1, tensorboard=False, total=3):
+        for step in steps():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            said(step)
+        model(torch.ones(2, 4))
+        print(f"end of {name}")
+
+loop("plain", lambda: range(3), lambda step: print(f"step {step} is done"))
+loop("tqdm", lambda: tqdm(range(3), mininterval=0, ncols=60), lambda step: None)
+loop("own", lambda: range(3), lambda step: print(f"\\rown bar {step}", end="", flush=True))
+"""
+
+
+def screen_of(raw: str) -> list[str]:
+    """The lines that a terminal shows after these characters."""
+    lines, at, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", raw):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            at += 1
+            lines += [""] * (at + 1 - len(lines))
+        elif part.startswith("\x1b"):
+            at -= int(part[2:-1] or 1) if part.endswith("A") else 0
+            lines[at] = "" if part == "\x1b[2K" else lines[at]
+        else:
+            lines[at] = lines[at][:column].ljust(column) + part + lines[at][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_terminal_shows_bars_that_leave_the_loops_own_output_alone(tmp_path: Path) -> None:
+    main, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 100, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    command = [sys.executable, "-c", ON_A_TERMINAL, str(tmp_path)]
+    with subprocess.Popen(command, stdout=ours, stderr=ours, env=environment) as ran:
+        os.close(ours)
+        raw = b""
+        with contextlib.suppress(OSError):  # Linux' way to say that the other end is closed
+            while got := os.read(main, 65536):
+                raw += got
+    os.close(main)
+    text = raw.decode()
+    assert ran.returncode == 0, text
+    of = re.split(r"end of \w+", text)
+    assert re.search(r"3/3.*peak RSS", of[0]) and "rank 0@" in of[0]
+    assert "rank 0@" not in of[1][of[1].index("  0%|") : of[1].index("100%|")], "a bar of tqdm is open"
+    shown = screen_of(text)
+    own = [line for line in shown if re.match(r"step \d|end of|own bar|100%", line)]
+    assert own[:4] == ["step 0 is done", "step 1 is done", "step 2 is done", "end of plain"]
+    assert [line.split("|")[0] for line in own[4:]] == ["100%", "end of tqdm", "own bar 2end of own"]
+
+
+def runs_out_under_zero3(folder: str) -> Any:
+    """The post-mortem of a DeepSpeed engine whose batch is too large."""
+    import deepspeed
+
+    leave_out_shm()
+    settings = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    own = make_model()
+    engine, *_ = deepspeed.initialize(
+        model=own, model_parameters=own.parameters(), config=settings, dist_init_required=False
+    )
+    try:
+        with shardkit.watch(engine, run_dir=folder, cap="4MiB", tensorboard=False, tool="deepspeed"):
+            for rows in (4, 4, 8192):
+                engine.backward(engine(torch.ones(rows, SIZE)).sum())
+                engine.step()
+    except torch.OutOfMemoryError:
+        return json.loads((Path(folder) / "oom" / "rank0.json").read_text())
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.dist
+@pytest.mark.deepspeed
+def test_memory_that_runs_out_under_zero3_is_explained(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, "tests.integrations.test_watching:runs_out_under_zero3", folder=str(tmp_path))
+    assert (found["step"], found["gaps"]) == (3, [])
+    assert any(one["change"].startswith("train_micro_batch_size_per_gpu: ") for one in found["advice"]), found["advice"]
+
+
+def test_long_sequences_are_described_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Embedding(32, SIZE), nn.Linear(SIZE, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        with shardkit.watch(model, optimizer, run_dir=tmp_path, cap="8MiB", tensorboard=False):
+            for rows in (1, 1, 64):
+                model(torch.zeros(rows, 2048, dtype=torch.long)).sum().backward()
+                optimizer.step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert read_run(tmp_path).setting("train.seq_len") == 2048
+    assert "is not complete" not in capsys.readouterr().err
+    found = json.loads((tmp_path / "oom" / "rank0.json").read_text())
+    changes = [one["change"] for one in found["advice"]]
+    assert found["gaps"] == [] and any("batch_size=8 in the DataLoader" in change for change in changes), changes
+
+
+def test_other_errors_pass_and_nothing_is_left(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        shardkit.watch(model, optimizer, run_dir=tmp_path, tensorboard=False) as watching,
+    ):
+        model(torch.ones(1, 3))
+    assert not (tmp_path / "oom").exists()
+    before = (tmp_path / "config.yaml").read_text()
+    torch_loop(model, optimizer, 1)
+    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "config.yaml").read_text() == before
+    assert watching.rows == []
+
+
+def test_a_directory_with_a_run_is_refused_or_continued(tmp_path: Path) -> None:
+    watched(tmp_path)
+    with pytest.raises(ConfigError, match="already holds a run") as refused:
+        watched(tmp_path)
+    assert "run_dir=" in refused.value.cause and "resume=True" in refused.value.fix and "run." not in refused.value.fix
+    watched(tmp_path, resume=True)
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2, 3, 4, 5, 6]
+    watched(tmp_path, resume=True, done=4)
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": None}, "watch() got no optimizer"),
+        ({"optimizer": 3}, "watch() got a int where an optimizer belongs"),
+        ({"every": 0}, "every=0"),
+        ({"files": ["gone.yaml"]}, "gone.yaml"),
+        ({"cap": "much"}, "memory.cap"),
+    ],
+)
+def test_what_cannot_work_is_said_in_two_lines(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = make_model()
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "run_dir": tmp_path / "run", **arguments}
+    with pytest.raises(ConfigError) as refused, shardkit.watch(model, **given):
+        pass
+    assert said in refused.value.cause and refused.value.fix
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_ranks_without_a_group_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="before they had a process group"):
+        watched(tmp_path)
+
+
+def test_a_step_with_a_closure_has_its_phases(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(4, SIZE)).sum()
+        loss.backward()
+        return loss
+
+    with shardkit.watch(model, optimizer, run_dir=tmp_path, tensorboard=False) as watching:
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    (row,) = watching.rows
+    assert set(row.phases) == {"forward", "backward", "update"}
+    assert row.state is not None and row.state["grads"].device == 4 * NUMEL
+
+
+def half_fails(folder: str) -> str:
+    """Rank 1 fails and goes on; rank 0 must end without it."""
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with shardkit.watch(model, optimizer, run_dir=folder, tensorboard=False):
+            torch_loop(model, optimizer, 3)
+            if dist.get_rank() == 1:
+                raise ValueError("only here")
+    except ValueError as error:
+        return str(error)
+    return "ended"
+
+
+@pytest.mark.dist
+def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    assert run_ranks(2, "tests.integrations.test_watching:half_fails", folder=str(tmp_path)) == ["ended", "only here"]
+    assert [step for step, _ in read_jsonl(tmp_path / "memory.jsonl")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_importing_shardkit_imports_no_other_tool() -> None:
+    code = "import shardkit, sys; shardkit.watch; print([n for n in sys.modules if '.' not in n])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(eval(done.stdout))
+    assert "torch" in loaded and not loaded & {"transformers", "accelerate", "deepspeed", "lightning", "peft"}

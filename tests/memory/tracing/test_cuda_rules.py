@@ -1,0 +1,66 @@
+"""What CUDA's kernels and autograd take and a trace of fake tensors does not show; figures of torch's allocator."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shardkit.memory.tracing import scratch
+from shardkit.memory.tracing.events import EventLog
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "mib"), [(8192, 1024, 64), (8192, 4096, 132), (64, 1024, 0)], ids=["norm", "fc", "few rows"]
+)
+def test_a_sum_over_rows_has_the_buffer_that_torch_allocates(
+    rows: int, columns: int, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator of torch's CUDA build gave these on a card of 132 multiprocessors."""
+    card = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    matrix = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    assert scratch._columns_summed((matrix, [0], True), None) == mib * MIB
+    assert scratch._columns_summed((matrix, [1], True), None) == 0
+    assert scratch._columns_summed((matrix.t(), [0], True), None) == 0
+
+
+def summed(recorded: bool) -> EventLog:
+    """Two gradients and their sum in backward; then the sum is freed."""
+    log = EventLog(phase="backward")
+    one, other = (log.made("cuda:0", "aten::mm") for _ in range(2))
+    for gradient in (one, other):
+        log.changed(gradient, MIB)
+    log.released()
+    total = log.made("cuda:0", "aten::add")
+    log.allocations[total].recorded = recorded
+    log.changed(total, MIB)
+    log.changed(one, -MIB)
+    log.changed(other, -MIB)
+    log.mark(module="next")
+    log.changed(total, -MIB)
+    log.accumulated_in_place()
+    return log
+
+
+def test_two_gradients_are_added_in_the_memory_of_the_first() -> None:
+    log = summed(recorded=False)
+    assert log.events == [(0, MIB), (1, MIB), (1, -MIB), (0, -MIB)]
+    assert log.peak("cuda:0").n_bytes == 2 * MIB
+    assert log.marks[-1] == (3, "backward", "next")
+    assert log.releases == [2]
+
+
+def test_a_sum_of_a_recomputed_forward_is_a_tensor_of_its_own() -> None:
+    assert summed(recorded=True).peak("cuda:0").n_bytes == 3 * MIB
+
+
+def test_each_thread_keeps_one_workspace_from_its_first_product_on() -> None:
+    log = EventLog(product_workspace=32 * MIB)
+    for phase in ("forward", "forward", "backward", "backward", "forward"):
+        log.mark(phase)
+        log.multiplied("cuda:0", "aten::mm")
+    assert [change for _, change in log.events] == [32 * MIB, 32 * MIB]
