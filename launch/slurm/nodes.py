@@ -34,10 +34,12 @@ elif ! command -v "$python" >/dev/null; then say interpreter "$python"
 elif said=$("$python" -c "$code" 2>&1); then say versions "$said"
 else say packages "$(printf %s "$said" | tail -n 1)"; fi
 """.replace("MARK", _MARK)
-# None of the packages is imported: torch takes seconds. The current directory comes last: its json.py is not Python's.
+# None of the packages is imported: torch takes seconds. The current directory is searched as by the batch script.
 _VERSIONS = """
-import sys; sys.path.sort(key=lambda path: not path)
+import sys; sys.path[:] = filter(None, sys.path)
 import importlib.util as find
+if find.find_spec("shardkit") is None:
+    sys.path.append("")
 from importlib import metadata
 for name in NAMES:
     if find.find_spec(name) is None:
