@@ -51,7 +51,7 @@ print("Python {}.{}".format(*sys.version_info), *torch)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One task's word about its node.
+    """A task's report about its node.
 
     Attributes:
         kind: `unseen`, `unwritable`, `interpreter`, `packages`, or `versions`, which is no fault.
@@ -117,13 +117,13 @@ def _marked(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def parse(text: str) -> list[NodeReport]:
-    """The findings in the tasks' output."""
+    """The reports in the tasks' output."""
     lines = (line.split("\x1f") for line in text.splitlines())
     return [NodeReport(*words) for words in lines if len(words) == 3]
 
 
 def judge(findings: Sequence[NodeReport], python: str) -> LaunchError | None:
-    """The error that the findings amount to; None if all nodes are alike."""
+    """Returns the error for nodes that differ or lack something; None if all are alike."""
     this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     by_kind = {
         kind: [finding for finding in findings if finding.kind == kind]
