@@ -92,7 +92,7 @@ class Batch:
         return job_starts.last_step(self.run_dir) if self.script is None else newest_change(self.script.checkpoints)
 
     def newest_checkpoint(self) -> tuple[int, int] | None:
-        """Tells one checkpoint from another; None if there is none."""
+        """Step and time of the newest checkpoint, which tell it from any other; None if there is none."""
         if self.script is None:
             return job_starts.newest_checkpoint(self.run_dir)
         return (0, stamp) if (stamp := self.progress()) else None

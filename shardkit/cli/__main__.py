@@ -87,8 +87,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardkit {__version__}")
         raise typer.Exit()
 
@@ -180,9 +180,9 @@ def copy_templates(directory: Path, force: bool = False) -> list[Path]:
     }
     present = [path for path in targets if path.exists()]
     if present and not force:
-        more = f" and {len(present) - 1} more" if len(present) > 1 else ""
+        further = f" and {len(present) - 1} more" if len(present) > 1 else ""
         raise ShardkitError(
-            f"{present[0]}{more} would be overwritten", "pass another directory, or --force to overwrite"
+            f"{present[0]}{further} would be overwritten", "pass another directory, or --force to overwrite"
         )
     try:
         for path, source in targets.items():

@@ -138,7 +138,7 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
 
 
 PYTHON = """#!/bin/bash
-if [ "$1" = -c ]; then echo looking; read -r; exit; fi
+if [ "$#" = 2 ]; then echo looking; read -r; exit; fi
 echo starting; read -r
 exec {python} -c 'from shardkit.launch.slurm.preemption_warning import PreemptionWarning
 warning = PreemptionWarning()
