@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..checkpoint.base import FrozenBase, check_adapter
-from ..checkpoint.format.manifest import RunState
+from ..checkpoint.native.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.load import resolve_batch
