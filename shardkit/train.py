@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from .config.load import LoadedConfig, load_config
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if again:
             loaded = load_config(args.config, [*args.overrides, *again])
         if args.print_config:
-            print(loaded.render(), end="")
+            with suppress(BrokenPipeError):  # `| head` has read enough
+                print(loaded.render(), end="")
             return 0
         with failure.reserved():
             return run(loaded)

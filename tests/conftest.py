@@ -4,6 +4,7 @@ time: those of a file, which share what it has set up, and those of Slurm, of wh
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.guard import MARK, nothing_left
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ[MARK] = str(os.getpid())
+# Containers often set it. Each of the suite's hundreds of processes would then compile the sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

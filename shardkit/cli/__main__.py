@@ -20,8 +20,8 @@ from ..files.children import module_command
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
-from .foreign import check, convert_config
 from .plan import ladder, max_model, plan
+from .program import UsageError
 from .report import profile
 from .report import report as report_command
 
@@ -46,7 +46,7 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
     """
     try:
         return read()
-    except jobs.UsageError as error:
+    except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it shows the help
             raise
         ctx = getattr(error, "ctx", None) or root
@@ -157,8 +157,6 @@ app.command()(profile)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app)
 app.command()(convert)
-app.command()(check)
-app.command("convert-config")(convert_config)
 
 
 def copy_templates(directory: Path, force: bool = False) -> list[Path]:

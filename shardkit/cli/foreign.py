@@ -1,13 +1,11 @@
-"""`shardkit plan --from`, `check` and `convert-config`: configs of other tools."""
+"""`shardkit plan --from`: configs of other tools as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..config.foreign.together import Said
@@ -32,6 +30,13 @@ def mapping(job: Job) -> Iterator[str]:
     if job.added:
         yield "set because their loop differs"
         yield from (_row(f"{ours}={_value(value)}", why) for ours, value, why in job.added)
+
+
+def show_notes(job: Job) -> Iterator[str]:
+    """What in the files silently changes the mathematics, and misspelt keys, each with its fix."""
+    for note in job.notes:
+        yield f"note: {note.cause}"
+        yield f"  fix: {note.fix}"
 
 
 def left_out(job: Job, config: RunConfig, estimate: MemoryEstimate) -> Iterator[str]:
@@ -160,7 +165,7 @@ def _others(keys: list[Said]) -> Iterator[str]:
     for said in keys:
         if said.fate == "unknown":
             hint = f"; did you mean {said.note}?" if said.note else ""
-            yield _row(said.key, f"unknown: {unknown_key(said.tool, said.key)}{hint}")
+            yield _row(said.key, f"{unknown_key(said.tool, said.key)}{hint}")
     if plain:
         yield f"  without a counterpart, and without memory: {', '.join(plain)}"
 
@@ -185,6 +190,7 @@ def as_json(job: Job) -> dict[str, Any]:
         "settings": job.settings,
         "added": [{"key": key, "value": value, "reason": why} for key, value, why in job.added],
         "not_planned": job.not_planned,
+        "notes": [{"cause": note.cause, "fix": note.fix} for note in job.notes],
         "left_out": [{"text": one.text, "bytes_per_token": one.per_token} for one in job.left_out],
     }
 
@@ -201,87 +207,3 @@ def save(job: Job, folder: Path) -> Path:
     with writing(folder):
         path.write_text(yaml.safe_dump(nested(kept), sort_keys=False), encoding="utf-8")
     return path
-
-
-def check(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="The files of one job.")],
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(metavar="DIR|config.json", help="The transformers model: finds what does not go with it."),
-    ] = None,
-    gpus: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", help="GPUs of the whole job, if no file says it."),
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Look for faults in configs of Accelerate, DeepSpeed and transformers' Trainer that are used together.
-
-    Typos, keys that do nothing, pairs that do not go together, and values that silently change the mathematics.
-
-    Exit code 0 if there is no finding, 1 if there is one, 2 if a file cannot be read.
-    """
-    import dataclasses
-    import json
-
-    from ..config.foreign.lint import check as lint
-    from ..errors import ConfigError, printable
-
-    if gpus is not None and gpus < 1:
-        raise ConfigError(f"--gpus {gpus} is not a number of GPUs", "ask for 1 or more")
-    found = lint(files, model, gpus)
-    if json_output:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
-    for finding in () if json_output else found:
-        typer.echo(printable(f"{finding.level}: {finding.cause}"))
-        typer.echo(printable(f"  fix: {finding.fix}"))
-        if finding.thread:
-            typer.echo(f"  see: {finding.thread}")
-    if not json_output:
-        errors = sum(finding.level == "error" for finding in found)
-        typer.echo(f"errors: {errors}, warnings: {len(found) - errors}")
-    raise typer.Exit(1 if found else 0)
-
-
-def convert_config(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file of shardkit; - for the defaults.")],
-    overrides: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value."),
-    ] = None,
-    to: Annotated[str, typer.Option(metavar="accelerate|deepspeed|trainer", help="Whose file to write.")] = "",
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Where to write it; default: print it."),
-    ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of the whole job.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs on each machine.")] = 8,
-) -> None:
-    """Write CONFIG as a file of Accelerate, DeepSpeed or transformers' Trainer.
-
-    A setting that decides what is trained and that the tool cannot say is refused; others without a key there are
-    listed on stderr.
-    """
-    from typing import cast, get_args
-
-    from ..config.foreign.write import To, write
-    from ..config.load import load_config
-    from ..errors import ConfigError
-    from ..files import write_whole
-
-    if to not in get_args(To):
-        raise ConfigError(f"--to {to or 'is missing'}", f"pass one of {', '.join(get_args(To))}")
-    if gpus < 1 or gpus_per_node < 1:
-        raise ConfigError(f"--gpus {gpus} --gpus-per-node {gpus_per_node}: not numbers of GPUs", "ask for 1 or more")
-    loaded = load_config(None if config == "-" else config, overrides or []).config
-    written = write(loaded, cast(To, to), gpus, gpus_per_node)
-    if out is None:
-        typer.echo(written.text, nl=False)
-    else:
-        try:
-            write_whole(out, written.text)
-        except OSError as error:
-            raise ConfigError(f"--out {out} cannot be written: {error.strerror}", "name another file") from None
-        typer.echo(f"written: {out}", err=True)
-    for setting in written.unsaid:
-        typer.echo(f"not said there: {setting}", err=True)

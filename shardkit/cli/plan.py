@@ -97,14 +97,14 @@ def plan(
     from dataclasses import asdict
 
     from ..config.load import load_config
-    from ..errors import ConfigError
+    from ..errors import ConfigError, printable
     from ..plan.advise import changes_that_fit
     from ..plan.client import Planner
     from ..plan.show import first_look, show, show_changes
     from ..plan.target import choose_target
     from ..plan.their_keys import changes_in_their_keys
     from .auto import plan_automatically
-    from .foreign import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments
+    from .foreign import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments, show_notes
     from .progress import Waiting, say
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
@@ -143,6 +143,8 @@ def plan(
         if not json_output:
             typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target, unplanned))
             if job:
+                for line in show_notes(job):
+                    typer.echo(printable(line))
                 typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
                 for line in left_out(job, loaded, estimate):
                     typer.echo(line)

@@ -130,7 +130,7 @@ def _refuse_another_tools(name: str, value: Any) -> None:
     kind = "--model" if tool == "model" else "--peft" if tool == "peft" else "--from"
     raise ConfigError(
         f"{name} is a file of {files.family(tool)}, not a config of shardkit",
-        f"pass it as {kind} {name}: shardkit plan, ladder and submit take it, and shardkit check",
+        f"pass it as {kind} {name}: shardkit plan, ladder and submit take it",
     )
 
 

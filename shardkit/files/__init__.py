@@ -28,15 +28,24 @@ _warned: set[str] = set()
 
 
 class _Lossy(io.FileIO):
-    """A file that accepts every write and drops the bytes that do not fit on the disk."""
+    """A file that accepts every write and drops the bytes that do not fit on the disk.
+
+    A pipe without a reader raises at the first write only: the flush at the interpreter's end would print a traceback.
+    """
+
+    _has_reader = True
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
+        except BrokenPipeError:
+            if self._has_reader:
+                self._has_reader = False
+                raise
         except OSError as error:
             if error.errno not in STORAGE_TROUBLE:
                 raise
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def outlive_full_disks() -> None:

@@ -20,7 +20,19 @@ from .arrival_report import ArrivalReport
 from .limits import SHARE, HostRisk, tightest_limit
 from .phases import PhaseMeter, note_phase
 from .probe import DeviceProbe, HostProbe
-from .rows import PHASES, DeviceMemory, HostMemory, Identity, PhaseName, RankRow, StateBytes, StateKind, decode, encode
+from .rows import (
+    PHASES,
+    DeviceMemory,
+    HostMemory,
+    Identity,
+    PhaseName,
+    RankRow,
+    StateBytes,
+    StateKind,
+    decode,
+    encode,
+    phase_name,
+)
 from .state import HasState, count_state, module_state
 
 SLOW_PROBE_SHARE = 0.001
@@ -36,7 +48,7 @@ class MemoryLedger:
         with ledger.phase("forward"): ...    # once per micro-batch
         with ledger.phase("backward"): ...
         ledger.sample_state(strategy)        # gradients are complete now, and the step will drop them
-        with ledger.phase("step"): ...
+        with ledger.phase("update"): ...
         ledger.end_step(step, step_time_s, data_wait_s)
         rows = ledger.gather(step)           # every few steps, on every rank; rank 0 gets the rows
 
@@ -114,7 +126,7 @@ class MemoryLedger:
         return cls(device, dist.new_group(backend="gloo"), rank, dist.get_world_size(), local_rank, interval=interval)
 
     def phase(self, name: PhaseName, follows: bool = False) -> AbstractContextManager[None]:
-        """Attribute the memory used inside to a phase: init, wrap, forward, backward or step.
+        """Attribute the memory used inside to a phase: init, wrap, forward, backward or update.
 
         A phase that runs several times between two gathers keeps its largest peaks. Phases may nest: the outer one's
         peaks cover the inner one's.
@@ -127,6 +139,8 @@ class MemoryLedger:
     def begin(self, name: PhaseName, follows: bool = False) -> None:
         """Enter a phase where a `with` block does not fit (hooks)."""
         began = time.perf_counter()
+        if name not in PHASES:
+            name = phase_name(name)
         if name not in PHASES:
             raise ValueError(f"phase {name!r} is not one of {', '.join(PHASES)}")
         self._phases.begin(name, follows)

@@ -10,14 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
-SCHEMA = 1
-PhaseName = Literal["init", "wrap", "forward", "backward", "step"]
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schema 1 calls the phase `update` `step`."""
+PhaseName = Literal["init", "wrap", "forward", "backward", "update"]
 StateKind = Literal["params", "master_params", "grads", "optimizer", "buffers"]
 Category = Literal[
     "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
     "unattributed",
 ]  # fmt: skip
-PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "step")
+PHASES: tuple[PhaseName, ...] = ("init", "wrap", "forward", "backward", "update")
 KINDS: tuple[StateKind, ...] = ("params", "master_params", "grads", "optimizer", "buffers")
 CATEGORIES: tuple[Category, ...] = (
     "params", "master_params", "grads", "optimizer", "activations", "buffers", "communication", "workspace",
@@ -172,11 +174,16 @@ class RankRow:
             host_mem=_pick(HostMemory, obj["host_mem"]),
             device_mem=None if obj["device_mem"] is None else _pick(DeviceMemory, obj["device_mem"]),
             state=None if obj["state"] is None else {k: _pick(StateBytes, v) for k, v in obj["state"].items()},
-            phases={k: _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
+            phases={phase_name(k): _pick(PhaseMemory, v) for k, v in obj["phases"].items()},
             alloc_retries=_checked("alloc_retries", obj["alloc_retries"], "int | None"),
             ooms=_checked("ooms", obj["ooms"], "int | None"),
             overhead_s=_checked("overhead_s", obj["overhead_s"], "float"),
         )
+
+
+def phase_name(name: str) -> Any:
+    """Today's name of a phase that an older file or an older loop may call by its former one."""
+    return "update" if name == "step" else name
 
 
 def gather_json(step: int, time: float, rows: Sequence[RankRow]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..errors import DataError
 from ..files import append_jsonl
-from .rows import SCHEMA, RankRow, StateBytes, StateKind, gather_json
+from .rows import READABLE, RankRow, StateBytes, StateKind, gather_json
 from .spread import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
@@ -88,9 +88,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, list[RankRow]]]:
                 raise DataError(
                     f"{path}:{number} is not a memory record: {error}", "remove the damaged line"
                 ) from error
-            if schema != SCHEMA:
+            if schema not in READABLE:
                 raise DataError(
-                    f"{path}:{number} has schema {schema}, known is {SCHEMA}", "read it with the version that wrote it"
+                    f"{path}:{number} has schema {schema}, this version reads {READABLE[0]} to {READABLE[-1]}",
+                    "read it with the version that wrote it",
                 )
             yield gathered["step"], [RankRow.from_json(row) for row in gathered["ranks"]]
 

@@ -36,7 +36,7 @@ class Listener(Protocol):
 
 class Watch:
     """While entered: forward = the model's forward in training, backward = from there to the optimizer step or the next
-    forward, step = the optimizers' steps; memory is gathered when due, and once more on leaving.
+    forward, update = the optimizers' steps; memory is gathered when due, and once more on leaving.
 
     The last optimizer's step ends a training step. Every rank must take the same number of steps. A step that is given
     a closure counts its forward and backward as such.
@@ -140,7 +140,7 @@ class Watch:
             self._ledger.sample_state(self._model, *self._optimizers)
         else:
             self._ledger.sample_state(self._source)
-        self._enter("step")
+        self._enter("update")
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -201,7 +201,7 @@ class Watch:
             self._ledger.end()
 
 
-_WATCHED = ("forward", "backward", "step")
+_WATCHED = ("forward", "backward", "update")
 
 
 class _Replaced:

@@ -53,6 +53,9 @@ class AdaptedModel(HFModel):
 
     With `precision.mode` bf16 or fp16 the frozen parameters have that type, because nothing updates them.
 
+    Attributes:
+        frozen_dtype: the type that `build` gives the frozen parameters.
+
     Raises:
         ConfigError: peft is not installed, or `adapter.targets` names no linear layer, or layers that cannot have LoRA.
     """
@@ -63,7 +66,7 @@ class AdaptedModel(HFModel):
         super().__init__(config.model, task, attention=attention)
         self._settings = config.adapter
         self._loads = config.model.init_from is not None
-        self._frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
+        self.frozen_dtype = FROZEN.get(config.precision.mode, torch.float32)
         self._peft = _import_peft()
         self.targets = find_targets(self.reference, config.adapter.targets)
 
@@ -91,7 +94,7 @@ class AdaptedModel(HFModel):
             self._peft.inject_adapter_in_model(config, model)
         for fqn, param in model.named_parameters():
             if base_name(fqn) is not None and not hasattr(param, "ds_tensor"):
-                param.data = param.data.to(self._frozen_dtype)
+                param.data = param.data.to(self.frozen_dtype)
         return model
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:

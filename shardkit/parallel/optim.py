@@ -13,18 +13,26 @@ from ..config.schema import OptimConfig
 from ..errors import ConfigError
 from .blocks import find_blocks
 
+SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
+"""Modules without weight decay, beside norms."""
+
 
 def make_optimizer(
-    config: OptimConfig, model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()
+    config: OptimConfig,
+    model: nn.Module,
+    block_classes: Sequence[type[nn.Module]] = (),
+    spared: tuple[type[nn.Module], ...] = SPARED,
 ) -> torch.optim.Optimizer:
     """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
 
-    `block_classes`: the module types that are blocks for Muon, as in `find_blocks`.
+    Args:
+        block_classes: the module types that are blocks for Muon, as in `find_blocks`.
+        spared: the module types without weight decay, beside norms.
 
     Raises:
         ConfigError: the model has no trainable parameter, or the optimizer is not available here.
     """
-    groups = parameter_groups(config, model)
+    groups = parameter_groups(config, model, spared)
     if not groups:
         raise ConfigError(
             f"{type(model).__name__} has no trainable parameter", "set requires_grad on the parameters to train"
@@ -129,22 +137,20 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 
 
-SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
-"""Modules without weight decay, beside norms."""
-
-
-def parameter_groups(config: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """One group with weight decay and one without (norms, biases, embeddings), in model order, unless empty."""
+def parameter_groups(
+    config: OptimConfig, model: nn.Module, spared: tuple[type[nn.Module], ...] = SPARED
+) -> list[dict[str, Any]]:
+    """One group with weight decay and one without (norms, biases, `spared` modules), in model order, unless empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()
     for module in model.modules():
-        spared = isinstance(module, SPARED) or "norm" in type(module).__name__.lower()
+        is_spared = isinstance(module, spared) or "norm" in type(module).__name__.lower()
         for name, param in module.named_parameters(recurse=False):
             if id(param) in seen or not param.requires_grad:
                 continue
             seen.add(id(param))
-            no_decay = (spared or name.endswith("bias")) and not config.decay_norm_bias_embed
+            no_decay = (is_spared or name.endswith("bias")) and not config.decay_norm_bias_embed
             (plain if no_decay else decayed).append(param)
     groups: list[dict[str, Any]] = []
     if decayed:

@@ -31,7 +31,7 @@ class Planner:
 
     Args:
         niceness: of these processes.
-        loop: how another tool's loop differs, in the fields of `simulate.engines.Loop`; default: shardkit's own.
+        loop: how another tool's loop differs, in the fields of `simulate.engines.LoopTraits`; default: shardkit's own.
 
     Raises:
         ShardkitError: (from `predict`) the config cannot run on the target, or its step cannot be traced.

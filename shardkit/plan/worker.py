@@ -25,7 +25,7 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
 
         from .model.depth import has_first_look
         from .model.predict import predict, prepare, ranks_alike
-        from .simulate.engines import Loop, following
+        from .simulate.engines import LoopTraits
         from .simulate.unplannable import Untraceable, explained
         from .target import Target
 
@@ -39,11 +39,11 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             asked = json.loads(line)
             config = RunConfig.model_validate(asked["config"])
             try:
-                with explained(), following(Loop(**asked["loop"])):
+                with explained():
                     if asked["first_look"] and not has_first_look(config):
                         answer({"estimate": None})
                         continue
-                    estimate = predict(config, target, method, **asked["how"])
+                    estimate = predict(config, target, method, LoopTraits(**asked["loop"]), **asked["how"])
                     alike = ranks_alike(config, target.world_size, estimate.n_params)
                     answer({"estimate": estimate.to_json(), "alike": alike})
             except ShardkitError as error:

@@ -13,7 +13,7 @@ from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.spread import BEST, WHOLE, WORST, Straggler, pressure, summary
 from .read import Gather, Run, number
 
-STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "step")
+STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")
 REST = "unattributed"
 LABELS = {
     "peak_allocated": "peak allocated",
@@ -116,7 +116,7 @@ def on_gpu(run: Run) -> bool:
 
 
 def interval_peak(row: RankRow, kind: Literal["allocated", "reserved", "rss"]) -> int | None:
-    """The peak since the previous gather, over forward, backward and step; without these, the row's overall figure."""
+    """The peak since the previous gather, over forward, backward, update; without these, the row's overall figure."""
     peaks = [getattr(row.phases[phase], f"peak_{kind}") for phase in STEP_PHASES if phase in row.phases]
     instead = row.host_mem.rss if kind == "rss" else getattr(row.device_mem, f"peak_{kind}", None)
     return max((peak for peak in peaks if peak is not None), default=instead)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ShardkitError, gib
 from ..html.page import LINES, Figure, unit_of
-from ..memory.rows import KINDS, RankRow
+from ..memory.rows import KINDS, RankRow, phase_name
 from ..memory.spread import pressure
 from ..plan import history
 from .figures import COLOURS
@@ -92,7 +92,7 @@ def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: S
     measured = phase_peaks(gathers, rank)
     return [
         Compared(rank, f"allocated in {phase}", number(mapping(figures).get("allocated")), measured.get(phase))
-        for phase, figures in mapping(entry.get("phases")).items()
+        for phase, figures in ((phase_name(key), entry["phases"][key]) for key in mapping(entry.get("phases")))
     ]
 
 

@@ -12,7 +12,7 @@ from ..config.presets import targets_called
 from ..errors import DataError
 from ..files import open_regular, parse_json, parsed, read_regular
 from ..launch.failures import failure, job_starts
-from ..memory.rows import SCHEMA, RankRow
+from ..memory.rows import READABLE, RankRow
 
 PROFILED = ("_memory.html", "_trace.json.gz", "_summary.json", "_snapshot.pickle")
 
@@ -190,7 +190,7 @@ def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
         notes.append(f"{path.name}: only every {every}th of its many gathers is shown, and the last")
     for line in _lines(path, notes, every):
         try:
-            if line["schema"] != SCHEMA:
+            if line["schema"] not in READABLE:
                 raise ValueError
             rows = [RankRow.from_json(row) for row in line["ranks"]]
             gather = Gather(int(line["step"]), float(line["time"]), rows)
@@ -200,7 +200,9 @@ def _gathers(path: Path, notes: list[str]) -> Iterator[Gather]:
         if rows:
             yield gather
     if foreign:
-        notes.append(f"{path.name}: {foreign} lines are not records of schema {SCHEMA}, and are left out")
+        notes.append(
+            f"{path.name}: {foreign} lines are not records of schema {READABLE[0]} to {READABLE[-1]}, and are left out"
+        )
 
 
 def _thinning(path: Path) -> int:

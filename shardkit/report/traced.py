@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..html.page import LINES, Figure, label, unit_of
+from ..memory.rows import phase_name
 from .figures import COLOURS, PHASE_COLOURS
 from .read import mapping, number, sequence
 
@@ -37,7 +38,7 @@ def categories_of(trace: Mapping[str, Any]) -> dict[str, int]:
 
 def by_phase(trace: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes by category at the peak of each phase, by the module that ran then."""
-    found = {str(phase): mapping(peak) for phase, peak in mapping(trace.get("phases")).items()}
+    found = {phase_name(str(phase)): mapping(peak) for phase, peak in mapping(trace.get("phases")).items()}
     return {phase: {str(peak.get("module") or "–"): _categories_at(peak)} for phase, peak in found.items()}
 
 
@@ -96,7 +97,7 @@ def bands(trace: Mapping[str, Any]) -> list[Band]:
     for band in map(mapping, sequence(trace.get("bands"))):
         begin, end = number(band.get("begin")), number(band.get("end"))
         if begin is not None and end is not None and end >= begin:
-            found.append((begin, end, str(band.get("module", "")), str(band.get("phase", ""))))
+            found.append((begin, end, str(band.get("module", "")), phase_name(str(band.get("phase", "")))))
     longest = sorted(found, key=lambda b: b[0] - b[1])[:BANDS]
     placed, open_until = [], list[float]()
     for begin, end, module, phase in sorted(longest, key=lambda b: (b[0], -b[1])):
@@ -113,8 +114,8 @@ def _drawn(found: Sequence[Band]) -> list[dict[str, Any]]:
     drawn = []
     for phase in dict.fromkeys(band.phase for band in found):
         own = [band for band in found if band.phase == phase]
-        # The optimizer's step belongs to no module, whichever ran last.
-        names = [label(phase if phase == "step" else band.module or "(whole model)") for band in own]
+        # The update belongs to no module, whichever ran last.
+        names = [label(phase if phase == "update" else band.module or "(whole model)") for band in own]
         drawn.append(
             {
                 "type": "bar", "orientation": "h", "yaxis": "y2", "name": label(phase or "modules"),

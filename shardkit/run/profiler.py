@@ -29,7 +29,7 @@ from ..strategies import Strategy
 from ..tracing.compat import keep_history, write_history
 
 _RANGE = {phase: name for name, phase in RANGES.items()}
-_PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+_PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "update": "optimizer"}
 _HISTORY = 200_000
 """Number of events in a snapshot of the CUDA allocator."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..config.schema import RunConfig
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
 from .ema import EMA
 
-__all__ = ["OptimizerFactory", "Shard", "Strategy", "make_strategy"]
+__all__ = ["EngineFactory", "OptimizerFactory", "Shard", "Strategy", "make_strategy"]
 
 
 def slower_than_single(config: RunConfig, world_size: int) -> str:
@@ -19,9 +21,17 @@ def slower_than_single(config: RunConfig, world_size: int) -> str:
     return f"hint: {parallel.strategy} has nothing to shard on one process: parallel.strategy=single is faster"
 
 
-def make_strategy(config: RunConfig, world: World) -> Strategy:
-    """The config's strategy, not yet set up; imports only the module of its engine."""
-    engine = _engine(config, world)
+EngineFactory = Callable[[RunConfig, World], Strategy]
+"""Makes the engine of a config's strategy on a rank."""
+
+
+def make_strategy(config: RunConfig, world: World, make_engine: EngineFactory | None = None) -> Strategy:
+    """The config's strategy, not yet set up; imports only the module of its engine.
+
+    Args:
+        make_engine: makes another engine than training's; planning has engines that work on fake tensors.
+    """
+    engine = (make_engine or _engine)(config, world)
     return engine if config.train.ema_decay is None else EMA(engine, config.train.ema_decay)
 
 

@@ -64,7 +64,7 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
-        self._wrapped = Wrapped(
+        self._wrapped = self.wrap(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
@@ -76,6 +76,10 @@ class DDP(TorchStates):
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
         self._keeps_buckets = False
+
+    def wrap(self, model: nn.Module, **options: Any) -> Wrapped:
+        """The model in torch's wrapper; `options` are those of `DistributedDataParallel`."""
+        return Wrapped(model, **options)
 
     def _set_reduction(self) -> None:
         """Register a hook that averages a gradient bucket over ranks, if torch's own all-reduce will not do."""

@@ -80,7 +80,7 @@ class FSDP(TorchStates):
     def _shard(self, model: nn.Module, blocks: Sequence[nn.Module], units: Sequence[Unit]) -> None:
         """Shard the units, innermost first: what is inside a sharded module stays a unit of its own."""
         options: dict[str, Any] = {
-            "mesh": self._mesh(),
+            "mesh": self.make_mesh(),
             "mp_policy": self._mixed_precision(),
             "offload_policy": self._offload_policy(),
         }
@@ -176,7 +176,8 @@ class FSDP(TorchStates):
                     skipped.add(fqn)
         return [param for fqn, param in self.model.named_parameters() if fqn in skipped] if skipped else []
 
-    def _mesh(self) -> DeviceMesh:
+    def make_mesh(self) -> DeviceMesh:
+        """The ranks as a mesh: one dimension for fsdp, two (replicas × shards) for hsdp."""
         device_type = self._world.device.type
         if self.name == "hsdp":
             shape = mesh_shape(self._config, self._world.size, self._world.env.local_world_size)

@@ -100,7 +100,7 @@ def train_step(
         work_at_once(loss_sum)
     turns.append(Mark(device))
     ledger.sample_state(strategy)
-    with ledger.phase("step", follows=True):  # what `sample_state` counts takes no memory to speak of
+    with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
         update = strategy.step(max_norm)
         ended = Mark(device)
         grad_norm = HostValue(update.grad_norm, device)

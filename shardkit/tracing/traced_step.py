@@ -68,7 +68,7 @@ def label_state(tracker: TensorTracker, source: HasState) -> None:
         tracker.see(tensor, "communication")
 
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "trace"
 POINTS = 1500
 LARGEST = 20
@@ -206,7 +206,7 @@ def _bands(log: EventLog) -> list[dict[str, Any]]:
         part = _part(module)
         if bands and (bands[-1]["module"], bands[-1]["phase"]) == (part, phase):
             bands[-1]["end"] = end
-        elif end > begin and phase in ("forward", "backward", "step"):
+        elif end > begin and phase in ("forward", "backward", "update"):
             bands.append({"module": part, "phase": phase, "begin": begin, "end": end})
     return bands
 

@@ -53,14 +53,13 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "cause", "fix"),
     [
-        (["chek"], "No such command 'chek'", "did you mean check"),
+        (["plann"], "No such command 'plann'", "did you mean plan"),
         (["trian"], "No such command 'trian'", "shardkit --help"),
-        (["--debgu", "check"], "No such option: --debgu", "did you mean --debug?"),
-        (["check"], "Missing argument 'FILE...'", "write shardkit check FILE...; shardkit check --help"),
+        (["--debgu", "plan"], "No such option: --debgu", "did you mean --debug?"),
         (["tokenize"], "Missing argument 'SRC'", "write shardkit tokenize SRC DIR; shardkit tokenize --help"),
-        (["check", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
-        (["check", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit check --help"),
-        (["convert-config", "-", "--to"], "Option '--to' requires an argument", "shardkit convert-config --help"),
+        (["plan", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
+        (["plan", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit plan --help"),
+        (["plan", "-", "--gpu"], "Option '--gpu' requires an argument", "shardkit plan --help"),
         (["checkpoint", "foo"], "No such command 'foo'", "shardkit checkpoint --help"),
     ],
 )
@@ -164,3 +163,18 @@ def test_a_bug_keeps_its_traceback() -> None:
 def test_help_starts_about_as_fast_as_a_bare_typer_app() -> None:
     # The exact figure is benchmarks/startup.py's; on a shared machine only a heavy import shows.
     assert help_ratio(rounds=7, timing=cpu_seconds)["interval_95"][0] < 1.5
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["shardkit.cli schema", "shardkit.cli --help", "shardkit.train --help", "shardkit.train --print-config"],
+)
+def test_a_reader_that_has_left_is_no_traceback(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", *words.split()]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPO, timeout=120)
+    finally:
+        os.close(writer)
+    assert done.stderr == "" and done.returncode in (0, 1)

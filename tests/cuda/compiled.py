@@ -287,7 +287,7 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
                 counts.skip()
                 out = train_step(*args)
                 rows = job.ledger.row().phases
-                phases = [rows[name] for name in ("forward", "backward", "step")]
+                phases = [rows[name] for name in ("forward", "backward", "update")]
                 kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.loop.step, "step")
                 counts.end(
                     f"{kind} {run.loop.step}", peak=max(phase.peak_allocated or 0 for phase in phases) - counts.held,

@@ -74,8 +74,8 @@ def test_moments_that_do_not_fit_are_explained(tmp_path: Path) -> None:
     # 64 MiB of weights and as much of gradients fit; AdamW's moments, as much again twice, do not.
     done = hungry(tmp_path / "run", "nothing", 0, "task.args.width=2048", EMUCUDA_MEMORY="220M")
     assert done.returncode == 3, done.stderr
-    assert "error: rank 0 ran out of memory in step of step 1" in done.stderr, done.stderr
-    assert post_mortem(tmp_path / "run", 0)["phase"] == "step"
+    assert "error: rank 0 ran out of memory in update of step 1" in done.stderr, done.stderr
+    assert post_mortem(tmp_path / "run", 0)["phase"] == "update"
 
 
 @pytest.mark.parametrize("expandable", EXPANDABLE, ids=["segments", "expandable"])

@@ -64,7 +64,7 @@ def test_every_ranks_state_is_counted_to_the_byte(
     gathers = list(read_jsonl(tmp_path / "memory.jsonl"))
     assert [step for step, _ in gathers] == [1, 2, 3]
     for row in gathers[-1][1]:
-        assert row.state is not None and set(row.phases) == {"forward", "backward", "step"}
+        assert row.state is not None and set(row.phases) == {"forward", "backward", "update"}
         assert tuple(row.state[kind].total for kind in KINDS) == expected
     run = read_run(tmp_path)
     assert run.notes == [] and len(run.last_rows) == 2

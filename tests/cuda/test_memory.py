@@ -109,7 +109,7 @@ def test_the_traced_peak_is_the_allocators(strategy: str, tmp_path: Path, monkey
     peak = json.loads((tmp_path / "run" / "trace" / "rank0.json").read_text())["peak"]
     rows = {step: row for step, (row,) in read_jsonl(tmp_path / "run" / "memory.jsonl")}
     second, by_allocator = (
-        max(rows[step].phases[phase].peak_allocated or 0 for phase in ("forward", "backward", "step"))
+        max(rows[step].phases[phase].peak_allocated or 0 for phase in ("forward", "backward", "update"))
         for step in (2, 3)
     )
     assert second == by_allocator

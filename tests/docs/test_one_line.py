@@ -48,7 +48,9 @@ def test_an_example_is_watched(name: str, tmp_path: Path) -> None:
     found = read_run(tmp_path / "runs" / TOOLS[name][0])
     assert found.notes == [] and len(found.last_rows) == max(1, TOOLS[name][1])
     assert all(line["loss"] >= 0 for line in found.metrics) and len(found.metrics) in (4, 10, 20)
-    assert all(row.state is not None and set(row.phases) >= {"forward", "backward", "step"} for row in found.last_rows)
+    assert all(
+        row.state is not None and set(row.phases) >= {"forward", "backward", "update"} for row in found.last_rows
+    )
 
 
 @pytest.mark.dist

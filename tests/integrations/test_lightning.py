@@ -28,7 +28,7 @@ def test_its_ranks_are_counted(ranks: int, tmp_path: Path) -> None:
     gathers = list(read_jsonl(tmp_path / "memory.jsonl"))
     assert [step for step, _ in gathers] == [1, 2, 3]
     for row in gathers[-1][1]:
-        assert row.state is not None and set(row.phases) == {"forward", "backward", "step"}
+        assert row.state is not None and set(row.phases) == {"forward", "backward", "update"}
         assert [row.state[kind].device for kind in ("params", "grads", "optimizer")] == [
             4 * NUMEL, 4 * NUMEL, 8 * NUMEL + 4 * 4
         ]  # fmt: skip

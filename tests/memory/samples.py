@@ -40,7 +40,7 @@ def gpu_row(rank: int, peak: int = 3 * 2**30, host: str = "node1") -> RankRow:
         host_mem=HostMemory(2**30, 2 * 2**30, 2**29, 2**28, 2**37),
         device_mem=DeviceMemory(2**30, peak, 2**31, peak + 2**30, 2**37),
         state={kind: StateBytes(2**29, 2**31 if kind == "optimizer" else 0) for kind in KINDS},
-        phases={"step": PhaseMemory(2**30, peak, 2**31, peak + 2**30, 2**30, 2**31)},
+        phases={"update": PhaseMemory(2**30, peak, 2**31, peak + 2**30, 2**30, 2**31)},
         alloc_retries=2,
         ooms=0,
         overhead_s=0.25,

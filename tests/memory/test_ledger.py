@@ -52,7 +52,7 @@ class Toy:
         with ledger.phase("backward"):
             loss.backward()
         ledger.sample_state(self)
-        with ledger.phase("step"):
+        with ledger.phase("update"):
             self.optimizer.step()
             self.optimizer.zero_grad()
         ledger.end_step(step, 0.25, 0.05)
@@ -98,7 +98,7 @@ def test_host_memory_is_read_at_edges_only_before_a_gather_and_its_peak_misses_n
     for step in range(1, 12):
         before = reads
         ledger.begin_step(step)
-        for phase in ("forward", "backward", "step"):
+        for phase in ("forward", "backward", "update"):
             with ledger.phase(phase):
                 use_briefly(32 * MIB if step == 7 and phase == "backward" else 1)
         assert (reads - before > 0) is (step in (1, 2, 10)), step
@@ -152,9 +152,15 @@ def test_an_error_leaves_the_phase() -> None:
     assert ledger.open_phase is None
 
 
+def test_loops_written_for_the_former_name_of_the_update_go_on() -> None:
+    ledger = MemoryLedger("cpu")
+    with ledger.phase("step"):  # type: ignore[arg-type]
+        assert ledger.open_phase == "update"
+
+
 def test_wrong_use_is_refused() -> None:
     ledger = MemoryLedger("cpu")
-    with pytest.raises(ValueError, match="not one of init, wrap, forward, backward, step"):
+    with pytest.raises(ValueError, match="not one of init, wrap, forward, backward, update"):
         ledger.begin("evaluate")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="world_size=2 and no process group"):
         MemoryLedger("cpu", None, 0, 2)

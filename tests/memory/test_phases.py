@@ -83,10 +83,10 @@ def test_a_gather_starts_phases_afresh_but_keeps_those_that_do_not_come_again(bo
 
 def test_what_happens_between_phases_counts_for_the_run_only(both: Both) -> None:
     both.use(500, 20)
-    both.recorder.begin("step")
+    both.recorder.begin("update")
     both.use(30, 20)
     both.recorder.end()
-    assert both.peak("step") == 30
+    assert both.peak("update") == 30
     device, host = both.recorder.overall()
     assert device is not None
     assert device.peak_allocated == host.peak_rss == 500
@@ -126,9 +126,9 @@ def test_a_phase_that_follows_shares_the_reading_of_the_one_before_it(both: Both
     readings = []
     read = both.device.read
     monkeypatch.setattr(both.device, "read", lambda: readings.append(1) or read())
-    for name, peak in (("forward", 40), ("backward", 70), ("step", 50)):
+    for name, peak in (("forward", 40), ("backward", 70), ("update", 50)):
         both.recorder.begin(name, follows=name != "forward")  # type: ignore[arg-type]
         both.use(peak, 20)
         both.recorder.end()
-    assert [both.peak(name) for name in ("forward", "backward", "step")] == [40, 70, 50]
+    assert [both.peak(name) for name in ("forward", "backward", "update")] == [40, 70, 50]
     assert len(readings) == 4

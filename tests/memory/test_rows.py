@@ -58,12 +58,12 @@ def test_json_form_loses_nothing(row: RankRow) -> None:
 def test_record_has_the_documented_fields() -> None:
     gathered = gather_json(20, 1234.5678, [cpu_row(0), gpu_row(1)])
     assert set(gathered) == {"schema", "step", "time", "ranks"}
-    assert (gathered["schema"], gathered["step"], gathered["time"]) == (1, 20, 1234.568), "tools read schema 1"
+    assert (gathered["schema"], gathered["step"], gathered["time"]) == (2, 20, 1234.568), "tools read schema 2"
     cpu, gpu = gathered["ranks"]
     assert {"rank", "host", "local_rank", "device", "step_time_s", "data_wait_s", "host_mem", "device_mem"} < set(cpu)
     assert cpu["device_mem"] is None
     assert gpu["state"]["optimizer"] == {"device": 2**29, "host": 2**31}
-    assert gpu["phases"]["step"]["peak_reserved"] == 2**32
+    assert gpu["phases"]["update"]["peak_reserved"] == 2**32
     assert gpu["alloc_retries"] == 2
 
 

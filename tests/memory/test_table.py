@@ -94,8 +94,17 @@ def test_damaged_and_foreign_lines_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"memory.jsonl:1 is not a memory record"):
         list(read_jsonl(path))
     path.write_text('{"schema": 99}\n')
-    with pytest.raises(DataError, match="schema 99, known is 1"):
+    with pytest.raises(DataError, match="schema 99, this version reads 1 to 2"):
         list(read_jsonl(path))
+
+
+def test_a_file_of_schema_1_is_read_with_the_phase_by_its_name_of_today(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    write_jsonl(path, 1, [cpu_row(0), gpu_row(1)])
+    recorded = path.read_text()
+    path.write_text(recorded.replace('"schema": 2', '"schema": 1').replace('"update": {', '"step": {'))
+    assert path.read_text() != recorded
+    assert list(read_jsonl(path)) == [(1, [cpu_row(0), gpu_row(1)])]
 
 
 def test_a_full_disk_warns_once_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:

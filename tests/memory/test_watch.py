@@ -41,7 +41,7 @@ def test_a_loop_is_accounted_without_changing_it(tmp_path: Path) -> None:
     assert [row.state[kind].device for kind in ("params", "grads", "optimizer")] == [
         4 * n_params, 4 * n_params, 8 * n_params + 8
     ]  # fmt: skip
-    assert set(row.phases) == {"forward", "backward", "step"}
+    assert set(row.phases) == {"forward", "backward", "update"}
     assert row.step_time_s is not None
     assert 0 < row.step_time_s < 10
     assert "peak" in ledger.table()

@@ -91,14 +91,14 @@ def test_offload_is_no_help_where_device_and_host_are_one() -> None:
 
 
 def test_activations_are_not_to_blame_for_what_a_step_asks() -> None:
-    used = {**FULL, "phase": "step"}
+    used = {**FULL, "phase": "update"}
     found = advice(["parallel.strategy=ddp"], **used)
     assert not any(change.startswith(("activation", "train.micro", "precision")) for change in found)
     assert "parallel.strategy=fsdp" in found
 
 
 def test_moments_that_do_not_exist_yet_are_counted() -> None:
-    used: dict[str, Any] = {"state": state(params=4), "other": GIB, "phase": "step", "n_blocks": 0}
+    used: dict[str, Any] = {"state": state(params=4), "other": GIB, "phase": "update", "n_blocks": 0}
     assert gib(advice(["parallel.strategy=ddp"], **used)["parallel.strategy=fsdp"]) == 14  # (4 + 4 + 8) × 7/8
 
 

@@ -115,7 +115,7 @@ class FakePlanner:
         time = passes * (per_pass + seconds * size)
         peak = PeakEstimate(needed, needed, needed, "backward", "")
         phases = {
-            "step": PhaseEstimate(round(state * GIB), 0, 0),
+            "update": PhaseEstimate(round(state * GIB), 0, 0),
             "backward": PhaseEstimate(round((state / 2 + per_sample * size) * GIB), 0, 0),
         }
         return MemoryEstimate(

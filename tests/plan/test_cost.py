@@ -78,7 +78,7 @@ def test_a_step_is_as_long_as_its_longest_lane_on_a_gpu_and_their_sum_on_a_cpu()
 
 
 def test_middle_micro_batches_stand_for_the_rest() -> None:
-    traced = [Segment(phase, compute=at) for at, phase in enumerate(["forward", "backward"] * 3 + ["step"], 1)]
+    traced = [Segment(phase, compute=at) for at, phase in enumerate(["forward", "backward"] * 3 + ["update"], 1)]
     assert [s.compute for s in repeated(traced, 5)] == [1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7]
     assert repeated(traced, 3) == traced
     assert step_time(traced, 5, 100.0, False, True).seconds == 1 + 2 + 3 * (3 + 4) + 5 + 6 + 7

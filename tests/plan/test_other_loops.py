@@ -12,7 +12,7 @@ import torch
 
 from shardkit.config.foreign.translate import read_job
 from shardkit.plan.client import plan
-from shardkit.plan.simulate.engines import Loop, StandInDDP, following
+from shardkit.plan.simulate.engines import StandInDDP
 from shardkit.plan.target import choose_target
 from shardkit.tracing.events import EventLog
 from shardkit.tracing.tracker import TensorTracker
@@ -49,11 +49,11 @@ slow = pytest.mark.slow
 def test_ddp_of_other_loops_has_one_bucket_until_its_second_forward() -> None:
     """As torch's reducer has it, whose segments the allocator keeps."""
 
-    def buckets(loop: Loop) -> list[list[int]]:
+    def buckets(bucket_views: bool) -> list[list[int]]:
         layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))
         made = []
-        with following(loop), TensorTracker(log := EventLog()):
-            model = StandInDDP(layers, bucket_cap_mb=1.5)
+        with TensorTracker(log := EventLog()):
+            model = StandInDDP(layers, bucket_cap_mb=1.5, bucket_views=bucket_views)
             model.register_comm_hook(None, lambda _, bucket: _Done())
             for _ in range(2):
                 begun = len(log.allocations)
@@ -64,8 +64,8 @@ def test_ddp_of_other_loops_has_one_bucket_until_its_second_forward() -> None:
         return [first[:1], made[1], sent]
 
     mib = 2**20
-    assert buckets(Loop(bucket_views=False)) == [[3 * mib], [mib, 2 * mib], [3 * mib]]
-    assert buckets(Loop()) == [[mib], [], []]
+    assert buckets(bucket_views=False) == [[3 * mib], [mib, 2 * mib], [3 * mib]]
+    assert buckets(bucket_views=True) == [[mib], [], []]
 
 
 class _Done:

@@ -14,7 +14,7 @@ from shardkit.oom.advice import Advice
 from shardkit.plan.search.ladder import Rung, table
 from shardkit.plan.target import choose_target
 from shardkit.plan.their_keys import NoKey, TheirKeys, Tool, climb, phrase, plain, tell
-from tests.config.foreign.test_lint import write
+from tests.config.foreign.samples import write
 
 ENGINES = {
     ("trainer", "zero2"): {"deepspeed": {"zero_optimization": {"stage": 2}}},

@@ -32,8 +32,7 @@ def main(tied: bool) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardkit.plan.simulate.engines import Loop, following
-    from shardkit.strategies.fsdp import FSDP
+    from shardkit.plan.simulate.engines import shard_tail
 
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -51,9 +50,8 @@ def main(tied: bool) -> None:
     planned = model()
     for block in planned.model.layers:
         fully_shard(block, reshard_after_forward=True)
-    with following(Loop(tail_unit=True)):
-        strategy: Any = SimpleNamespace(reshards=True)
-        FSDP.shard_rest(strategy, planned, {})
+    shard_tail(planned, True, {})
+    fully_shard(planned, reshard_after_forward=False)
     print(json.dumps(units(planned)))
     dist.destroy_process_group()
 

@@ -136,7 +136,7 @@ def test_numbers_on_the_page_are_those_of_the_files(opened: Opened, run: Path) -
     assert (loss["x"], loss["y"]) == ([s["step"] for s in steps], [s["loss"] for s in steps])
     allocated = [t for t in opened.traces("memory") if t["yaxis"] == "y"]
     for rank, drawn in enumerate(allocated):
-        peaks = [gather["ranks"][rank]["phases"]["step"]["peak_allocated"] for gather in gathers]
+        peaks = [gather["ranks"][rank]["phases"]["update"]["peak_allocated"] for gather in gathers]
         assert [y * 2**30 for y in drawn["y"]] == peaks
     cells = opened.page.locator("#ranks tbody tr").nth(3).locator("td")
     last = gathers[-1]["ranks"][3]

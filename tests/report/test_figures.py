@@ -33,7 +33,7 @@ def test_memory_over_time_is_each_ranks_peak_to_the_byte(gpu: Run) -> None:
 
 
 def test_names_are_escaped_and_never_templates(gpu: Run) -> None:
-    everything = [figures.memory(gpu), figures.phases({EVIL: {"step": 1}}, "x"), traced.timeline(trace(0, EVIL)),
+    everything = [figures.memory(gpu), figures.phases({EVIL: {"update": 1}}, "x"), traced.timeline(trace(0, EVIL)),
                   figures.ranks(gpu.last_rows, {}), figures.categories({EVIL: {"device": {"params": 1}}})]  # fmt: skip
     for figure in everything:
         assert "<script" not in str(figure.data) + str(figure.layout)

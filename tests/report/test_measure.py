@@ -67,8 +67,8 @@ def test_parts_of_a_row_sum_to_its_peaks(gpu: Run) -> None:
 
 def test_peaks_by_phase_are_the_largest_of_all_gathers(gpu: Run) -> None:
     peaks = measure.phase_peaks(gpu.gathers, 2)
-    assert list(peaks) == ["init", "wrap", "forward", "backward", "step"]
-    assert peaks["step"] == 5 * 2**30 + 20 * MIB
+    assert list(peaks) == ["init", "wrap", "forward", "backward", "update"]
+    assert peaks["update"] == 5 * 2**30 + 20 * MIB
     assert peaks["init"] == 5 * 2**30 + 20 * MIB - 4
 
 

@@ -54,7 +54,20 @@ def test_files_that_are_missing_or_of_another_version_are_named(tmp_path: Path) 
     assert all(
         word in told for word in ("env.json: No such file", "metrics.jsonl: No such", "config.yaml:", "plan.json")
     )
-    assert "memory.jsonl: 2 lines are not records of schema 1" in told
+    assert "memory.jsonl: 2 lines are not records of schema 1 to 2" in told
+
+
+def test_a_run_recorded_before_the_phase_was_renamed_reads_the_same(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", gpu=True)
+    today = read_run(path)
+    recorded = (path / "memory.jsonl").read_text()
+    (path / "memory.jsonl").write_text(
+        recorded.replace('"schema": 2', '"schema": 1').replace('"update": {', '"step": {')
+    )
+    former = read_run(path)
+    assert '"schema": 1, "step": 20' in (path / "memory.jsonl").read_text() and former.notes == []
+    assert measure.phase_peaks(former.gathers, 2) == measure.phase_peaks(today.gathers, 2)
+    assert "update" in measure.phase_peaks(former.gathers, 2)
 
 
 def test_of_very_many_gathers_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(t
     for kind, expected in EXPECTED.items():
         assert found[kind]["steps"] == [1, 2, 4, 5], kind
         assert found[kind]["ranks"] == [expected, expected], kind
-        assert found[kind]["phases"] == [["backward", "forward", "step"]] * 2, kind
+        assert found[kind]["phases"] == [["backward", "forward", "update"]] * 2, kind
         run = read_run(tmp_path / kind)
         assert run.notes == [] and run.setting("parallel.strategy") == kind
         assert (run.setting("train.micro_batch_size"), run.setting("train.grad_accum_steps")) == (4, 2)
@@ -379,7 +379,7 @@ def test_a_step_with_a_closure_has_its_phases(tmp_path: Path) -> None:
         optimizer.step(closure)
         optimizer.step(closure=closure)
     (row,) = watching.rows
-    assert set(row.phases) == {"forward", "backward", "step"}
+    assert set(row.phases) == {"forward", "backward", "update"}
     assert row.state is not None and row.state["grads"].device == 4 * NUMEL
 
 

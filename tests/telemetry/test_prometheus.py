@@ -57,7 +57,7 @@ def test_ranks_and_categories_are_labels(server: MetricsServer) -> None:
     assert found["shardkit_rank_device_peak_allocated_bytes", 'rank="1",host="node2"'] == 5 * 2**30
     assert found["shardkit_rank_host_peak_rss_bytes", 'rank="0",host="node1"'] == 2 * 2**30
     assert found["shardkit_rank_state_bytes", 'rank="0",host="node1",category="optimizer",place="host"'] == 2**31
-    assert found["shardkit_rank_phase_peak_bytes", 'rank="1",host="node2",phase="step",kind="allocated"'] == 5 * 2**30
+    assert found["shardkit_rank_phase_peak_bytes", 'rank="1",host="node2",phase="update",kind="allocated"'] == 5 * 2**30
     assert found["shardkit_rank_alloc_retries_total", 'rank="0",host="node1"'] == 2
 
 

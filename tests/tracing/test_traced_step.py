@@ -68,7 +68,7 @@ def test_a_later_step_has_the_same_memory(tmp_path: Path) -> None:
         folder = tmp_path / str(step)
         run_ranks(2, "tests.tracing.test_traced_step:traced", folder=str(folder), overrides=overrides)
         steps[step] = found(folder)
-    for phase in ("forward", "backward", "step"):
+    for phase in ("forward", "backward", "update"):
         # A few numbers of the step's message may be alive or not: it travels beside the update.
         assert abs(steps[3]["phases"][phase]["bytes"] - steps[2]["phases"][phase]["bytes"]) <= 64
         assert steps[3]["phases"][phase]["categories"]["grads"] == 4 * N
@@ -132,7 +132,7 @@ def test_losses_do_not_change(tmp_path: Path) -> None:
 def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peaks = {"forward": 100, "backward": 300, "step": 200}
+    peaks = {"forward": 100, "backward": 300, "update": 200}
     running = "start"
 
     class Ledger:

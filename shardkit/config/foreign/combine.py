@@ -254,14 +254,14 @@ def unknown_key(tool: str, key: str) -> str:
         "peft": False,
     }
     if key in tables.DEEPSPEED_REMOVED or section in tables.DEEPSPEED_REMOVED:
-        return f"DeepSpeed {VERSIONS['deepspeed']} refuses it: it was removed"
+        return f"removed from DeepSpeed {VERSIONS['deepspeed']}, which refuses it"
     if tool == "axolotl" and key in AXOLOTL_REMOVED:
-        return f"axolotl {VERSIONS['axolotl']} refuses it: it was removed"
+        return f"removed from axolotl {VERSIONS['axolotl']}, which refuses it"
     if any(name.startswith(f"{key}.") for name in KEYS[tool]):
-        return "it is a section of keys, not a value; " + family(tool) + " refuses it"
+        return f"a section of keys, not a value; {family(tool)} refuses it"
     verb = "refuses" if strict[tool] else "ignores"
     unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not meant(tool, key) else ""
-    return f"{family(tool)} {VERSIONS[tool]} has no such key and {verb} it{unless}"
+    return f"unknown to {family(tool)} {VERSIONS[tool]}, which {verb} it{unless}"
 
 
 def meant(tool: str, key: str) -> str:

@@ -38,6 +38,7 @@ class File:
             `axolotl`, `llamafactory` or `trl`.
         values: dotted key → value; sections without keys are left out.
         text: keys whose value looks like a number, but which the file's own reader takes for text.
+        lines: dotted key → its line in the file, from 1; empty for a program's own dict.
     """
 
     name: str
@@ -45,6 +46,11 @@ class File:
     values: dict[str, Any]
     text: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def at(self, key: str) -> str:
+        """The file's name with the line of a key, as `args.yaml:3`; without a line if it is unknown."""
+        return f"{self.name}:{self.lines[key]}" if key in self.lines else self.name
 
     def section(self, name: str) -> dict[str, Any]:
         """Keys of a section, without its name."""
@@ -62,7 +68,8 @@ def read(name: str) -> File:
     tool = recognise(value, shown_name)
     flat = {} if tool == "model" else flatten(value)
     _refuse_infinite(flat, shown_name, text)
-    return File(shown_name, tool, value if tool == "model" else flat, _text_numbers(text, flat), Path(name).parent)
+    values, lines = (value, {}) if tool == "model" else (flat, line_numbers(text, shown_name))
+    return File(shown_name, tool, values, _text_numbers(text, flat), Path(name).parent, lines)
 
 
 def _refuse_infinite(values: dict[str, Any], name: str, text: str = "") -> None:
@@ -184,6 +191,15 @@ def parse(text: str, name: str) -> dict[str, Any]:
     return value
 
 
+def line_numbers(text: str, name: str) -> dict[str, int]:
+    """Dotted key → its line in a JSON or YAML text; empty where the text is JSON that is no YAML."""
+    try:
+        document = read_yaml(text.replace("\t", " "), name)  # a tab in JSON is never part of a key or a value
+    except ConfigError:
+        return {}
+    return {".".join(path): line for path, line in document.lines.items()}
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
@@ -201,9 +217,7 @@ def recognise(value: dict[str, Any], name: str) -> str:
     """
     sections = section_fields()
     if all(key in sections and isinstance(keys, (dict, type(None))) for key, keys in value.items()):
-        raise ConfigError(
-            f"{name} is a config of shardkit itself", "pass it without --from, or to shardkit convert-config"
-        )
+        raise ConfigError(f"{name} is a config of shardkit itself", "pass it without --from")
     if any(mark in value for mark in V1_MARKS):
         raise ConfigError(
             f"{name} is a recipe of LLaMA-Factory's second trainer (v1), whose loop no plan here has",

@@ -39,13 +39,17 @@ def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
                 continue
             inner = replace(file, values=values).section(key)
             if inner:  # a whole DeepSpeed config in place of a path
-                found.append(File(f"{file.name}: {key}", "deepspeed", prefixed("deepspeed", inner)))
+                lines = replace(file, values=file.lines).section(key)
+                found.append(
+                    File(f"{file.name}: {key}", "deepspeed", prefixed("deepspeed", inner),
+                         lines=prefixed("deepspeed", lines))
+                )  # fmt: skip
                 values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
             elif values.get(key) and not any(other.tool == "deepspeed" for other in given):
                 _follow(file, key, str(values[key]), found, problems)
         if base(file.tool) == "trainer" and isinstance(values.get("fsdp_config"), str):
             values |= _fsdp_file(file, values, problems)
-        found.insert(place, replace(file, values=prefixed(file.tool, values)))
+        found.insert(place, replace(file, values=prefixed(file.tool, values), lines=prefixed(file.tool, file.lines)))
     for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
         same = [file for file in found if base(file.tool) == tool]
         if len(same) > 1:
@@ -60,7 +64,8 @@ def _follow(file: File, key: str, path: str, found: list[File], problems: list[P
     for place in (Path(path), file.folder / path):
         if place.is_file():
             other = read(str(place))
-            found.append(replace(other, values=prefixed(other.tool, other.values)))
+            values, lines = prefixed(other.tool, other.values), prefixed(other.tool, other.lines)
+            found.append(replace(other, values=values, lines=lines))
             return
     problems.append(_missing(file, key, path))
 

@@ -588,50 +588,6 @@ MUST_MATCH = {
     "bf16.enabled": "bf16",
 }
 """Keys of DeepSpeed → the Trainer's argument that has to be equal."""
-_OPTIMIZERS = """
-    adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adafactor adamw_anyprecision adamw_torch_4bit
-    adamw_torch_8bit ademamix sgd adagrad adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit
-    paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit paged_ademamix_8bit paged_lion_32bit paged_lion_8bit
-    rmsprop rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit galore_adamw galore_adamw_8bit galore_adafactor
-    galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise lomo adalomo grokadamw
-    schedule_free_radam schedule_free_adamw schedule_free_sgd apollo_adamw apollo_adamw_layerwise stable_adamw
-"""
-_SCHEDULES = """
-    linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt reduce_lr_on_plateau
-    cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay greedy
-"""
-_TYPES = """
-    NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA MEGATRON_LM
-    MULTI_HPU MULTI_NEURON
-"""
-_WRAP = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STATE = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-_DEVICES = ("none", "cpu", "nvme")
-VALUES: dict[str, dict[str, tuple[str, ...]]] = {
-    "accelerate": {
-        "distributed_type": tuple(_TYPES.split()),
-        "mixed_precision": ("no", "fp16", "bf16", "fp8"),
-        "fsdp_config.fsdp_auto_wrap_policy": _WRAP,
-        "fsdp_config.fsdp_state_dict_type": _STATE,
-        "fsdp_config.fsdp_sharding_strategy": (*SHARDING, "1", "2", "3", "4", "5"),
-        "deepspeed_config.offload_optimizer_device": _DEVICES,
-        "deepspeed_config.offload_param_device": _DEVICES,
-    },
-    "deepspeed": {
-        "scheduler.type": ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
-        "zero_optimization.offload_optimizer.device": _DEVICES,
-        "zero_optimization.offload_param.device": _DEVICES,
-    },
-    "trainer": {
-        "optim": tuple(_OPTIMIZERS.split()),
-        "lr_scheduler_type": tuple(_SCHEDULES.split()),
-        "eval_strategy": ("no", "steps", "epoch"),
-        "save_strategy": ("no", "steps", "epoch", "best"),
-        "fsdp_config.auto_wrap_policy": _WRAP,
-        "fsdp_config.state_dict_type": _STATE,
-    },
-}
-"""Keys with a fixed set of values; any other stops their tool."""
 RENAMED = {
     "accelerate": {
         "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",

@@ -70,6 +70,11 @@ class Together:
             value = _of_axolotls_fsdp(file, key)
         return default if value is None else value
 
+    def line_of(self, tool: str, key: str) -> str:
+        """The file of a tool with the line of a key, as `args.yaml:3`."""
+        file = self.file(tool)
+        return "" if file is None else file.at(key)
+
     @property
     def recipe(self) -> str:
         """The recipe's tool: `axolotl`, `llamafactory` or `trl`; empty without one."""

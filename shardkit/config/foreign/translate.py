@@ -18,6 +18,7 @@ from .autos import in_few_lines
 from .combine import combine
 from .files import File, family
 from .gather import adapter_file, gather, read_model
+from .notes import Note, notes
 from .recipes import loaded_type, model_named
 from .tables import Problem, Settings
 from .together import PSEUDO, Said, Together
@@ -74,6 +75,7 @@ class Job:
         loop: for the planner: how their loop differs where no key here says it.
         reread: the job with other files in place of `files`.
         adapter: the files' settings of an adapter that is off, for a command line that turns it on.
+        notes: what silently changes the mathematics, and misspelt keys; no plan depends on them.
     """
 
     files: tuple[File, ...]
@@ -88,6 +90,7 @@ class Job:
     loop: Settings = field(default_factory=dict)
     reread: Callable[[Sequence[File]], Job] | None = field(default=None, repr=False, compare=False)
     adapter: Settings = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
     expandable = False
     """For the target: torch's allocator has segments of fixed size unless a variable asks for others."""
 
@@ -202,7 +205,7 @@ def translate(job: Together, model: str | None, gpus: int | None) -> Job:
     return Job(
         tuple(job.files), tuple(job.said), job.settings, tuple(work.added), tuple(work.left_out()), work.transfers(),
         tuple(job.problems), work.gpus, work.gpus // machines if work.gpus % machines == 0 else None,
-        loop, adapter=spare,
+        loop, adapter=spare, notes=notes(job),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ...tracing.traced_step import BETWEEN, Tracing
 from ...tracing.tracker import TensorTracker
 from ..simulate import shim
 from ..simulate.compat import PLANS
+from ..simulate.engines import SHARDKIT, LoopTraits
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
@@ -72,12 +73,19 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
 
 
 def predict(
-    config: RunConfig, target: Target, method: Method, whole: bool = False, timed: bool = False, rough: bool = False
+    config: RunConfig,
+    target: Target,
+    method: Method,
+    loop: LoopTraits = SHARDKIT,
+    whole: bool = False,
+    timed: bool = False,
+    rough: bool = False,
 ) -> MemoryEstimate:
     """Predict one rank's memory for a config.
 
     Args:
         method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
+        loop: the training loop that is planned.
         whole: trace every layer of a deep model.
         timed: also predict how long a step takes.
         rough: trace less: two micro-batches per step, no evaluation, and deep models under ZeRO at two depths, which
@@ -98,14 +106,14 @@ def predict(
     micro_batches = resolve_batch(config, target.world_size)
     config, notes = _traceable(config, min(micro_batches, 2 if rough else MICRO_BATCHES), rough)
     speeds = speeds_of(target) if timed else None
+    device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
+    scenario = Scenario(target, device, loop, speeds)
     depth = None if whole else find_depth(config, rough)
     if depth is None:
         traced: tuple[int, ...] = ()
-        trace = _traced(config, target, method, speeds)
+        trace = _traced(config, scenario)
     else:
-        first, second = (
-            _traced(depth.at(layers), target, method, speeds, (layers, depth.kept)) for layers in depth.traced
-        )
+        first, second = (_traced(depth.at(layers), scenario, (layers, depth.kept)) for layers in depth.traced)
         trace, traced = _whole(depth, first, second), depth.traced
     time = None
     if speeds is not None:
@@ -201,27 +209,41 @@ class _Trace:
         return max(peak.n_bytes for peak in self.device.values())
 
 
-def _traced(
-    config: RunConfig, target: Target, method: Method, speeds: Speeds | None, ends: tuple[int, int] | None = None
-) -> _Trace:
+@dataclass(frozen=True)
+class Scenario:
+    """The part of a prediction that does not depend on the config.
+
+    Attributes:
+        device: the device of the fake tensors.
+        loop: the training loop that is planned.
+        speeds: the target hardware's speeds; without them a trace counts no work.
+    """
+
+    target: Target
+    device: torch.device
+    loop: LoopTraits = SHARDKIT
+    speeds: Speeds | None = None
+
+
+def _traced(config: RunConfig, scenario: Scenario, ends: tuple[int, int] | None = None) -> _Trace:
     """Trace a config and reduce the log to figures.
 
     Args:
         ends: for a shallow stand-in of a deep model: (its own layers, layers to tell apart at each end).
     """
-    device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
+    target, device = scenario.target, scenario.device
     on_gpu = target.gpu is not None
     # In segments of fixed size the third step's blocks lie otherwise than the second's; then nothing changes.
     steps = 2 if target.expandable or not on_gpu else 3
-    log, counts, segments, targets = trace(config, target, device, steps, speeds)
+    log, counts, segments, targets = trace(config, scenario, steps)
     real = replay(log, str(device), target.expandable) if on_gpu else None
     room = (target.device_memory or 0) - _overhead(target)
     if real is not None and steps == 2 and ends is None and real.required <= room < real.reserved:
         # So do they in growing segments on a card that has to release its cache.
-        log = trace(config, target, device, 3, speeds)[0]
+        log = trace(config, scenario, 3)[0]
         real = replay(log, str(device), target.expandable)
     on_device = edges(log, str(device), ROUND if on_gpu else 1, *ends or ())
-    on_host = edges(log, "cpu", 1, *ends or ()) if method == "cuda" else {}
+    on_host = edges(log, "cpu", 1, *ends or ()) if device.type == "cuda" else {}
     if real is None:
         exact = max(peak.n_bytes for peak in on_device.values())
         return _Trace(
@@ -245,59 +267,70 @@ def _overhead(target: Target) -> int:
 
 
 def trace(
-    config: RunConfig, target: Target, device: torch.device, steps: int = 2, speeds: Speeds | None = None
+    config: RunConfig, scenario: Scenario, steps: int = 2
 ) -> tuple[EventLog, dict[str, int], list[Segment], float]:
     """Wrap the model and run some steps and an evaluation on fake tensors.
-
-    Args:
-        speeds: the target hardware's speeds; without them no work is counted.
 
     Returns:
         every allocation; the counts of `count_model`; the last step's work; targets of a micro-batch.
     """
     gc.collect()
     gc.freeze()  # collections (DeepSpeed triggers some) then scan only this trace's objects, not the libraries'
+    target = scenario.target
     log = EventLog(stream=shim.current_stream)
     shim.on_release(log.released)
     if target.gpu is not None:
         log.product_workspace = target.gpu.blas_workspace
-    work = None if speeds is None else WorkCounter(config, log, speeds, device, target.ranks_per_node)
+    speeds = scenario.speeds
+    work = None if speeds is None else WorkCounter(config, log, speeds, scenario.device, target.ranks_per_node)
     task = load_task(config)
     batch = sample_batch(task, config)
-    evaluated = sample_batch(task, config, most) if (most := _evaluated_at_once(config)) else None
+    n_evaluated = min(config.train.micro_batch_size, config.train.eval_samples)
+    evaluated = sample_batch(task, config, n_evaluated) if n_evaluated else None
+    inputs = _Inputs(batch, float(task.n_targets(batch)), evaluated, read_prompts(config, task))
     zero = config.parallel.strategy in STAGES
-    n_targets = float(task.n_targets(batch))
-    prompts = read_prompts(config, task)
     weights = FakeWeights(config.train.seed, getattr(task, "init_parameter", None))
     tracker = TensorTracker(log, work.ran if work else None)
     with (
-        fake_world(device, target.world_size, target.ranks_per_node, target.rank or 0, zero=zero) as world,
+        fake_world(scenario.device, target.world_size, target.ranks_per_node, target.rank or 0, zero=zero) as world,
         Tracing(tracker) as tracing,
     ):
-        counts = _follow(config, world, task, on_fake(batch), evaluated, n_targets, weights, tracing, steps, prompts)
+        counts = _follow(config, scenario, world, task, inputs, weights, tracing, steps)
     if target.gpu is not None:  # on CPUs peaks are measured under a dispatch mode too
         log.accumulated_in_place()
-    return log, counts, work.segments if work else [], n_targets
+    return log, counts, work.segments if work else [], inputs.n_targets
 
 
-def _evaluated_at_once(config: RunConfig) -> int:
-    """Samples of an evaluation's largest micro-batch; 0 without evaluations."""
-    return min(config.train.micro_batch_size, config.train.eval_samples)
+@dataclass(frozen=True)
+class _Inputs:
+    """Batches on the CPU, with real or no values.
+
+    Attributes:
+        n_targets: targets of `batch`, a micro-batch.
+        evaluated: an evaluation's largest micro-batch; `None` without evaluations.
+        prompts: what the run samples from after an evaluation.
+    """
+
+    batch: Batch
+    n_targets: float
+    evaluated: Batch | None
+    prompts: Prompts | None
 
 
 def _follow(
-    config: RunConfig, world: World, task: Task, batch: Batch, evaluated: Batch | None, n_targets: float,
-    weights: Weights, tracing: Tracing, steps: int, prompts: Prompts | None,
+    config: RunConfig, scenario: Scenario, world: World, task: Task, inputs: _Inputs, weights: Weights,
+    tracing: Tracing, steps: int,
 ) -> dict[str, int]:  # fmt: skip
-    """The traced run; its objects are freed when this returns."""
-    with wrapped(config, world, task, weights) as strategy:
+    """Take the steps and the evaluation; every tensor of the run is freed when this returns."""
+    batch = on_fake(inputs.batch)
+    with wrapped(config, world, task, weights, scenario.loop) as strategy:
         tracing.wrapped(strategy, strategy.model)
         counts = count_model(strategy, task)
         for _ in range(steps):
-            take_step(config, world, task, batch, n_targets, strategy, tracing)
+            take_step(config, world, task, batch, inputs.n_targets, strategy, tracing)
             tracing.stepped(strategy)
-        if evaluated is not None:
-            take_evaluation(config, world, task, on_fake(evaluated), prompts, strategy, tracing)  # made after the steps
+        if inputs.evaluated is not None:  # its batch is made after the steps
+            take_evaluation(config, world, task, on_fake(inputs.evaluated), inputs.prompts, strategy, tracing)
     return counts
 
 

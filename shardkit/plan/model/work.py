@@ -21,7 +21,7 @@ from ...tracing.events import EventLog
 from ..simulate.compat import packet_of, resolve_process_group
 from .cost import Segment, Speeds
 
-_PHASES = ("forward", "backward", "step")
+_PHASES = ("forward", "backward", "update")
 _MODES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
@@ -68,7 +68,7 @@ class WorkCounter:
         if phase not in _PHASES or operator.is_view:
             return
         if not self.segments or self.segments[-1].phase != phase:
-            if phase == "forward" and self.segments and self.segments[-1].phase == "step":
+            if phase == "forward" and self.segments and self.segments[-1].phase == "update":
                 self.segments = []
             self.segments.append(Segment(phase))
         segment = self.segments[-1]

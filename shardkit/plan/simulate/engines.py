@@ -1,31 +1,40 @@
-"""Engines as a trace needs them: DDP without its C++ reducer, and all of them as other tools' loops set them up."""
+"""The engines on fake tensors, and what other tools' training loops do differently."""
 
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from typing_extensions import override
 
-from ...strategies.ddp import own_or_models
+from ...config.schema import RunConfig
+from ...parallel.world import World
+from ...strategies import EngineFactory, Strategy
+from ...strategies.ddp import DDP, Wrapped, own_or_models
 from ...strategies.fsdp import FSDP
+from ...strategies.single import Single
+from ...strategies.unused import UnusedParameters
+from ...tasks.base import Task
+from ...tasks.hf_causal_lm import HFCausalLM
+from ...tasks.hf_masked_lm import HFMaskedLM
+from .compat import unset_fake_temporarily
 
 _FIRST_BUCKET_MB = 1.0
-_own_root = FSDP.shard_rest
 
 
 @dataclass(frozen=True)
-class Loop:
-    """The loop whose memory is planned; the defaults are shardkit's own.
+class LoopTraits:
+    """How a training loop that is planned differs from shardkit's own; the defaults are shardkit's.
 
     Attributes:
         bucket_views: ddp's gradients are views of its buckets (`gradient_as_bucket_view`); other loops keep both.
@@ -43,80 +52,109 @@ class Loop:
     fp32_adapters: bool = False
     keeps_cache: bool = False
 
+    def engine(self) -> EngineFactory:
+        """A factory of the engines that work on fake tensors, for this loop."""
+        return partial(_planned_engine, self)
 
-_loop = Loop()
+    def change_task(self, task: Task) -> None:
+        """Let the task build its transformers model as this loop does."""
+        if not isinstance(task, (HFCausalLM, HFMaskedLM)):
+            return
+        if self.keeps_cache and hasattr(task.hf.config, "use_cache"):
+            task.hf.config.use_cache = True  # transformers' own default
+        if self.frozen is not None and task.adapter is not None:
+            task.adapter.frozen_dtype = getattr(torch, self.frozen)
+
+    def change_model(self, model: nn.Module) -> nn.Module:
+        """Give adapters the type that they have in this loop. Returns the model.
+
+        An adapter that is added after `zero.Init` stays in fp32: DeepSpeed does not cast it.
+        """
+        if self.fp32_adapters:
+            for param in model.parameters():
+                if param.requires_grad and hasattr(param, "ds_tensor"):
+                    param.ds_tensor.data = param.ds_tensor.float()
+                    param.data = param.float()
+        return model
 
 
-@contextmanager
-def following(loop: Loop) -> Iterator[None]:
-    """Plan this loop."""
-    global _loop
-    before, _loop = _loop, loop
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.shard_rest", _shard_rest))
-            if loop.frozen is not None:
-                frozen = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), getattr(torch, loop.frozen))
-                stack.enter_context(patch.dict("shardkit.models.adapter.FROZEN", frozen))
-            if loop.embeddings_decay:
-                stack.enter_context(patch("shardkit.parallel.optim.SPARED", ()))
-            if loop.fp32_adapters:
-                stack.enter_context(_around("shardkit.models.adapter.AdaptedModel.build", _with_fp32_adapters))
-            if loop.keeps_cache:
-                stack.enter_context(_around("shardkit.models.hf.read_config", _with_cache))
-            yield
-    finally:
-        _loop = before
+SHARDKIT = LoopTraits()
 
 
-def _shard_rest(strategy: FSDP, model: nn.Module, options: dict[str, Any]) -> None:
-    """Shard what is outside of blocks as Accelerate 1.15 does it (`fsdp2_prepare_model`).
+def _planned_engine(loop: LoopTraits, config: RunConfig, world: World) -> Strategy:
+    name = config.parallel.strategy
+    if name == "single":
+        return Single(config, world)
+    if name == "ddp":
+        return PlannedDDP(config, world, loop)
+    if name in ("fsdp", "hsdp"):
+        return PlannedFSDP(config, world, loop)
+    from .zero import PlannedZeRO  # imports DeepSpeed
 
-    The embedding is a unit that is resharded as blocks are; the last norm and the head are one that is not. Tied
-    weights belong to the second.
+    return PlannedZeRO(config, world)
+
+
+class PlannedDDP(DDP):
+    """The ddp engine without torch's C++ reducer, which refuses fake tensors."""
+
+    def __init__(self, config: RunConfig, world: World, loop: LoopTraits) -> None:
+        super().__init__(config, world)
+        self._loop = loop
+
+    @override
+    def wrap(self, model: nn.Module, **options: Any) -> Wrapped:
+        return cast(Wrapped, StandInDDP(model, **options, bucket_views=self._loop.bucket_views))
+
+
+class PlannedFSDP(FSDP):
+    """The fsdp and hsdp engines on fake tensors, with the units of the loop that is planned."""
+
+    def __init__(self, config: RunConfig, world: World, loop: LoopTraits) -> None:
+        super().__init__(config, world)
+        self._loop = loop
+
+    @override
+    def make_mesh(self) -> DeviceMesh:
+        with unset_fake_temporarily():  # a mesh needs real rank numbers
+            return super().make_mesh()
+
+    @override
+    def skipped(self, unused: UnusedParameters) -> list[nn.Parameter]:
+        """Nothing: a trace does not know which parameters other ranks use, and assumes that they use all."""
+        return []
+
+    @override
+    def shard_rest(self, model: nn.Module, options: dict[str, Any]) -> None:
+        if self._loop.tail_unit:
+            shard_tail(model, self.reshards, options)
+        super().shard_rest(model, options)
+
+
+def shard_tail(model: nn.Module, reshards: bool, options: dict[str, Any]) -> None:
+    """Shard the ends of a transformers model as Accelerate 1.15 does (`fsdp2_prepare_model`).
+
+    The embedding becomes a unit that is resharded as blocks are. The last norm and the head become one unit that stays
+    gathered; a tied embedding belongs to it. A model without an embedding is left as it is.
     """
     embedding, head = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-    if not _loop.tail_unit or embedding is None:
-        _own_root(strategy, model, options)
+    if embedding is None:
         return
     tied = head is not None and head.weight is embedding.weight
     if not tied and not isinstance(embedding, FSDPModule):
-        fully_shard(embedding, reshard_after_forward=strategy.reshards, **options)
+        fully_shard(embedding, reshard_after_forward=reshards, **options)
     tail = [_last_norm(model), *([embedding] if tied else []), head]
     units = [module for module in tail if module is not None and not isinstance(module, FSDPModule)]
     if units:
         fully_shard(units, reshard_after_forward=False, **options)
-    _own_root(strategy, model, options)
-
-
-def _around(name: str, after: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """Put `after` behind a function: it gets what the function returns."""
-    function = pkgutil.resolve_name(name)
-    return patch(name, lambda *args: after(function(*args)))
-
-
-def _with_fp32_adapters(model: nn.Module) -> nn.Module:
-    """A model whose adapters are made after `zero.Init`: in fp32, which DeepSpeed leaves them in."""
-    for param in model.parameters():
-        if param.requires_grad and hasattr(param, "ds_tensor"):
-            param.ds_tensor.data = param.ds_tensor.float()
-            param.data = param.float()
-    return model
-
-
-def _with_cache(config: Any) -> Any:
-    """A transformers config whose model keeps keys and values, as its own default is."""
-    if hasattr(config, "use_cache"):
-        config.use_cache = True
-    return config
 
 
 def _last_norm(model: nn.Module) -> nn.Module | None:
     """The last norm among the base model's own children; a model with adapters hides them from Accelerate."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    adapted = any(".lora_" in name for name, _ in model.named_parameters())
-    norms = [] if base is None or adapted else [one for one in base.children() if "Norm" in type(one).__name__]
-    return norms[-1] if norms else None
+    has_adapter = any(".lora_" in name for name, _ in model.named_parameters())
+    if base is None or has_adapter:
+        return None
+    return next((child for child in reversed([*base.children()]) if "Norm" in type(child).__name__), None)
 
 
 class StandInDDP(nn.Module):
@@ -139,16 +177,18 @@ class StandInDDP(nn.Module):
         bucket_cap_mb: float = 25.0,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
+        bucket_views: bool = True,
     ) -> None:
         super().__init__()
         assert gradient_as_bucket_view
+        self._bucket_views = bucket_views
         self.module = module
         self._sync = True
         self._hook: Callable[[Any, Any], Any] | None = None
         self._params = [p for p in module.parameters() if p.requires_grad]
         self._cap = bucket_cap_mb * 2**20
-        self._rebuilds, self._reduced = not _loop.bucket_views and not find_unused_parameters, False
-        if not _loop.bucket_views:
+        self._rebuilds, self._reduced = not bucket_views and not find_unused_parameters, False
+        if not bucket_views:
             _send_copies([*module.parameters(), *module.buffers()])
         self._place: dict[int, tuple[_Bucket, int]] = {}
         first = math.inf if self._rebuilds else _FIRST_BUCKET_MB * 2**20
@@ -181,7 +221,7 @@ class StandInDDP(nn.Module):
         assert param.grad is not None
         if param.grad.untyped_storage() is not view.untyped_storage():
             view.copy_(param.grad)
-            if _loop.bucket_views:
+            if self._bucket_views:
                 param.grad = view
         bucket.missing -= 1
         if bucket.missing == 0:

@@ -1,4 +1,4 @@
-"""Run the real step for a trace: the config's model, wrap, checkpointing and optimizer, on fake or real tensors."""
+"""Take the real training step for a trace: the config's model, wrapping, checkpointing and optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.phases import Phases
 from ...parallel.blocks import find_blocks
-from ...parallel.optim import make_optimizer
+from ...parallel.optim import SPARED, make_optimizer
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies import Strategy, make_strategy
@@ -24,15 +24,22 @@ from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
 from ...tracing.traced_step import Tracing
+from .engines import SHARDKIT, LoopTraits
 
 
 @contextmanager
-def wrapped(config: RunConfig, world: World, task: Task, weights: Weights) -> Iterator[Strategy]:
-    """The task's model, wrapped as in training."""
-    strategy, blocks = make_strategy(config, world), getattr(task, "block_classes", ())
+def wrapped(
+    config: RunConfig, world: World, task: Task, weights: Weights, loop: LoopTraits = SHARDKIT
+) -> Iterator[Strategy]:
+    """The task's model, wrapped as the loop does it, on fake tensors."""
+    blocks = getattr(task, "block_classes", ())
+    spared = () if loop.embeddings_decay else SPARED
+    strategy = make_strategy(config, world, loop.engine())
+    loop.change_task(task)
     try:
         parallelize(
-            config, world.device, strategy, task.build_model, lambda model: make_optimizer(config.optim, model, blocks),
+            config, world.device, strategy, lambda: loop.change_model(task.build_model()),
+            lambda model: make_optimizer(config.optim, model, blocks, spared),
             weights, blocks, getattr(task, "attention_classes", ()),
         )  # fmt: skip
         yield strategy

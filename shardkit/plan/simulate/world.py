@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -42,9 +41,7 @@ from .compat import (
     register_collectives,
     torch_on_fakes,
     transformers_in_training,
-    unset_fake_temporarily,
 )
-from .engines import StandInDDP
 from .unplannable import constructor_reads, of_deepspeed, refuse_value
 
 
@@ -70,14 +67,9 @@ def fake_world(
     assert group is not None
     with ExitStack() as stack:
         stack.enter_context(Fakes())
-        stack.enter_context(patch("shardkit.strategies.ddp.Wrapped", StandInDDP))
-        # The trace does not know which parameters other ranks use: assume that all ranks use all of them.
-        stack.enter_context(patch("shardkit.strategies.fsdp.FSDP.skipped", lambda strategy, unused: []))
-        stack.enter_context(patch("shardkit.strategies.fsdp.init_device_mesh", _real_mesh))
         stack.enter_context(torch_on_fakes(_apply_to_fakes, _Chunks, _move_fakes, _step_all_the_same))
         if zero:
             stack.enter_context(deepspeed_alone(_CPUAdam))
-            stack.enter_context(patch("shardkit.strategies.zero.engine.build_cpu_adam", lambda world: None))
         stack.enter_context(transformers_in_training())
         yield World(env, device, group, group)
 
@@ -264,12 +256,6 @@ def _results(out: Any, args: Any) -> _Results | None:
 def _storages(args: Any) -> list[torch.UntypedStorage | None]:
     """The storage of each argument; `None` for those that are not tensors."""
     return [arg.untyped_storage() if isinstance(arg, torch.Tensor) else None for arg in args]
-
-
-def _real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
-    """Make a device mesh outside the fake mode: it needs real rank numbers."""
-    with unset_fake_temporarily():
-        return init_device_mesh(*args, **kwargs)
 
 
 def _apply_to_fakes(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:

@@ -51,6 +51,7 @@ class ZeRO:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    prepare_cpu_adam = staticmethod(build_cpu_adam)
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
@@ -135,7 +136,7 @@ class ZeRO:
         """Replace AdamW by DeepSpeed's vectorised CPU kernel; other optimizers stay torch's own."""
         if type(optimizer) is not torch.optim.AdamW:
             return optimizer
-        build_cpu_adam(self._world)
+        self.prepare_cpu_adam(self._world)
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         settings = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}

@@ -15,7 +15,7 @@ from shardkit.config.foreign.tools import KEYS, RECIPES, find
 from shardkit.config.foreign.translate import Job, read_job
 from shardkit.errors import ConfigError, NotPlannedError
 
-from .test_lint import TRAINER, ZERO3, write
+from .samples import TRAINER, ZERO3, write
 from .test_translate import MODEL
 
 AXOLOTL = """\
@@ -170,10 +170,10 @@ def test_a_known_key_that_no_plan_has_is_named(text: str, more: dict[str, Any], 
 @pytest.mark.parametrize(
     ("text", "more", "key", "words"),
     [
-        (AXOLOTL, {"micro_batch_sise": 2}, "micro_batch_sise", "axolotl 0.18 has no such key"),
-        (AXOLOTL, {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type", "axolotl 0.18 has no such key"),
-        (LLAMA_FACTORY, {"plot_los": True}, "plot_los", "LLaMA-Factory 0.9.6 has no such key and refuses it"),
-        (TRL, {"lora_rang": 4}, "lora_rang", "TRL 1.9 has no such key"),
+        (AXOLOTL, {"micro_batch_sise": 2}, "micro_batch_sise", "unknown to axolotl 0.18, which ignores it"),
+        (AXOLOTL, {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type", "unknown to axolotl 0.18, which ignores it"),
+        (LLAMA_FACTORY, {"plot_los": True}, "plot_los", "unknown to LLaMA-Factory 0.9.6, which refuses it"),
+        (TRL, {"lora_rang": 4}, "lora_rang", "unknown to TRL 1.9"),
     ],
 )
 def test_a_typo_is_unknown_to_its_tool(text: str, more: dict[str, Any], key: str, words: str, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_typo_has_the_nearest_key(tmp_path: Path) -> None:
 
 def test_a_removed_key_is_said_to_be_removed() -> None:
     assert all(find("axolotl", key) is None for key in AXOLOTL_REMOVED)
-    assert "was removed" in unknown_key("axolotl", "max_packed_sequence_len")
+    assert "removed from axolotl" in unknown_key("axolotl", "max_packed_sequence_len")
 
 
 def test_full_fine_tuning_has_the_type_that_each_tool_trains(tmp_path: Path) -> None:

@@ -130,25 +130,3 @@ def test_every_converter_names_keys_that_exist_here() -> None:
         for key, entry in table.items():
             ours = ".".join(entry.only.split(".")[:2])
             assert not ours or ours in known or ours in (*PSEUDO, "optim.betas"), (tool, key)
-
-
-def test_fixed_sets_of_values_are_those_of_the_tools() -> None:
-    args = pytest.importorskip("transformers.training_args")
-    utils = pytest.importorskip("transformers.trainer_utils")
-    constants = pytest.importorskip("accelerate.utils.constants")
-    types = pytest.importorskip("accelerate.utils.dataclasses").DistributedType
-    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules").VALID_LR_SCHEDULES
-    theirs = {
-        ("trainer", "optim"): {one.value for one in args.OptimizerNames},
-        ("trainer", "lr_scheduler_type"): {one.value for one in utils.SchedulerType},
-        ("trainer", "eval_strategy"): {one.value for one in utils.IntervalStrategy},
-        ("trainer", "save_strategy"): {one.value for one in utils.SaveStrategy},
-        ("trainer", "fsdp_config.auto_wrap_policy"): set(constants.FSDP_AUTO_WRAP_POLICY),
-        ("accelerate", "fsdp_config.fsdp_auto_wrap_policy"): set(constants.FSDP_AUTO_WRAP_POLICY),
-        ("accelerate", "fsdp_config.fsdp_state_dict_type"): set(constants.FSDP_STATE_DICT_TYPE),
-        ("accelerate", "distributed_type"): {one.value for one in types},
-        ("deepspeed", "scheduler.type"): set(schedules),
-    }
-    assert set(constants.FSDP_SHARDING_STRATEGY) == set(tables.SHARDING)
-    for (tool, key), values in theirs.items():
-        assert set(tables.VALUES[tool][key]) == values, (tool, key)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from shardkit.config.foreign.lint import check
 from shardkit.config.foreign.transfers import Sizes
 from shardkit.config.foreign.translate import Job, read_job
 from shardkit.errors import ConfigError, NotPlannedError
 
-from .test_lint import DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
+from .samples import DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -319,7 +318,7 @@ def test_a_file_that_another_names_is_read_beside_it(tmp_path: Path, monkeypatch
 def test_reading_imports_none_of_the_tools(tmp_path: Path) -> None:
     names = write(tmp_path, ds__json=ZERO3, args__yaml=TRAINER, accelerate__yaml=DDP)
     code = (
-        "import sys; from shardkit.config.foreign.lint import check; check(sys.argv[1:]);"
+        "import sys; from shardkit.config.foreign.translate import read_job; read_job(sys.argv[1:]);"
         "print(sorted({'accelerate', 'deepspeed', 'transformers', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
@@ -419,7 +418,7 @@ def test_a_job_that_accelerate_leaves_on_cpus_is_not_taken_for_deepspeeds(tmp_pa
     with pytest.raises(ConfigError, match="Accelerate then leaves DeepSpeed out, and trains with DDP"):
         found.load(OPEN[:1])
     names = [str(tmp_path / name) for name in ("accelerate.yaml", "args.yaml", "ds.json")]
-    (fault,) = (one for one in check(names) if "leaves DeepSpeed out" in one.cause)
+    (fault,) = (one for one in read_job(names).problems if "leaves DeepSpeed out" in one.cause)
     assert (fault.level, "set it in the Trainer's" in fault.fix) == ("error", True)
     own = {**files, "args__yaml": TRAINER + "use_cpu: true\n"}
     found = job(tmp_path, 2, accelerate__yaml="distributed_type: MULTI_CPU\nuse_cpu: false\n", **own)

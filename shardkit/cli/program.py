@@ -1,0 +1,193 @@
+"""The program of a job: a config with its overrides, or a script behind `--`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from ..config.load import LoadedConfig
+    from ..launch.script import Script
+
+SCRIPT_WORDS = "script"
+"""The key of the words behind `--` in a command's context; None without `--`."""
+OPTION_WORDS = "options"
+"""The key of the words before them."""
+_FOR_SCRIPTS = ("run_dir", "on_preempt", "heartbeat", "heartbeat_timeout", "checkpoints")
+_FOR_PLANS = ("gpu", "gpu_memory", "force")
+UsageError: Any = typer.BadParameter.__base__
+
+Text = Optional[str]  # noqa: UP045 - typer reads it at run time on Python 3.10
+Words = Optional[list[str]]  # noqa: UP045
+Config = Annotated[
+    Text,
+    typer.Argument(metavar="CONFIG | -- SCRIPT", help="The YAML file of the run, - for defaults; or your own script."),
+]
+Overrides = Annotated[Words, typer.Argument(metavar="[section.key=value]...", help="Overrides the file's value.")]
+RunDir = Annotated[
+    Text, typer.Option("--run-dir", metavar="DIR", help="A script's logs go there; default: runs/SCRIPT.")
+]
+
+
+class JobCommand(TyperCommand):
+    """A command that accepts a script and its arguments behind `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Set the words behind `--` aside, and read the others.
+
+        Raises:
+            LaunchError: a script without `--` before it; the script's own options are unknown here.
+        """
+        from ..errors import LaunchError
+
+        words = args[: args.index("--")] if "--" in args else list(args)
+        ctx.meta[OPTION_WORDS] = words
+        ctx.meta[SCRIPT_WORDS] = args[len(words) + 1 :] if len(words) < len(args) else None
+        try:
+            return list(super().parse_args(ctx, list(words)))
+        except UsageError as error:
+            index = index_of_script(words)
+            if ctx.meta[SCRIPT_WORDS] is not None or index is None:
+                raise
+            raise LaunchError(*missing_dashes(self.name, words, index)) from error
+
+
+def index_of_script(words: Sequence[str]) -> int | None:
+    """The index of a script or of `-m` among words that should be a config and its overrides; None without one."""
+    return next((i for i, word in enumerate(words) if word == "-m" or re.fullmatch(r"[^=]+\.py", word)), None)
+
+
+def missing_dashes(command: str | None, words: Sequence[str], index: int) -> tuple[str, str]:
+    """Cause and fix for a script without `--` before it.
+
+    Args:
+        index: the script's index among `words`.
+    """
+    corrected = " ".join(["shardkit", command or "", *words[:index], "--", *map(shlex.quote, words[index:])])
+    return f"{words[index]} is not a config: a script stands behind `--`", corrected
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """Options for the ranks of a script: how they learn of a preemption, and how long they may be silent."""
+
+    on_preempt: Annotated[
+        str, typer.Option(metavar="term|usr1|usr2|file", help="How a script learns that its job is preempted.")
+    ] = "term"
+    heartbeat: Annotated[
+        Text, typer.Option(metavar="auto|FILE", help="A script's ranks that stop touching it are ended as hung.")
+    ] = None
+    heartbeat_timeout: Annotated[float, typer.Option(metavar="S", help="Seconds without a heartbeat.")] = 600.0
+    grace_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option("--grace-s", metavar="S", help="The ranks' time to save and end after SIGTERM."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the ranks of a job run.
+
+    Attributes:
+        config: the YAML file, `-` for defaults; None for a script.
+        overrides: `section.key=value` for the config.
+        script: the script; None for a config.
+        log_dir: the folder of a script's logs, if the user names one.
+    """
+
+    config: str | None
+    overrides: tuple[str, ...]
+    script: Script | None = None
+    log_dir: str | None = None
+
+    @property
+    def run_dir(self) -> str:
+        """The run directory of a script."""
+        return self.log_dir or os.path.join("runs", self.script.name if self.script is not None else "script")
+
+    @property
+    def overrides_of_all_tasks(self) -> list[str]:
+        """The overrides without those that hold the index of an array's task."""
+        return [override for override in self.overrides if "%a" not in override]
+
+    def load(self, changes: Sequence[str] = ()) -> LoadedConfig:
+        """The config, with overrides that hold for every task of an array, then `changes`."""
+        return load(str(self.config), [*self.overrides_of_all_tasks, *changes])
+
+    def launch_command(self) -> str:
+        """The command that runs this program on this machine."""
+        if self.script is None:
+            return shlex.join(["shardkit", "launch", str(self.config), *self.overrides_of_all_tasks])
+        logs = [] if self.log_dir is None else ["--run-dir", self.log_dir]
+        return shlex.join(["shardkit", "launch", *logs, "--", *self.script.argv])
+
+
+def load(config: str, overrides: Sequence[str]) -> LoadedConfig:
+    """A YAML file, or the defaults for `-`, with overrides."""
+    from ..config.load import load_config
+
+    return load_config(None if config == "-" else config, list(overrides))
+
+
+def read_program(
+    ctx: typer.Context, config: str | None, overrides: Sequence[str], ranks: RankOptions, log_dir: str | None,
+    checkpoints: str | None = None,
+) -> Program:  # fmt: skip
+    """The program of a command line, checked.
+
+    Raises:
+        LaunchError: both a config and a script, or neither; a script that cannot start; an option that does not apply.
+    """
+    from ..errors import LaunchError
+    from ..launch import script as scripts
+
+    words, command = ctx.meta[SCRIPT_WORDS], str(ctx.info_name)
+    if words is None:
+        if config is None:
+            usage = f"shardkit {command} CONFIG, or shardkit {command} [options] -- train.py arguments"
+            raise LaunchError("neither a config nor a script was given", usage)
+        if index_of_script([config]) is not None:
+            options = ctx.meta[OPTION_WORDS]
+            raise LaunchError(*missing_dashes(command, options, options.index(config)))
+        refuse_options(ctx, _FOR_SCRIPTS, "applies to a script behind `--`, and this is a config", "remove it")
+        scripts.check_grace(0 if ranks.grace_s is None else ranks.grace_s)
+        return Program(config, tuple(overrides))
+    if config is not None:
+        cause = f"both a config ({config}) and a script ({' '.join(words[:2])}) were given"
+        raise LaunchError(cause, "remove one of them; the script's own arguments follow its name")
+    refuse_options(ctx, ("bind_cpus",), "applies to a config, and this is a script", "remove it")
+    if not ctx.params.get("theirs"):
+        fix = "add --from with the files of its trainer and --model, or remove it"
+        refuse_options(ctx, _FOR_PLANS, "plans a config, and this is a script", fix)
+    if ranks.heartbeat is None:
+        cause = "says how long --heartbeat may be silent, which is not given"
+        refuse_options(ctx, ("heartbeat_timeout",), cause, "pass --heartbeat auto or FILE too")
+    script = scripts.Script(
+        argv=tuple(words), on_preempt=ranks.on_preempt, heartbeat=ranks.heartbeat,
+        heartbeat_timeout_s=ranks.heartbeat_timeout, checkpoints=checkpoints,
+        **({} if ranks.grace_s is None else {"grace_s": ranks.grace_s}),
+    )  # fmt: skip
+    scripts.check(script, None if ctx.params.get("to", "slurm") != "slurm" else Path.cwd())
+    return Program(None, (), script, log_dir)
+
+
+def refuse_options(ctx: typer.Context, names: Sequence[str], reason: str, fix: str) -> None:
+    """Refuse options that the user set on the command line.
+
+    Raises:
+        LaunchError: the first of `names` that was set.
+    """
+    from ..errors import LaunchError
+
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise LaunchError(f"--{name.replace('_', '-')} {reason}", fix)

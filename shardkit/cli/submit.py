@@ -1,0 +1,250 @@
+"""`shardkit submit`: check a job, and queue it on Slurm or print its manifest for Kubernetes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from .program import Config, Overrides, Program, RankOptions, RunDir, Text, Words, read_program, refuse_options
+from .submit_plan import PlanOptions, files_of_script, plan_job, verdict
+
+if TYPE_CHECKING:
+    from ..config.schema import RunConfig
+    from ..launch.slurm.submit import Submission
+    from ..launch.spec import JobSpec, KubernetesOptions, SlurmOptions
+    from ..plan.model.estimate import MemoryEstimate
+
+_FOR_SLURM = (
+    "partition", "account", "qos", "array", "dependency", "constraint", "exclude", "container_mounts", "style",
+    "max_requeues", "signal_s", "sbatch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What a job asks its cluster for."""
+
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes.")] = 1
+    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs, and ranks, on each node; 0 = CPU.")] = 8
+    ranks_per_node: Annotated[Optional[int], typer.Option(metavar="N", help="Default: one per GPU.")] = None  # noqa: UP045
+    time: Annotated[Text, typer.Option(metavar="H:MM:SS", help="Time limit.")] = None
+    partition: Annotated[Text, typer.Option(metavar="NAME")] = None
+    account: Annotated[Text, typer.Option(metavar="NAME")] = None
+    qos: Annotated[Text, typer.Option(metavar="NAME")] = None
+    array: Annotated[Text, typer.Option(metavar="0-3", help="One job per index; %a in an override is the index.")] = (
+        None
+    )
+    dependency: Annotated[Text, typer.Option(metavar="afterok:JOB")] = None
+    constraint: Annotated[Text, typer.Option(metavar="FEATURE")] = None
+    exclude: Annotated[Text, typer.Option(metavar="NODES", help="Nodes to avoid.")] = None
+    mem: Annotated[Text, typer.Option(metavar="SIZE", help="Host memory per node.")] = None
+    cpus_per_task: Annotated[Optional[int], typer.Option(metavar="N")] = None  # noqa: UP045
+    container: Annotated[Text, typer.Option(metavar="IMAGE", help="Run by pyxis, or the pods'.")] = None
+    container_mounts: Annotated[
+        Text, typer.Option(metavar="SRC:DST,…", help="Mounts besides the working and run directories.")
+    ] = None
+    style: Annotated[str, typer.Option(metavar="torchrun|srun", help="torchrun per node, or a task per rank.")] = (
+        "torchrun"
+    )
+    name: Annotated[Text, typer.Option(metavar="NAME", help="Default: from the run directory.")] = None
+    max_restarts: Annotated[int, typer.Option(metavar="K", help="torchrun's restarts after a rank failed.")] = 0
+    max_requeues: Annotated[int, typer.Option(metavar="K", help="Preemptions and time limits to survive.")] = 100
+    signal_s: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="S", help="Save S seconds before the limit; default: based on its saves so far."),
+    ] = None
+    sbatch: Annotated[
+        Words, typer.Option(metavar="--OPTION=VALUE", help="Any other option of sbatch; may be repeated.")
+    ] = None
+
+    def check(self) -> None:
+        """Refuse values that no cluster accepts.
+
+        Raises:
+            LaunchError: an unknown style, or a number that is negative.
+        """
+        from ..errors import LaunchError
+
+        if self.style not in ("torchrun", "srun"):
+            raise LaunchError(f"--style {self.style!r}", "pass torchrun or srun")
+        if self.max_requeues < 0:
+            raise LaunchError(f"--max-requeues {self.max_requeues} is negative", "pass 0 or more")
+        if self.time is not None and self.time.startswith("-"):
+            raise LaunchError(
+                f"--time {self.time!r} is negative", "pass minutes, H:MM:SS, or DAYS-HOURS; 0 = unlimited"
+            )
+        if self.signal_s is not None and self.signal_s < 1:
+            raise LaunchError(
+                f"--signal-s {self.signal_s} is not a number of seconds before the limit", "pass 1 or more"
+            )
+
+    def slurm_options(self) -> SlurmOptions:
+        """The options of the job's batch script."""
+        from ..launch.spec import SlurmOptions
+
+        return SlurmOptions(
+            style=self.style, time=self.time, partition=self.partition, account=self.account, qos=self.qos,
+            array=self.array, dependency=self.dependency, constraint=self.constraint, mem=self.mem,
+            exclude=self.exclude, cpus_per_task=self.cpus_per_task, container=self.container,
+            container_mounts=self.container_mounts, signal_s=self.signal_s, max_requeues=self.max_requeues,
+            extra=tuple(self.sbatch or ()),
+        )  # fmt: skip
+
+    def pod_options(self, manifest: ManifestOptions) -> KubernetesOptions:
+        """The options of the job's pods.
+
+        Raises:
+            LaunchError: a time limit or a size that Kubernetes does not accept.
+        """
+        from ..errors import LaunchError
+        from ..launch.slurm.preemption_warning import limit_s
+        from ..launch.spec import KubernetesOptions
+
+        if self.time is not None and not limit_s(self.time):
+            raise LaunchError(f"--time {self.time!r} is not a time limit", "pass minutes, H:MM:SS, or DAYS-HOURS")
+        return KubernetesOptions(
+            image=self.container, runtime=manifest.runtime, volumes=tuple(manifest.volume or ()),
+            memory=_quantity(self.mem), cpus=None if self.cpus_per_task is None else str(self.cpus_per_task),
+            limit_s=limit_s(self.time or ""), max_restarts=self.max_restarts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ManifestOptions:
+    """Which kind of cluster takes the job, and options for Kubernetes alone."""
+
+    to: Annotated[
+        str, typer.Option("--to", metavar="slurm|kubernetes|jobset", help="The last two print a manifest.")
+    ] = "slurm"
+    volume: Annotated[
+        Words, typer.Option(metavar="CLAIM:/PATH", help="Kubernetes: a volume claim to mount; may be repeated.")
+    ] = None
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="Kubeflow's training runtime.")] = "torch-distributed"
+
+
+def submit(
+    ctx: typer.Context,
+    config: Config = None,
+    overrides: Overrides = None,
+    *,
+    cluster: ClusterOptions,
+    planning: PlanOptions,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")] = False,
+    manifest: ManifestOptions,
+    run_dir: RunDir = None,
+    checkpoints: Annotated[
+        Text, typer.Option(metavar="DIR", help="Where a script writes checkpoints; new files are its progress.")
+    ] = None,
+    ranks: RankOptions,
+) -> None:
+    """Queue CONFIG or a script on a cluster; it is checked first, and continues after preemptions and time limits.
+
+    With --gpu or --gpu-memory, a config's memory is predicted too, and a job that cannot fit is not queued. So is a
+    script's with --from, by its files of Accelerate, DeepSpeed or transformers' Trainer.
+    """
+    from ..launch.cluster import choose
+
+    render = choose(manifest.to).render
+    files = None
+    if planning.describes_script:
+        files = files_of_script(ctx, config, overrides or [], planning)
+        config, overrides = None, None
+    program = read_program(ctx, config, overrides or [], ranks, run_dir, checkpoints)
+    cluster.check()
+    job = _prepare(program, cluster)
+    plan = None
+    if (planning.gpu or planning.gpu_memory) and not planning.force:
+        plan = plan_job(program, files, job.spec, planning, cluster.mem)
+        typer.echo(verdict(plan[0]), err=dry_run or manifest.to != "slurm")  # stdout is then a script or a manifest
+    if manifest.to != "slurm":
+        refuse_options(ctx, _FOR_SLURM, f"applies to Slurm, not to --to {manifest.to}", "remove it")
+        pods = cluster.pod_options(manifest)
+        _print_manifest(program, replace(job.spec, kubernetes=pods), cluster.name, ranks.grace_s, render)
+        return
+    refuse_options(ctx, ("volume", "runtime"), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
+    if program.script is None:
+        refuse_options(ctx, ("grace_s",), "applies to pods and to scripts; Slurm's KillWait decides here", "remove it")
+    for doubt in job.doubts:
+        typer.echo(f"warning: {doubt}", err=True)
+    if dry_run:
+        typer.echo(job.script, nl=False)
+    else:
+        _queue(program, job, cluster.array, plan)
+
+
+def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
+    """The job of a program, checked for the cluster's nodes; writes nothing."""
+    from ..launch.slurm.submit import prepare, prepare_script
+
+    settings: dict[str, Any] = {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "ranks_per_node": cluster.ranks_per_node or cluster.gpus_per_node or 1,
+        "max_restarts": cluster.max_restarts,
+        "name": cluster.name,
+        "options": cluster.slurm_options(),
+    }
+    if program.script is not None:
+        return prepare_script(program.script, program.run_dir, **settings)
+    return prepare(str(program.config), program.overrides, **settings)
+
+
+def _print_manifest(
+    program: Program, spec: JobSpec, name: str | None, grace_s: float | None, render: Callable[[JobSpec], str]
+) -> None:
+    """Print a job's manifest, with the config or the run directory as it is named in the pods."""
+    spec = replace(spec, name=name or _dns_name(spec.name))
+    if program.script is None:
+        spec = replace(spec, config=program.config, overrides=program.overrides, grace_s=grace_s)
+    else:
+        spec = replace(spec, run_dir=program.run_dir)
+    typer.echo(render(spec), nl=False)
+
+
+def _queue(program: Program, job: Submission, array: str | None, plan: tuple[MemoryEstimate, RunConfig] | None) -> None:
+    """Hand a job to Slurm, keep its plan, and tell where its output is."""
+    from ..launch.slurm import queue
+    from ..launch.slurm.submit import array_indices
+    from ..launch.slurm.submit import submit as hand_to_sbatch
+
+    job_id, folder = hand_to_sbatch(job, program.launch_command())
+    run_dir = job.spec.run_dir
+    if plan is not None:
+        estimate, config = plan
+        estimate.save(Path(run_dir), config)
+    numbers = [f"_{index}" for index in array_indices(array)] if array else [""]
+    outputs = [f"{run_dir}/logs/slurm-{job_id}{number}.out" for number in numbers]
+    output = ", ".join(outputs) if len(outputs) < 4 else f"{outputs[0]} … {outputs[-1]}"
+    typer.echo(f"submitted job {job_id}\n  output:   {output}\n  snapshot: {folder}")
+    typer.echo(f"  follow:   shardkit logs -f {job_id}\n  end it:   shardkit cancel {job_id}")
+    reason = queue.held_back(job_id)
+    if reason:
+        typer.echo(f"warning: Slurm holds it back: {reason}", err=True)
+
+
+def _quantity(size: str | None) -> str | None:
+    """Slurm's size (`64G`, binary; a plain number means MiB) as Kubernetes writes it: `64Gi`.
+
+    Raises:
+        LaunchError: it is no size.
+    """
+    from ..errors import LaunchError
+
+    if size is None:
+        return None
+    match = re.fullmatch(r"([1-9]\d*)(?:([KMGT])(iB?|B)?)?", size)
+    if match is None:
+        raise LaunchError(f"--mem {size!r} is not a size", "write a whole number and a unit: 64G, 64GiB, 64GB")
+    number, unit, form = match.groups()
+    if form == "B":  # decimal, as in a plan
+        return f"{number}{'k' if unit == 'K' else unit}"
+    return f"{number}{unit or 'M'}i"
+
+
+def _dns_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:40].rstrip("-")

@@ -1,0 +1,167 @@
+"""The plan of a job that `shardkit submit` is about to queue: a job that cannot fit is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .plan import Model, Peft
+from .program import OPTION_WORDS, SCRIPT_WORDS, Program, Text, Words, index_of_script, missing_dashes
+
+if TYPE_CHECKING:
+    from ..config.foreign.translate import Job as TheirJob
+    from ..config.schema import RunConfig
+    from ..launch.spec import JobSpec
+    from ..plan.model.estimate import MemoryEstimate
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `shardkit submit` for the job's plan: the cards, and the files that describe a script."""
+
+    gpu: Annotated[Text, typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …).")] = None
+    gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Or for cards of this size.")] = None
+    theirs: Annotated[
+        Words, typer.Option("--from", metavar="FILE", help="Plan a script by another tool's file; may be repeated.")
+    ] = None
+    model: Model = None
+    peft: Peft = None
+    force: Annotated[bool, typer.Option("--force", help="Submit it even if it would not fit.")] = False
+
+    @property
+    def describes_script(self) -> bool:
+        """Whether files describe a script's job, or an option that belongs to them was given."""
+        return bool(self.theirs or self.model or self.peft)
+
+
+@dataclass(frozen=True)
+class ScriptFiles:
+    """What --from tells about a script: files, settings that no file has, model and adapter."""
+
+    files: list[str]
+    settings: list[str]
+    model: str | None
+    peft: str | None
+
+
+def files_of_script(
+    ctx: typer.Context, config: str | None, overrides: Sequence[str], options: PlanOptions
+) -> ScriptFiles:
+    """The files of a script's job and its settings, among the words before `--`.
+
+    Raises:
+        LaunchError: there is no script, no file, or no card to plan for.
+    """
+    from ..errors import LaunchError
+
+    if not options.theirs:
+        option = "--model" if options.model else "--peft"
+        raise LaunchError(f"{option} belongs to --from, which is missing", "add --from with the files of the trainer")
+    words = [*([] if config is None else [config]), *overrides]
+    if ctx.meta[SCRIPT_WORDS] is None:
+        index = index_of_script(words)
+        if index is not None:
+            option_words = ctx.meta[OPTION_WORDS]
+            raise LaunchError(*missing_dashes(ctx.info_name, option_words, option_words.index(words[index])))
+        raise LaunchError(
+            "--from describes the job of a script, and none is given",
+            "name it behind `--`: shardkit submit --from FILE --model DIR --gpu h100 -- train.py arguments",
+        )
+    if config == "-":
+        raise LaunchError("both --from and a config (-) were given", "remove one of them")
+    if not (options.gpu or options.gpu_memory):
+        raise LaunchError(
+            "--from says what to plan, but nothing says for which cards",
+            "add --gpu NAME or --gpu-memory SIZE, or remove --from",
+        )
+    files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
+    settings = [word for word in words if "=" in word]
+    return ScriptFiles([*options.theirs, *files], settings, options.model, options.peft)
+
+
+def plan_job(
+    program: Program, files: ScriptFiles | None, spec: JobSpec, options: PlanOptions, mem: str | None
+) -> tuple[MemoryEstimate, RunConfig]:
+    """Plan a job, without overrides that hold an array's index; returns the estimate and the planned config.
+
+    Args:
+        files: describe a script's job; None for a config.
+        mem: host memory per node, as Slurm writes it.
+
+    Raises:
+        ConfigError: the job does not fit, asks for no GPU, or its files leave something open.
+        NotPlannedError: a key of the files changes memory, and no plan models it.
+    """
+    from ..errors import ConfigError
+    from ..plan.submit_check import refuse_misfit
+    from ..plan.target import choose_target
+
+    if not spec.gpus_per_node:
+        raise ConfigError("--gpu asks for a plan, but the job asks for no GPU", "pass --gpus-per-node N, or no --gpu")
+    # Slurm's sizes are binary: K, M, G, T; a plain number means MiB.
+    host_memory = f"{mem}M" if mem is not None and mem.isdigit() else mem
+    if files is not None:
+        return _plan_by_files(files, spec, options, host_memory)
+    config = program.load().config
+    n_ranks = spec.nproc_per_node * spec.nodes[1]
+    target = choose_target(config, n_ranks, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory)
+    return refuse_misfit(lambda changes: program.load(changes).config, target), config
+
+
+def verdict(estimate: MemoryEstimate) -> str:
+    """One line: the memory that the job needs, and whether it fits."""
+    from ..errors import gib
+
+    return f"planned: {gib(estimate.needed)} of {gib(estimate.device_memory or 0)} on each GPU: {estimate.verdict}"
+
+
+def _plan_by_files(
+    files: ScriptFiles, spec: JobSpec, options: PlanOptions, host_memory: str | None
+) -> tuple[MemoryEstimate, RunConfig]:
+    """Plan a script's job by the files of its trainer: its steps, its loading and its saving."""
+    from ..config.foreign.translate import read_job
+    from ..errors import ConfigError
+    from ..plan.submit_check import refuse_their_misfit
+    from ..plan.target import choose_target
+    from .foreign import OVERRIDES, left_out, misfits, moments
+
+    settings = [setting for setting in files.settings if "%a" not in setting]
+    job = read_job(files.files, files.model, spec.nproc_per_node * spec.nodes[1], files.peft, settings)
+    overrides = [*OVERRIDES, *settings]
+    job.refuse_unplanned("submit it anyway with --force")
+    config = job.load(overrides).config
+    target = choose_target(
+        config, job.gpus, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory, expandable=job.expandable
+    )
+    estimate = refuse_their_misfit(job, overrides, target)
+    misfit_lines = list(misfits(moments(job, config, estimate), estimate, target.ranks_per_node))
+    if misfit_lines:
+        fix = next((line.strip().removeprefix("fix: ") for line in misfit_lines[1:2]), "")
+        raise ConfigError(misfit_lines[0], f"{fix or 'use more or larger GPUs'}, or submit it anyway with --force")
+    doubts = [line for line in left_out(job, config, estimate) if line.startswith("the job may not fit")]
+    for doubt in (*doubts, *only_for_accelerates_launcher(job)):
+        typer.echo(f"warning: {doubt}", err=True)
+    return estimate, config
+
+
+def only_for_accelerates_launcher(job: TheirJob) -> Iterator[str]:
+    """A warning that ranks of torchrun do not read Accelerate's file, if the plan rests on it."""
+    source = next((file for file in job.files if file.tool == "accelerate"), None)
+    if source is None:
+        return
+    kind = str(source.values.get("distributed_type")).upper()
+    flags = {"FSDP": "ACCELERATE_USE_FSDP=true", "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED=true"}
+    precision = source.values.get("mixed_precision")
+    needed = [flags[kind]] if kind in flags else []
+    if precision in ("fp16", "bf16") and all(file.tool != "trainer" for file in job.files):
+        needed.append(f"ACCELERATE_MIXED_PRECISION={precision}")
+    missing = [flag for flag in needed if os.environ.get(flag.partition("=")[0]) != flag.partition("=")[2]]
+    if missing:
+        yield (
+            f"{source.name} is read by `accelerate launch` alone: the plan holds if the script says the same to "
+            f"Accelerator(), or if the variables that `accelerate launch` sets are exported ({', '.join(missing)}, …)"
+        )
