@@ -31,7 +31,7 @@ def serve(ranks: int) -> None:
     """Answer each folder with `{"ended": reason}`; empty if the job ended well."""
     # torchao asks for the device's properties, and a process that has opened a device cannot be forked.
     with patch("torch.cuda.is_available", lambda: False):
-        for name in ("transformers", "accelerate.commands.launch", "peft", "shardkit.tracing.tracker"):
+        for name in ("transformers", "accelerate.commands.launch", "peft", "shardkit.memory.tracing.tracker"):
             importlib.import_module(name)
         from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
     assert not torch.cuda.is_initialized()
@@ -131,7 +131,7 @@ def one_rank(folder: Path, asked: dict[str, Any]) -> None:
     if cpu:
         import deepspeed.ops as ops
 
-        from shardkit.tracing.tracker import TensorTracker
+        from shardkit.memory.tracing.tracker import TensorTracker
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes minutes
         tracker = TensorTracker()

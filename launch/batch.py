@@ -164,12 +164,12 @@ def _start(environ: Mapping[str, str]) -> tuple[str, int]:
 
 def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
     try:
-        found = from_json(path.read_text(), str(path))
+        program = from_json(path.read_text(), str(path))
     except OSError as error:
         raise LaunchError(f"cannot read {path}: {error.strerror}", "submit the job again") from error
     run_dir, task = path.absolute().parents[2], environ.get("SLURM_ARRAY_TASK_ID")
     if task is not None:
-        run_dir, found = run_dir / f"array_{task}", found.numbered(task)
+        run_dir, program = run_dir / f"array_{task}", program.numbered(task)
     job_id, restart = _start(environ)
     return Batch(
         style=style,
@@ -182,7 +182,7 @@ def _read_script(style: str, path: Path, environ: Mapping[str, str]) -> Batch:
         n_nodes=integer(environ, "SLURM_JOB_NUM_NODES"),
         n_ranks_per_node=_ranks_per_node(style, environ),
         is_periodic=True,
-        script=found,
+        script=program,
     )
 
 
@@ -206,10 +206,10 @@ def _ranks_per_node(style: str, environ: Mapping[str, str]) -> int:
     names = ["NPROC_PER_NODE", "SLURM_GPUS_ON_NODE"]
     if style == "srun":
         names.insert(1, "SLURM_NTASKS_PER_NODE")
-    found = next((integer(environ, name) for name in names if environ.get(name)), 1)
-    if found < 1:
+    n_ranks = next((integer(environ, name) for name in names if environ.get(name)), 1)
+    if n_ranks < 1:
         raise LaunchError("no rank per node was asked for", "set NPROC_PER_NODE, or ask for GPUs")
-    return found
+    return n_ranks
 
 
 def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
@@ -341,9 +341,9 @@ def _note_earlier_ends(batch: Batch) -> None:
     """Note Slurm's reason for earlier starts that could not record their own end."""
     for start in job_starts.starts(batch.run_dir):
         if start.job == batch.job_id and start.restart < batch.restart and start.reason is None:
-            why = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
-            if why is not None:
-                job_starts.note_end(batch.run_dir, batch.job_id, start.restart, why)
+            reason = requeue.end_by_slurm(batch.job_id, start.restart, start.began)
+            if reason is not None:
+                job_starts.note_end(batch.run_dir, batch.job_id, start.restart, reason)
 
 
 def _say_doubts(batch: Batch, environ: Mapping[str, str]) -> None:

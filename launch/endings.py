@@ -49,14 +49,14 @@ def queue_once_saved(batch: Batch, before: tuple[int, int] | None) -> bool:
 
 def _late_save(batch: Batch, told_at: float | None) -> str:
     """What a save that meets the time limit had, needed, and leaves if it does not end in time; one line."""
-    had = "the ranks were not told to save before it"
+    warning_time = "the ranks were not told to save before it"
     if told_at is not None:
-        had = f"the ranks were told to save {time.time() - told_at:.0f} s before it"
+        warning_time = f"the ranks were told to save {time.time() - told_at:.0f} s before it"
     kill_wait_s = requeue.kill_wait_s()
-    had += "" if kill_wait_s is None else f" and have {kill_wait_s} s after it (Slurm's KillWait)"
+    warning_time += "" if kill_wait_s is None else f" and have {kill_wait_s} s after it (Slurm's KillWait)"
     longest_s = None if batch.script is not None else preemption_warning.longest_save_s(batch.run_dir)
     needed = "no earlier save was timed" if longest_s is None else f"the longest save so far took {longest_s:.1f} s"
-    return f"{requeue.TIME_LIMIT}: {had}; {needed}; {_newest_words(batch)}"
+    return f"{requeue.TIME_LIMIT}: {warning_time}; {needed}; {_newest_words(batch)}"
 
 
 def _newest_words(batch: Batch) -> str:
@@ -89,7 +89,7 @@ def after(
         was_bounded: whether srun was ended because it waited for tasks in vain.
     """
     failures = _failures(batch)
-    stopped = any(found.exit_code == exit_codes.PREEMPTED for found in failures)
+    stopped = any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in failures)
     may_be_done = code == 0 and not stopped
     ending = None
     if not may_be_done or (batch.script is not None and warning.came):
@@ -107,21 +107,21 @@ def after(
         batch.n_ranks_per_node, tasks_per_node,
     )  # fmt: skip
     if batch.script is None:
-        why = requeue.reason(ending, warning.came, failures, stopped, saved and saved[0], gone)
+        requeue_reason = requeue.reason(ending, warning.came, failures, stopped, saved and saved[0], gone)
     else:
-        why = requeue.script_reason(ending, warning.came, failures, code, saved is not None, gone)
-        stopped = stopped or (why is not None and why.endswith("after USR2"))
-    if why is None and ending is not None and ending.how == requeue.TIME_LIMIT and not stopped:
+        requeue_reason = requeue.script_reason(ending, warning.came, failures, code, saved is not None, gone)
+        stopped = stopped or (requeue_reason is not None and requeue_reason.endswith("after USR2"))
+    if requeue_reason is None and ending is not None and ending.how == requeue.TIME_LIMIT and not stopped:
         return _out_of_time(batch, code, failures, warning.told_at)
-    if why is None:
+    if requeue_reason is None:
         return _failed(batch, code, failures, stopped, saved is not None)
-    if why == gone:
-        say(f"{why}; Slurm has not declared the node lost")
-    batch.note_end(why)
-    if not stopped and why not in requeue.NOT_ITS_DOING:
+    if requeue_reason == gone:
+        say(f"{requeue_reason}; Slurm has not declared the node lost")
+    batch.note_end(requeue_reason)
+    if not stopped and requeue_reason not in requeue.NOT_ITS_DOING:
         _explain(batch, failures)
     refuse(batch, environ)
-    say(f"{why}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures), batch.restart)}")
+    say(f"{requeue_reason}: {requeue.queue_again(batch.job_id, requeue.bad_nodes(failures), batch.restart)}")
     warning.wait_for_term()
     if requeue.was_cancelled(batch.job_id):  # after the look above, and before the requeue
         requeue.cancel(batch.job_id)
@@ -132,10 +132,10 @@ def after(
 def _cancelled(batch: Batch, code: int, failures: list[failure.Failure], saved: bool) -> int:
     """End the job for good, whatever warning came before the cancel."""
     batch.note_end(requeue.CANCELLED)
-    if any(found.exit_code == exit_codes.PREEMPTED for found in failures) and saved:
+    if any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in failures) and saved:
         say(f"cancelled, not queued again; {_newest_words(batch)}; continue with run.resume=true")
         return exit_codes.PREEMPTED
-    if any(found.is_error and not found.lost_peer for found in failures):  # such as a full disk
+    if any(rank_failure.is_error and not rank_failure.lost_peer for rank_failure in failures):  # such as a full disk
         _explain(batch, failures)
     if batch.script is not None:
         written = "wrote a checkpoint in this start" if saved else "wrote no checkpoint in this start"
@@ -149,7 +149,7 @@ def _out_of_time(batch: Batch, code: int, failures: list[failure.Failure], told_
     """The time limit ended the ranks before they had saved."""
     reason = _late_save(batch, told_at)
     batch.note_end(reason)
-    if any(found.is_error and not found.lost_peer for found in failures):
+    if any(rank_failure.is_error and not rank_failure.lost_peer for rank_failure in failures):
         _explain(batch, failures)
     else:
         print(f"error: not saved in time: {reason}", file=sys.stderr)
@@ -186,18 +186,21 @@ def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
         print(failure.explain(failures, str(batch.log_dir), kills, memory), file=sys.stderr, flush=True)
 
 
-def _cause(first: failure.Failure) -> str:
-    return first.message if first.trace or first.is_error else f"rank {first.rank}: {first.message}"
+def _cause(origin: failure.Failure) -> str:
+    return origin.message if origin.trace or origin.is_error else f"rank {origin.rank}: {origin.message}"
 
 
 def _failures(batch: Batch) -> list[failure.Failure]:
     """Why ranks ended, likely origin first: from their own files, their launchers and srun."""
     if batch.style == "torchrun":
-        found = [one for folder in batch.log_dir.glob("*") for one in failure.of_launcher(folder)]
-        return sorted(found, key=lambda one: one.order)
+        launchers = [failure.of_launcher(folder) for folder in batch.log_dir.glob("*")]
+        return sorted((entry for entries in launchers for entry in entries), key=lambda entry: entry.order)
     reported = failure.in_srun_log(srun_log(batch))
     if batch.script is not None:
-        reported = [failure.with_traceback(found, batch.log_dir / f"rank-{found.rank}.log") for found in reported]
+        reported = [
+            failure.with_traceback(rank_failure, batch.log_dir / f"rank-{rank_failure.rank}.log")
+            for rank_failure in reported
+        ]
     return failure.merged(failure.read(batch.error_dir.glob("*.json")), reported)
 
 

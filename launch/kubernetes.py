@@ -156,13 +156,13 @@ def sizes(environ: Mapping[str, str], nnodes: str | None, nproc_per_node: str) -
     Raises:
         LaunchError: other nodes were asked for than the job has; each pod would train by itself, or wait for ever.
     """
-    given = environ.get("PET_NNODES") if environ.get("PET_MASTER_ADDR") else None
-    if given is not None and nnodes is not None and nnodes != given:
-        raise LaunchError(f"--nnodes {nnodes}, but this pod's job has PET_NNODES={given}", "leave --nnodes out")
+    job_nodes = environ.get("PET_NNODES") if environ.get("PET_MASTER_ADDR") else None
+    if job_nodes is not None and nnodes is not None and nnodes != job_nodes:
+        raise LaunchError(f"--nnodes {nnodes}, but this pod's job has PET_NNODES={job_nodes}", "leave --nnodes out")
     per_node = environ.get("PET_NPROC_PER_NODE", "")
-    if given is not None and nproc_per_node == "auto" and per_node.isdigit():
+    if job_nodes is not None and nproc_per_node == "auto" and per_node.isdigit():
         nproc_per_node = per_node
-    return nnodes or given or "1", nproc_per_node
+    return nnodes or job_nodes or "1", nproc_per_node
 
 
 def _metadata(spec: JobSpec) -> dict[str, object]:
@@ -224,25 +224,25 @@ def _deadline(spec: JobSpec) -> dict[str, int]:
 
 
 def _resources(spec: JobSpec) -> dict[str, dict[str, str]]:
-    asked = {
+    amounts = {
         "nvidia.com/gpu": str(spec.gpus_per_node) if spec.gpus_per_node else None,
         "cpu": spec.kubernetes.cpus,
         "memory": spec.kubernetes.memory,
     }
-    limits = {name: value for name, value in asked.items() if value is not None}
+    limits = {name: value for name, value in amounts.items() if value is not None}
     return {"limits": limits, "requests": dict(limits)} if limits else {}
 
 
 def _claims(spec: JobSpec) -> list[tuple[str, str]]:
-    found = []
+    claims = []
     for volume in spec.kubernetes.volumes:
         claim, colon, path = volume.partition(":")
         if not colon or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", claim) or not path.startswith("/"):
             raise LaunchError(
                 f"--volume {volume!r} is not CLAIM:/PATH", "name a PersistentVolumeClaim and where it goes"
             )
-        found.append((claim, path))
-    return found
+        claims.append((claim, path))
+    return claims
 
 
 def _volumes(spec: JobSpec) -> list[dict[str, Any]]:

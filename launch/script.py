@@ -72,7 +72,7 @@ class Script:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def from_json(text: str, where: str) -> Script:
+def from_json(text: str, file: str) -> Script:
     """The description in a job's snapshot.
 
     Raises:
@@ -80,11 +80,11 @@ def from_json(text: str, where: str) -> Script:
     """
     names = {field.name for field in fields(Script)}
     try:
-        found = json.loads(text)
-        script = Script(**{name: value for name, value in found.items() if name in names})
+        description = json.loads(text)
+        script = Script(**{name: value for name, value in description.items() if name in names})
         return Script(**{**asdict(script), "argv": tuple(str(word) for word in script.argv)})
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"{where} does not describe a script: {error}", "submit the job again") from error
+        raise LaunchError(f"{file} does not describe a script: {error}", "submit the job again") from error
 
 
 def check(script: Script, cwd: Path | None) -> None:
@@ -96,23 +96,23 @@ def check(script: Script, cwd: Path | None) -> None:
     Raises:
         LaunchError: no such file or module, a word before it that does not belong there, or options that contradict.
     """
-    first = script.argv[0] if script.argv else ""
-    if not first:
+    program = script.argv[0] if script.argv else ""
+    if not program:
         raise LaunchError("nothing follows `--`", _HOW)
-    if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun", Path(first).name):
-        raise LaunchError(f"`-- {first}`: the ranks are started by shardkit, with its own interpreter", _HOW)
-    if first == "-m":
+    if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun", Path(program).name):
+        raise LaunchError(f"`-- {program}`: the ranks are started by shardkit, with its own interpreter", _HOW)
+    if program == "-m":
         _check_module(script.argv, cwd)
-    elif first.startswith("-"):
-        raise LaunchError(f"`-- {first}`: a script or -m MODULE must follow `--`", _HOW)
-    elif Path(first).suffix in _NO_PYTHON:
+    elif program.startswith("-"):
+        raise LaunchError(f"`-- {program}`: a script or -m MODULE must follow `--`", _HOW)
+    elif Path(program).suffix in _NO_PYTHON:
         raise LaunchError(
-            f"`-- {first}` is not a Python script",
+            f"`-- {program}` is not a Python script",
             "name the .py file or -m MODULE that it starts; a config of shardkit stands without `--`",
         )
-    elif cwd is not None and not _is_program(cwd / first):
+    elif cwd is not None and not _is_program(cwd / program):
         raise LaunchError(
-            f"{first} does not exist" if not (cwd / first).exists() else f"{first} is not a Python script",
+            f"{program} does not exist" if not (cwd / program).exists() else f"{program} is not a Python script",
             f"name a file that exists from {cwd}, or a module with -m",
         )
     if script.on_preempt not in ON_PREEMPT:
@@ -157,10 +157,10 @@ def missing_module(name: str, cwd: Path) -> str | None:
             return ".".join(parts[:depth])
         locations = spec.submodule_search_locations
         if depth < len(parts):
-            whole = ".".join(parts[: depth + 1])
-            spec = PathFinder.find_spec(whole, list(locations)) if locations is not None else None
+            submodule = ".".join(parts[: depth + 1])
+            spec = PathFinder.find_spec(submodule, list(locations)) if locations is not None else None
             if spec is None:
-                return whole
+                return submodule
     assert spec is not None
     if spec.submodule_search_locations is not None and not any(
         (Path(folder) / "__main__.py").is_file() for folder in spec.submodule_search_locations

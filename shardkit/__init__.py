@@ -17,7 +17,7 @@ _PUBLIC = {
     "ConfigError": ("shardkit.errors", "ConfigError"),
     "Job": ("shardkit.run.job", "Job"),
     "start": ("shardkit.run.job", "start"),
-    "watch": ("shardkit.run.watching", "watch"),
+    "watch": ("shardkit.integrations.watching", "watch"),
     "memory_table": ("shardkit.memory.table", "render_table"),
 }
 
@@ -31,8 +31,29 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 
-# Keeps `from shardkit.config_io import load_config` working, the import from before `config` was a package. Only this
-# one name is lazy: inspect and other tools ask every loaded module for arbitrary names.
-_config_io = ModuleType("shardkit.config_io", "Now `shardkit.load_config`.")
-_config_io.__dict__["__getattr__"] = lambda name: __getattr__(name if name == "load_config" else f"config_io.{name}")
-sys.modules[_config_io.__name__] = _config_io
+# Modules that documentation named before they moved → the names that they still give.
+_FORMER = {
+    "shardkit.config_io": {"load_config": _PUBLIC["load_config"]},
+    "shardkit.run.watching": {
+        "watch": _PUBLIC["watch"],
+        "Watching": ("shardkit.integrations.watching", "Watching"),
+    },
+}
+
+
+def _former_module(path: str) -> ModuleType:
+    """A module that loads each of its names on first use; it answers for these names only, as tools like inspect ask
+    every loaded module for arbitrary ones."""
+
+    def load(name: str) -> Any:
+        if name in _FORMER[path]:
+            module, attribute = _FORMER[path][name]
+            return getattr(import_module(module), attribute)
+        raise AttributeError(f"module {path!r} has no attribute {name!r}")
+
+    former = ModuleType(path, "Kept for imports from before a move.")
+    former.__dict__["__getattr__"] = load
+    return former
+
+
+sys.modules.update({path: _former_module(path) for path in _FORMER})

@@ -23,8 +23,8 @@ PACKAGE = REPO / "shardkit"
 LAYERS: list[set[str]] = [
     {"errors"},
     {"files", "config"},
-    {"html", "launch", "memory", "data"},
-    {"parallel", "tracing"},
+    {"launch", "memory", "data"},
+    {"parallel"},
     {"activation", "hardware", "models", "oom"},
     {"strategies", "tasks"},
     {"checkpoint", "plan", "telemetry"},
@@ -111,9 +111,9 @@ def test_the_map_stays_small_enough_to_know() -> None:
     found = rooms()
     files = {name for name in found if f"{name}.__init__" not in SOURCES}
     assert len(files) <= 6, f"shardkit/ has more than six files: {sorted(files)}"
-    assert len(found) <= 24, f"more than 24 files and packages: {sorted(found)}"
+    assert len(found) <= 23, f"more than 23 files and packages: {sorted(found)}"
     edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
-    assert len(edges) <= 100, f"{len(edges)} imports between them: {edges}"
+    assert len(edges) <= 103, f"{len(edges)} imports between them: {edges}"
 
 
 def test_packages_form_no_cycle() -> None:
@@ -174,6 +174,9 @@ def test_import_shardkit_takes_less_than_50_ms() -> None:
         ("shardkit", "start"),
         ("shardkit", "load_config"),
         ("shardkit.config_io", "load_config"),
+        ("shardkit.run.watching", "Watching"),
+        ("shardkit.integrations.accelerate", "watch"),
+        ("shardkit.integrations.deepspeed", "watch"),
         ("shardkit.plan.client", "plan"),
         ("shardkit.plan.target", "choose_target"),
         ("shardkit.memory", "MemoryLedger"),

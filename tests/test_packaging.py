@@ -52,7 +52,7 @@ def expected_in_wheel(tree: Path) -> set[str]:
         "shardkit/py.typed"
     }
     for name in names:
-        if name.parts[:2] == ("shardkit", "html") and name.suffix in (".html", ".css"):
+        if name.parts[:3] == ("shardkit", "report", "html") and name.suffix in (".html", ".css"):
             expected.add(str(name))
         if name.parts[0] == "launch" and name.suffix == ".py":
             expected.add(f"shardkit/{name}")

@@ -22,7 +22,7 @@ VERSIONS = ("constraints.txt", "pyproject.toml")
 EMULATION = ("tests/emulated_cuda",)
 CARD = (
     *EMULATION, "tests/cuda", "shardkit/activation", "shardkit/checkpoint", "shardkit/hardware", "shardkit/memory",
-    "shardkit/oom", "shardkit/parallel", "shardkit/run/profiler.py", "shardkit/strategies", "shardkit/tracing",
+    "shardkit/oom", "shardkit/parallel", "shardkit/run/profiler.py", "shardkit/strategies",
 )  # fmt: skip
 DAY_S = 24 * 3600
 

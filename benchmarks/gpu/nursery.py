@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 IMPORTED = (
     "torch._dynamo", "deepspeed", "shardkit.train", "shardkit.run.trainer", "shardkit.run.planning",
-    "shardkit.strategies.fsdp", "shardkit.strategies.zero.engine", "shardkit.tracing.traced_step",
+    "shardkit.strategies.fsdp", "shardkit.strategies.zero.engine", "shardkit.memory.tracing.traced_step",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit", "swin2sr", "mixtral")),
 )  # fmt: skip
 

@@ -55,35 +55,37 @@ def torch_checks(python: str = sys.executable, timeout_s: float = 300) -> list[C
     """Checks of torch and DeepSpeed; a crash on import is a finding, not the end."""
     command = module_command("shardkit.launch.doctor.libraries", python)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return [Check("torch", "fail", f"did not answer within {timeout_s:g} s", "look for a hanging GPU: nvidia-smi")]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [Check("torch", "fail", f"cannot be used: {last}", "reinstall torch for this CUDA: https://pytorch.org")]
+    lines = [line for line in process.stdout.splitlines() if line.startswith("[{")]
+    if process.returncode or not lines:
+        last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        return [
+            Check("torch", "fail", f"cannot be used: {last_line}", "reinstall torch for this CUDA: https://pytorch.org")
+        ]
     return [Check(**item) for item in json.loads(lines[-1])]
 
 
 def python() -> list[Check]:
     """Interpreter and cores."""
-    found = f"{platform.python_version()}, {available_cores()} cores for this process, {platform.platform()}"
-    return [Check("python", "pass", found, data={"cores": available_cores()})]
+    interpreter = f"{platform.python_version()}, {available_cores()} cores for this process, {platform.platform()}"
+    return [Check("python", "pass", interpreter, data={"cores": available_cores()})]
 
 
 def packages() -> list[Check]:
     """Versions of the packages that shardkit needs."""
     checks = []
     for name, oldest in _OLDEST.items():
-        wanted = ".".join(map(str, oldest))
+        oldest_text = ".".join(map(str, oldest))
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            checks.append(Check(name, "fail", "not installed", f"pip install '{name}>={wanted}'"))
+            checks.append(Check(name, "fail", "not installed", f"pip install '{name}>={oldest_text}'"))
             continue
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
         old = numbers < oldest
-        fix = f"pip install '{name}>={wanted}'" if old else ""
+        fix = f"pip install '{name}>={oldest_text}'" if old else ""
         checks.append(Check(f"{name} version", "fail" if old else "pass", version, fix, {"version": version}))
     return checks
 
@@ -97,55 +99,55 @@ def compiler() -> list[Check]:
         missing.append("ninja")
     if not missing:
         return [Check("compiler", "pass", "C++ compiler, Python's headers and ninja")]
-    found = f"no {', no '.join(missing)}: offload_optimizer=cpu cannot build its optimizer"
-    return [Check("compiler", "warn", found, "apt-get install g++ python3-dev ninja-build")]
+    problem = f"no {', no '.join(missing)}: offload_optimizer=cpu cannot build its optimizer"
+    return [Check("compiler", "warn", problem, "apt-get install g++ python3-dev ninja-build")]
 
 
 def gpu_driver() -> list[Check]:
     """Driver and topology, from nvidia-smi."""
-    said = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
-    if said is None:
+    listing = _nvidia_smi("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
+    if listing is None:
         if visible_gpus():
             fix = "install the driver's tools, or start the container with the nvidia runtime"
             return [Check("driver", "warn", "GPUs, but no nvidia-smi", fix)]
         return [Check("driver", "pass", "no NVIDIA GPU on this machine")]
     topology = _nvidia_smi("topo", "-m") or ""
     nvlink = any(f"NV{n}" in topology for n in range(1, 40))
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    found = f"{len(lines)} GPU(s): {lines[0]}" + ("; NVLink" if nvlink else "")
-    return [Check("driver", "pass", found, data={"gpus": lines, "topology": topology})]
+    lines = [line.strip() for line in listing.splitlines() if line.strip()]
+    summary = f"{len(lines)} GPU(s): {lines[0]}" + ("; NVLink" if nvlink else "")
+    return [Check("driver", "pass", summary, data={"gpus": lines, "topology": topology})]
 
 
 def gpu_processes() -> list[Check]:
     """Other processes on the GPUs, which take memory that a plan counts on."""
-    said = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
-    if said is None:
+    listing = _nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+    if listing is None:
         return []
-    others = [line for line in said.splitlines() if line.strip()]
-    if not others:
+    lines = [line for line in listing.splitlines() if line.strip()]
+    if not lines:
         return [Check("GPU processes", "pass", "none")]
-    found = f"{len(others)} process(es) use the GPUs, first: {others[0]}"
-    return [Check("GPU processes", "warn", found, "end them (nvidia-smi shows their ids), or use other GPUs")]
+    summary = f"{len(lines)} process(es) use the GPUs, first: {lines[0]}"
+    return [Check("GPU processes", "warn", summary, "end them (nvidia-smi shows their ids), or use other GPUs")]
 
 
 def numa(root: Path = Path("/")) -> list[Check]:
     """NUMA nodes, the node of each GPU, and whether this process may use the CPUs beside its GPUs."""
     nodes: dict[int, list[int]] = {}
-    for cpu, place in sorted(affinity.topology(root).items()):
-        nodes.setdefault(place[0], []).append(cpu)
+    for cpu, location in sorted(affinity.topology(root).items()):
+        nodes.setdefault(location[0], []).append(cpu)
     allowed = affinity.allowed_cpus()
-    found = "; ".join(f"node {node}: CPUs {affinity.render(cpus)}" for node, cpus in sorted(nodes.items()))
-    found = found or "the kernel reports no NUMA nodes"
+    summary = "; ".join(f"node {node}: CPUs {affinity.render(cpus)}" for node, cpus in sorted(nodes.items()))
+    summary = summary or "the kernel reports no NUMA nodes"
     gpus = affinity.gpu_nodes(os.environ, root)
     if gpus:
-        found += f"; GPUs on nodes {', '.join('?' if node is None else str(node) for node in gpus)}"
+        summary += f"; GPUs on nodes {', '.join('?' if node is None else str(node) for node in gpus)}"
     data = {"nodes": {str(node): cpus for node, cpus in nodes.items()}, "gpus": gpus, "allowed": allowed}
     far = [index for index, node in enumerate(gpus) if node in nodes and not set(nodes[node]) & set(allowed)]
     if far:
-        found += f"; this process may use none of the CPUs beside GPU {', '.join(map(str, far))}"
+        summary += f"; this process may use none of the CPUs beside GPU {', '.join(map(str, far))}"
         fix = "ask for CPUs beside the GPUs (Slurm: --gpu-bind=closest, --cpus-per-gpu; Docker: --cpuset-cpus)"
-        return [Check("NUMA", "warn", found, fix, data)]
-    return [Check("NUMA", "pass", found, data=data)]
+        return [Check("NUMA", "warn", summary, fix, data)]
+    return [Check("NUMA", "pass", summary, data=data)]
 
 
 def memory() -> list[Check]:
@@ -154,12 +156,12 @@ def memory() -> list[Check]:
     total, available = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     limit = cgroup_memory_limit()
     bound = min(available, limit) if limit else available
-    found = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    found += f", cgroup limit {limit / _GIB:.1f} GiB" if limit and limit < total else ""
+    summary = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    summary += f", cgroup limit {limit / _GIB:.1f} GiB" if limit and limit < total else ""
     data = {"total": total, "available": available, "cgroup_limit": limit}
     low = bound < 4 * _GIB
     fix = "close other programs, or raise the container's or the job's memory (--mem)" if low else ""
-    return [Check("host memory", "warn" if low else "pass", found, fix, data)]
+    return [Check("host memory", "warn" if low else "pass", summary, fix, data)]
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
@@ -201,9 +203,9 @@ def shared_memory() -> list[Check]:
         return [Check("/dev/shm", "warn", "not mounted", "mount a tmpfs on /dev/shm")]
     usage = shutil.disk_usage(path)
     low = usage.free < _GIB
-    found = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+    summary = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     fix = "start the container with --shm-size=8g or --ipc=host, or set data.workers=0" if low else ""
-    return [Check("/dev/shm", "warn" if low else "pass", found, fix, {"free": usage.free})]
+    return [Check("/dev/shm", "warn" if low else "pass", summary, fix, {"free": usage.free})]
 
 
 def network() -> list[Check]:
@@ -221,8 +223,10 @@ def network() -> list[Check]:
         fix = "open the firewall between the nodes (all ports from 1024 up), and on the loopback device"
         return [Check("ports", "fail", f"cannot connect to {name} ({address}) on a free port: {error.strerror}", fix)]
     loop = address.startswith("127.") or address == "::1"
-    found = f"{name} is {address}, a free port can be reached" + ("; other nodes need another address" if loop else "")
-    return [Check("ports", "pass", found, data={"address": address})]
+    summary = f"{name} is {address}, a free port can be reached" + (
+        "; other nodes need another address" if loop else ""
+    )
+    return [Check("ports", "pass", summary, data={"address": address})]
 
 
 def rank_variables() -> list[Check]:
@@ -236,14 +240,14 @@ def rank_variables() -> list[Check]:
 
 def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
     """Free space and durable write speed where `path` is or will be."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     if free < 2 * n_bytes:
-        return [Check(name, "fail", f"{place}: {free / _GIB:.2f} GiB free", "free some space, or choose another disk")]
+        return [Check(name, "fail", f"{folder}: {free / _GIB:.2f} GiB free", "free some space, or choose another disk")]
     try:
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
             block = os.urandom(2**20)
             began = time.perf_counter()
             for _ in range(n_bytes // len(block)):
@@ -252,21 +256,23 @@ def disk(name: str, path: Path, n_bytes: int = 64 * 2**20) -> list[Check]:
             os.fsync(file.fileno())
             speed = n_bytes / (time.perf_counter() - began)
     except OSError as error:
-        return [Check(name, "fail", f"{place} cannot be written: {error.strerror}", "choose a directory you can write")]
+        return [
+            Check(name, "fail", f"{folder} cannot be written: {error.strerror}", "choose a directory you can write")
+        ]
     slow, full = speed < 50e6, free < 20 * _GIB
     fix = "checkpoints will be slow: use a faster disk, or checkpoint.async_save=true" if slow else ""
     fix = fix or ("a checkpoint takes 12 bytes per parameter: check that some fit" if full else "")
-    found = f"{place}: {free / _GIB:.0f} GiB free, writes {speed / 1e6:.0f} MB/s"
-    data = {"free": free, "write_bytes_per_s": speed, "path": str(place)}
-    return [Check(name, "warn" if slow or full else "pass", found, fix, data)]
+    summary = f"{folder}: {free / _GIB:.0f} GiB free, writes {speed / 1e6:.0f} MB/s"
+    data = {"free": free, "write_bytes_per_s": speed, "path": str(folder)}
+    return [Check(name, "warn" if slow or full else "pass", summary, fix, data)]
 
 
 def _nvidia_smi(*args: str) -> str | None:
     try:
-        done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=30)
+        process = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def _installed(package: str) -> bool:

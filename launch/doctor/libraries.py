@@ -29,9 +29,11 @@ def examine() -> list[Check]:
     checks = [Check("torch", "pass", shown, data=builds)]
     present = len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
     if present and not torch.cuda.is_available():
-        what = "a CPU build" if torch.version.cuda is None else f"its CUDA {torch.version.cuda} does not fit the driver"
+        cause = (
+            "a CPU build" if torch.version.cuda is None else f"its CUDA {torch.version.cuda} does not fit the driver"
+        )
         fix = "install torch for this driver's CUDA (nvidia-smi shows the highest): https://pytorch.org"
-        checks.append(Check("torch GPUs", "fail", f"{present} GPU(s), but torch sees none: {what}", fix))
+        checks.append(Check("torch GPUs", "fail", f"{present} GPU(s), but torch sees none: {cause}", fix))
     else:
         checks.append(Check("torch GPUs", "pass", str(torch.cuda.device_count() or "none")))
     checks += [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -52,25 +54,27 @@ def _gpu(index: int) -> Check:
     name = torch.cuda.get_device_name(index)
     major, minor = torch.cuda.get_device_capability(index)
     free, total = torch.cuda.mem_get_info(index)
-    wanted = f"sm_{major}{minor}"
+    architecture = f"sm_{major}{minor}"
     covered = any(arch.startswith((f"sm_{major}", f"compute_{major}")) for arch in torch.cuda.get_arch_list())
-    found = f"{name} ({wanted}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    summary = f"{name} ({architecture}), {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if not covered:
-        return Check(f"GPU {index}", "fail", f"{found}: torch has no code for it", "install a newer torch")
+        return Check(f"GPU {index}", "fail", f"{summary}: torch has no code for it", "install a newer torch")
     used = free < 0.9 * total
     fix = "other processes hold memory there: nvidia-smi" if used else ""
     data = {"name": name, "free": free, "total": total, "capability": [major, minor]}
-    return Check(f"GPU {index}", "warn" if used else "pass", found, fix, data)
+    return Check(f"GPU {index}", "warn" if used else "pass", summary, fix, data)
 
 
 def _cpu_adam(cuda: bool) -> Check:
     code = _OPS.format(accelerator="cuda" if cuda else "cpu")
-    done = subprocess.run(code_command(code), capture_output=True, text=True, env=dict(os.environ))
-    said = [line for line in done.stdout.splitlines() if line.startswith("OPS ")]
-    if done.returncode or not said:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Check("DeepSpeed ops", "warn", f"cannot be checked: {last}", "pip install --force-reinstall deepspeed")
-    if json.loads(said[-1][4:]):
+    process = subprocess.run(code_command(code), capture_output=True, text=True, env=dict(os.environ))
+    answers = [line for line in process.stdout.splitlines() if line.startswith("OPS ")]
+    if process.returncode or not answers:
+        last_line = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return Check(
+            "DeepSpeed ops", "warn", f"cannot be checked: {last_line}", "pip install --force-reinstall deepspeed"
+        )
+    if json.loads(answers[-1][4:]):
         return Check("DeepSpeed ops", "pass", "CPUAdam can be built here")
     fix = "install a C++ compiler, and for DeepSpeed up to 0.19.6 CUDA's toolkit (nvcc, CUDA_HOME) of torch's version"
     return Check("DeepSpeed ops", "warn", "CPUAdam cannot be built: offload_optimizer=cpu will not work", fix)

@@ -54,17 +54,17 @@ def shell_code(code: int) -> int:
 
 def describe(code: int) -> str:
     """`exit code 1`, or `killed by SIGKILL (exit code -9)`."""
-    found = signal_of(code)
-    return f"exit code {code}" if found is None else f"killed by {found.name} (exit code {code})"
+    signum = signal_of(code)
+    return f"exit code {code}" if signum is None else f"killed by {signum.name} (exit code {code})"
 
 
 def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
     """(cause, fix) in words; empty for codes that say nothing. `oom_kills`: the kernel's OOM kills during the job."""
-    found = signal_of(code)
-    if found is None:
+    signum = signal_of(code)
+    if signum is None:
         return "", ""
-    cause, fix = _CAUSES.get(found, ("", ""))
-    if found == signal.SIGKILL and oom_kills > 0:
+    cause, fix = _CAUSES.get(signum, ("", ""))
+    if signum == signal.SIGKILL and oom_kills > 0:
         cause = f"out of host memory: the kernel killed {oom_kills} process(es) for it while the job ran"
     return cause, fix
 
@@ -76,9 +76,9 @@ def oom_kill_count(root: Path = Path("/")) -> int:
             text = path.read_text()
         except OSError:
             continue
-        found = [int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")]
-        if found:
-            return found[0]
+        counts = [int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")]
+        if counts:
+            return counts[0]
     return 0
 
 
@@ -88,11 +88,11 @@ def _cgroup_records(root: Path) -> list[Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    top, found = root / "sys/fs/cgroup", list[Path]()
+    top, paths = root / "sys/fs/cgroup", list[Path]()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += [top / path.lstrip("/") / "memory.events", top / "memory.events"]
+            paths += [top / path.lstrip("/") / "memory.events", top / "memory.events"]
         elif "memory" in controllers.split(","):
-            found += [top / "memory" / path.lstrip("/") / "memory.oom_control", top / "memory/memory.oom_control"]
-    return found
+            paths += [top / "memory" / path.lstrip("/") / "memory.oom_control", top / "memory/memory.oom_control"]
+    return paths

@@ -93,7 +93,7 @@ class Failure:
     @property
     def order(self) -> tuple[int, float, int]:
         """Sort key, likely origin first: ends that cannot be a consequence of another rank's end, then by time."""
-        found = exit_codes.signal_of(self.exit_code)
+        signum = exit_codes.signal_of(self.exit_code)
         misses_peer = bool(_MISSES_PEER.search(self.message))
         if (
             self.is_error and not self.lost_peer and not misses_peer
@@ -101,14 +101,14 @@ class Failure:
             kind = -1
         elif self.forced:
             kind = 3
-        elif misses_peer or (found is not None and found.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
+        elif misses_peer or (signum is not None and signum.name not in ("SIGTERM", "SIGABRT", "SIGINT")):
             kind = 0
         elif self.lost_peer:
             kind = 4
-        elif found is None:
+        elif signum is None:
             kind = 1
         else:
-            kind = 2 if found.name == "SIGABRT" else 3
+            kind = 2 if signum.name == "SIGABRT" else 3
         return kind, self.when, self.rank
 
     @property
@@ -124,7 +124,7 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
     if path is None or getattr(error, "recorded_at", None) == path:  # keep the time of the first record
         return path
     message = error.cause if isinstance(error, ShardkitError) else f"{type(error).__name__}: {error}"
-    own: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "rank": _rank(environ),
         "exit_code": error.exit_code if isinstance(error, ShardkitError) else exit_codes.FAILED,
         "when": time.time(),
@@ -134,7 +134,7 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
         "is_error": isinstance(error, ShardkitError),
         "node": environ.get("SLURMD_NODENAME", ""),
     }
-    if not _write(path, own):
+    if not _write(path, entry):
         return None
     with suppress(AttributeError):  # an exception with slots
         error.recorded_at = path  # type: ignore[attr-defined]
@@ -143,8 +143,8 @@ def record(error: BaseException, environ: Mapping[str, str] | None = None) -> Pa
 
 def record_for(folder: Path, rank: int, message: str, trace: str = "") -> None:
     """Write the error of a rank that cannot do it itself, into its folder of an attempt's logs."""
-    own = {"rank": rank, "exit_code": exit_codes.FAILED, "when": time.time(), "message": message, "trace": trace}
-    _write(folder / "error.json", own)
+    entry = {"rank": rank, "exit_code": exit_codes.FAILED, "when": time.time(), "message": message, "trace": trace}
+    _write(folder / "error.json", entry)
 
 
 _RESERVE_BYTES = 2**16
@@ -154,16 +154,16 @@ _RESERVE_BYTES = 2**16
 def reserved(environ: Mapping[str, str] | None = None) -> Iterator[None]:
     """Reserve disk space for this rank's error file while it runs: many of its errors are full disks."""
     path = _error_file(os.environ if environ is None else environ)
-    held = None if path is None else _reserve(path)
-    if held is not None:
+    reserve = None if path is None else _reserve(path)
+    if reserve is not None:
         with suppress(OSError):  # the disk is already full
-            held.parent.mkdir(parents=True, exist_ok=True)
-            held.write_bytes(bytes(_RESERVE_BYTES))
+            reserve.parent.mkdir(parents=True, exist_ok=True)
+            reserve.write_bytes(bytes(_RESERVE_BYTES))
     try:
         yield
     finally:
-        if held is not None:
-            held.unlink(missing_ok=True)
+        if reserve is not None:
+            reserve.unlink(missing_ok=True)
 
 
 def _reserve(path: Path) -> Path:
@@ -180,15 +180,15 @@ def record_stop(exit_code: int, signal_name: str, environ: Mapping[str, str] | N
     return _write(path, {"rank": _rank(environ), "exit_code": exit_code, "when": time.time(), "message": message})
 
 
-def _write(path: Path, own: Mapping[str, Any]) -> bool:
-    message = own["message"]
+def _write(path: Path, entry: Mapping[str, Any]) -> bool:
+    message = entry["message"]
     # torchrun prints `py_callstack` for every rank: cause and fix of an error that the user can correct.
-    shown = f"{message}\n  fix: {own['fix']}" if own.get("is_error") else own.get("trace", "")
-    extra = {"py_callstack": shown, "timestamp": str(int(own["when"]))}
+    shown = f"{message}\n  fix: {entry['fix']}" if entry.get("is_error") else entry.get("trace", "")
+    extra = {"py_callstack": shown, "timestamp": str(int(entry["when"]))}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _reserve(path).unlink(missing_ok=True)
-        write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": own}))
+        write_whole(path, json.dumps({"message": {"message": message, "extraInfo": extra}, "shardkit": entry}))
     except OSError:  # a full disk must not hide the error itself, which goes to stderr next
         return False
     return True
@@ -196,7 +196,7 @@ def _write(path: Path, own: Mapping[str, Any]) -> bool:
 
 def read(paths: Iterable[Path]) -> list[Failure]:
     """The failures in these files, likely origin first; other programs' files count by torch's entry."""
-    found = []
+    failures = []
     for path in paths:
         try:
             data = parse_json(read_regular(path))
@@ -204,11 +204,11 @@ def read(paths: Iterable[Path]) -> list[Failure]:
             continue
         if not isinstance(data, dict):
             continue
-        if own := _own(data.get("shardkit")):
-            found.append(own)
+        if recorded := _own_record(data.get("shardkit")):
+            failures.append(recorded)
         elif isinstance(data.get("message"), dict):
-            found.append(_foreign(data["message"], path))
-    return sorted(found, key=lambda failure: failure.order)
+            failures.append(_torch_record(data["message"], path))
+    return sorted(failures, key=lambda failure: failure.order)
 
 
 def in_torchrun_log(text: str) -> list[Failure]:
@@ -232,15 +232,15 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 def in_srun_log(text: str) -> list[Failure]:
     """Failed tasks in srun's log, in order: the only trace of a task that a signal ended. srun ended the later ones."""
-    found: list[Failure] = []
+    failures: list[Failure] = []
     for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
         number = signal.SIGKILL if out_of_memory else _SIGNALS.get(ended)
         if not code and number is None:
             continue
         exit_code = int(code) if code else 128 + int(number or 0)
-        first = int(re.split("[,-]", tasks)[0])
-        found.append(Failure(first, exit_code, message=exit_codes.describe(exit_code), forced=bool(found)))
-    return found
+        task = int(re.split("[,-]", tasks)[0])
+        failures.append(Failure(task, exit_code, message=exit_codes.describe(exit_code), forced=bool(failures)))
+    return failures
 
 
 def oom_kills_in_srun_log(text: str) -> int:
@@ -251,14 +251,14 @@ def oom_kills_in_srun_log(text: str) -> int:
 
 def of_launcher(log_dir: Path, recorded: list[Failure] | None = None) -> list[Failure]:
     """The failures of a launcher's last attempt, likely origin first: from its ranks' files and torchrun's log."""
-    last = attempts(log_dir)[-1:]
+    last_attempt = attempts(log_dir)[-1:]
     if recorded is None:
-        recorded = [found for folder in last for found in in_attempt(folder)]
+        recorded = [failure for folder in last_attempt for failure in in_attempt(folder)]
     try:
         reported = in_torchrun_log((log_dir / TORCHRUN_LOG).read_text(errors="replace"))
     except OSError:  # the run was deleted
         reported = []
-    for folder in last:
+    for folder in last_attempt:
         reported = with_last_words(reported, folder)
     return merged(recorded, reported)
 
@@ -287,10 +287,10 @@ def with_traceback(failure: Failure, log: Path) -> Failure:
     text = stderr.tail(log)
     signum = exit_codes.signal_of(failure.exit_code)
     if signum is None:
-        said, trace = stderr.last_traceback(text)
-        return replace(failure, message=said or failure.message, trace=trace or stderr.last_lines(text))
-    found = _LAST_WORDS.search(text) if signum.name == "SIGABRT" else None
-    message = failure.message if found is None else f"{failure.message}: {found[0].strip()}"
+        exception, trace = stderr.last_traceback(text)
+        return replace(failure, message=exception or failure.message, trace=trace or stderr.last_lines(text))
+    last_words = _LAST_WORDS.search(text) if signum.name == "SIGABRT" else None
+    message = failure.message if last_words is None else f"{failure.message}: {last_words[0].strip()}"
     return replace(failure, message=message, trace=stderr.stacks(text))
 
 
@@ -304,14 +304,14 @@ def _local(text: str) -> float:
 
 def ended_in_torchrun_log(text: str) -> list[str]:
     """`local rank 1: killed by SIGKILL (exit code -9)` for each worker that torchrun saw fail, in order of time."""
-    found = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
-    return [f"local rank {match[2]}: {exit_codes.describe(int(match[1]))}" for match in found]
+    matches = re.finditer(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", text)
+    return [f"local rank {match[2]}: {exit_codes.describe(int(match[1]))}" for match in matches]
 
 
 def attempts(log_dir: Path) -> list[Path]:
     """The folders of a launcher's attempts, in order of time."""
-    found = {path: path.name.removeprefix("attempt_") for path in log_dir.glob("*/attempt_*")}
-    return sorted((path for path in found if found[path].isdecimal()), key=lambda path: int(found[path]))
+    numbers = {path: path.name.removeprefix("attempt_") for path in log_dir.glob("*/attempt_*")}
+    return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))
 
 
 def in_attempt(folder: Path) -> list[Failure]:
@@ -321,13 +321,13 @@ def in_attempt(folder: Path) -> list[Failure]:
 
 def merged(recorded: list[Failure], reported: list[Failure]) -> list[Failure]:
     """One failure per rank, likely origin first: a rank's own file says more than torchrun."""
-    own = {failure.rank: failure for failure in reversed(recorded)}
-    everyone = {**{failure.rank: failure for failure in reported}, **own}
-    return sorted(everyone.values(), key=lambda failure: failure.order)
+    by_rank = {failure.rank: failure for failure in reversed(recorded)}
+    all_ranks = {**{failure.rank: failure for failure in reported}, **by_rank}
+    return sorted(all_ranks.values(), key=lambda failure: failure.order)
 
 
 def explain(
-    failures: list[Failure], where: str, oom_kills: int = 0, memory: Mapping[int, list[str]] | None = None
+    failures: list[Failure], log_dir: str, oom_kills: int = 0, memory: Mapping[int, list[str]] | None = None
 ) -> str:
     """The text to show: the first failing rank in full, the others in one line.
 
@@ -337,32 +337,32 @@ def explain(
         oom_kills: the kernel's OOM kills while the job ran.
         memory: rank → lines from its memory post-mortem; they replace the general fix.
     """
-    first, others = failures[0], failures[1:]
-    said = (memory or {}).get(first.rank, [])
-    if first.is_error:
-        lines = [f"error: {first.message}"] + (said or ([f"  fix: {first.fix}"] if first.fix else []))
-        if first.exit_code == exit_codes.USER_ERROR:
+    origin, consequences = failures[0], failures[1:]
+    memory_lines = (memory or {}).get(origin.rank, [])
+    if origin.is_error:
+        lines = [f"error: {origin.message}"] + (memory_lines or ([f"  fix: {origin.fix}"] if origin.fix else []))
+        if origin.exit_code == exit_codes.USER_ERROR:
             return printable_lines("\n".join(lines))
     else:
-        cause, fix = exit_codes.likely_cause(first.exit_code, oom_kills)
-        lines = [f"error: rank {first.rank} failed: {first.message or exit_codes.describe(first.exit_code)}"]
-        lines = ([first.trace.rstrip()] if first.trace else []) + lines
-        known = _GPU_CAUSE if _GPU_FAILED.search(first.message) else _GPU_FULL_CAUSE
-        if known is _GPU_CAUSE or _GPU_FULL.search(first.message):
-            lines += known
+        cause, fix = exit_codes.likely_cause(origin.exit_code, oom_kills)
+        lines = [f"error: rank {origin.rank} failed: {origin.message or exit_codes.describe(origin.exit_code)}"]
+        lines = ([origin.trace.rstrip()] if origin.trace else []) + lines
+        gpu_cause = _GPU_CAUSE if _GPU_FAILED.search(origin.message) else _GPU_FULL_CAUSE
+        if gpu_cause is _GPU_CAUSE or _GPU_FULL.search(origin.message):
+            lines += gpu_cause
             cause = fix = ""
         lines += [f"  likely cause: {cause}"] if cause else []
-        lines += said or ([f"  fix: {fix}"] if fix else [])
-        if first.lost_peer:
+        lines += memory_lines or ([f"  fix: {fix}"] if fix else [])
+        if origin.lost_peer:
             lines.append("  this rank lost a peer: the first error is on another node, or was not recorded")
-    same = [failure for failure in others if failure.exit_code == first.exit_code == exit_codes.OUT_OF_MEMORY]
+    same = [failure for failure in consequences if failure.exit_code == origin.exit_code == exit_codes.OUT_OF_MEMORY]
     if same:
         lines.append(f"  out of memory as well: rank(s) {', '.join(str(failure.rank) for failure in same)}")
-        others = [failure for failure in others if failure not in same]
-    if others:
-        ranks = ", ".join(str(failure.rank) for failure in sorted(others, key=lambda f: f.rank))
-        lines.append(f"  {len(others)} other rank(s) ended because of it: {ranks}")
-    return printable_lines("\n".join([*lines, f"  logs: {where}"]))
+        consequences = [failure for failure in consequences if failure not in same]
+    if consequences:
+        ranks = ", ".join(str(failure.rank) for failure in sorted(consequences, key=lambda f: f.rank))
+        lines.append(f"  {len(consequences)} other rank(s) ended because of it: {ranks}")
+    return printable_lines("\n".join([*lines, f"  logs: {log_dir}"]))
 
 
 def exit_code_of(failures: list[Failure]) -> int:
@@ -370,19 +370,19 @@ def exit_code_of(failures: list[Failure]) -> int:
     return exit_codes.shell_code(failures[0].exit_code)
 
 
-def _own(data: object) -> Failure | None:
+def _own_record(data: object) -> Failure | None:
     """A rank's record, without fields that a later version adds; None if it is invalid."""
     if not isinstance(data, dict):
         return None
     kinds = get_type_hints(Failure)
-    known = {name: data[name] for name in kinds if name in data}
-    whole = all(
-        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in known.items()
+    fields = {name: data[name] for name in kinds if name in data}
+    is_valid = all(
+        isinstance(value, (int, float) if kinds[name] is float else kinds[name]) for name, value in fields.items()
     )
-    return Failure(**known) if whole and "rank" in known and "exit_code" in known else None
+    return Failure(**fields) if is_valid and "rank" in fields and "exit_code" in fields else None
 
 
-def _foreign(message: Mapping[str, Any], path: Path) -> Failure:
+def _torch_record(message: Mapping[str, Any], path: Path) -> Failure:
     extra = message.get("extraInfo")
     extra = extra if isinstance(extra, dict) else {}
     seconds = str(extra.get("timestamp", ""))

@@ -73,25 +73,25 @@ def note_restart(run_dir: Path, reason: str, lost_peer: bool = False) -> None:
 
 def restarts(run_dir: Path) -> list[tuple[int, str]]:
     """(step, reason) of each restart within jobs; a restart that several nodes recorded counts once."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    by_step: dict[tuple[int, int], dict[str, Any]] = {}
     seen: Counter[tuple[int, int]] = Counter()
     for event in _events(run_dir, "restart"):
         seen[(event["step"], event["by"])] += 1
         key = (event["step"], seen[(event["step"], event["by"])])
-        if key not in found or found[key]["lost_peer"]:
-            found[key] = event
-    return [(event["step"], event["reason"]) for event in found.values()]
+        if key not in by_step or by_step[key]["lost_peer"]:
+            by_step[key] = event
+    return [(event["step"], event["reason"]) for event in by_step.values()]
 
 
 def starts(run_dir: Path) -> list[Start]:
     """Every recorded start, in order."""
     ends = {(e["job"], e["restart"]): e for e in _events(run_dir, "end")}
-    found = []
+    recorded = []
     for event in _events(run_dir, "start"):
         end = ends.get((event["job"], event["restart"]), {})
         refused, began = end.get("refused") is True, event.get("time", "")[:19]
-        found.append(Start(event["job"], event["restart"], event["step"], end.get("reason"), began, refused))
-    return found
+        recorded.append(Start(event["job"], event["restart"], event["step"], end.get("reason"), began, refused))
+    return recorded
 
 
 def history(run_dir: Path, environ: Mapping[str, str] | None = None) -> tuple[list[Start], list[Start]]:
@@ -175,8 +175,8 @@ def summary(run_dir: Path) -> str | None:
     reasons = [start.ended for start in earlier] + [reason for _, reason in restarts(run_dir)]
     lines = []
     if reasons:
-        told = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
-        lines.append(f"started {len(reasons) + 1} times; ended before: {told}")
+        counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(reasons).most_common())
+        lines.append(f"started {len(reasons) + 1} times; ended before: {counts}")
     if rivals:
         jobs = ", ".join(dict.fromkeys(start.job for start in rivals))
         lines.append(f"refused, as this run was writing to the directory: job {jobs}")
@@ -185,28 +185,28 @@ def summary(run_dir: Path) -> str | None:
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int] | None:
     """(step, time of writing in ns) of the newest complete checkpoint; the time tells a rewritten one apart."""
-    found = []
+    checkpoints = []
     for path in (run_dir / "checkpoints").glob("step_*/manifest.json"):
         step = path.parent.name.removeprefix("step_")
         if step.isdecimal():
             with suppress(OSError):  # deleted meanwhile
-                found.append((int(step), path.stat().st_mtime_ns))
-    return max(found, default=None)
+                checkpoints.append((int(step), path.stat().st_mtime_ns))
+    return max(checkpoints, default=None)
 
 
 def forget_others(run_dir: Path, job_id: str | None) -> None:
     """Drop the records of other jobs, whose run was deleted; a job that runs right now has its own to keep."""
     events = read_objects(path(run_dir))
     running = {start.job for start in starts(run_dir) if is_in_use(start_folder(run_dir, start))}
-    kept = [event for event in events if event.get("job") in {job_id, *running} - {None}]
-    if kept != events:
-        write_whole(path(run_dir), "".join(json.dumps(event) + "\n" for event in kept))
+    retained = [event for event in events if event.get("job") in {job_id, *running} - {None}]
+    if retained != events:
+        write_whole(path(run_dir), "".join(json.dumps(event) + "\n" for event in retained))
 
 
 def last_step(run_dir: Path) -> int:
     """The last optimizer step in metrics.jsonl; 0 before the first."""
-    last = read_objects(run_dir / "metrics.jsonl", TAIL)
-    step = last[-1].get("step") if last else None
+    rows = read_objects(run_dir / "metrics.jsonl", TAIL)
+    step = rows[-1].get("step") if rows else None
     return step if isinstance(step, int) else 0
 
 

@@ -18,31 +18,31 @@ _SCHEMA = 1
 
 def read(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
     """Rank → post-mortem, if written after `since` (seconds since the epoch): earlier attempts left older ones."""
-    found: dict[int, dict[str, Any]] = {}
+    post_mortems: dict[int, dict[str, Any]] = {}
     for path in (run_dir / FOLDER).glob("rank*.json"):
         try:
             record = json.loads(path.read_text())
             if record["schema"] == _SCHEMA and record["time"] >= since:
-                found[int(record["rank"])] = {**record, "path": str(path)}
+                post_mortems[int(record["rank"])] = {**record, "path": str(path)}
         except (OSError, ValueError, KeyError, TypeError):  # cut short by a full disk, or not ours
             continue
-    return found
+    return post_mortems
 
 
 def words(failures: Iterable[Failure], post_mortems: Mapping[int, Mapping[str, Any]]) -> dict[int, list[str]]:
     """Rank → lines about its memory, for ranks that ran out of it or were killed when the host almost had."""
-    said: dict[int, list[str]] = {}
+    lines: dict[int, list[str]] = {}
     for failure in failures:
         record = post_mortems.get(failure.rank)
         if failure.exit_code == exit_codes.OUT_OF_MEMORY and record is not None and record["kind"] != "host-risk":
-            said[failure.rank] = [*_changes(record), f"  post-mortem: {record['path']}"]
-        found = exit_codes.signal_of(failure.exit_code)
-        if found is not None and found.name == "SIGKILL":
+            lines[failure.rank] = [*_changes(record), f"  post-mortem: {record['path']}"]
+        signum = exit_codes.signal_of(failure.exit_code)
+        if signum is not None and signum.name == "SIGKILL":
             # Any rank of the host may have noticed; the rank's own record counts first.
             near = record or next((r for r in post_mortems.values() if r["kind"] == "host-risk"), None)
             if near is not None and near["kind"] == "host-risk":
-                said[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
-    return said
+                lines[failure.rank] = [_pressure(near), *_changes(near), f"  post-mortem: {near['path']}"]
+    return lines
 
 
 def _pressure(record: Mapping[str, Any]) -> str:
@@ -61,12 +61,12 @@ def _changes(record: Mapping[str, Any]) -> list[str]:
     if not best:
         return []
     missing = record["memory"]["missing"] or 0
-    width = max(len(one["change"]) for one in best)
-    return ["  what would help, and what it costs:"] + [_change(one, width, missing) for one in best]
+    width = max(len(change["change"]) for change in best)
+    return ["  what would help, and what it costs:"] + [_change(change, width, missing) for change in best]
 
 
-def _change(one: Mapping[str, Any], width: int, missing: int) -> str:
-    saving = one["saving_bytes"]
+def _change(change: Mapping[str, Any], width: int, missing: int) -> str:
+    saving = change["saving_bytes"]
     amount = "saves memory" if saving is None else f"saves {gib(saving, 1)}"
     short = " (not enough alone)" if saving is not None and saving < missing else ""
-    return f"    {one['change']:<{width}}  {amount}{short}: {one['cost']}"
+    return f"    {change['change']:<{width}}  {amount}{short}: {change['cost']}"

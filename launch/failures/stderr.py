@@ -42,11 +42,11 @@ def last_traceback(text: str) -> tuple[str, str]:
         if _last_said(lines[: chain[0]]) not in _CHAINED:
             break
         chain.insert(0, begin)
-    first, last = chain[0], chain[-1]
-    end = next((i for i in range(last + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), None)
+    first_line, last_begin = chain[0], chain[-1]
+    end = next((i for i in range(last_begin + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), None)
     if end is None:  # cut short: the process died while it wrote
         return "", ""
-    shown = lines[first : end + 1]
+    shown = lines[first_line : end + 1]
     if len(shown) > _MOST_LINES:
         shown = [*shown[: _MOST_LINES // 2], "  …", *shown[-_MOST_LINES // 2 :]]
     return lines[end], "\n".join(shown)
@@ -58,22 +58,22 @@ def _last_said(lines: list[str]) -> str:
 
 def stacks(text: str) -> str:
     """The stacks that Python wrote when a signal ended it (PYTHONFAULTHANDLER=1); empty if there is none."""
-    found = list(_FATAL.finditer(text))
-    if not found:
+    headers = list(_FATAL.finditer(text))
+    if not headers:
         return ""
-    block = text[found[-1].start() :].partition("\nExtension modules:")[0].rstrip()
+    block = text[headers[-1].start() :].partition("\nExtension modules:")[0].rstrip()
     if not _FRAME.search(block):  # it died while Python was ending
         return ""
     return "\n".join(block.splitlines()[:_MOST_LINES])
 
 
-def where(stack: str) -> tuple[str, bool]:
+def locate(stack: str) -> tuple[str, bool]:
     """(place in the user's own code, whether the process waited for its peers), from the current thread's stack."""
     current = stack.partition("Current thread")[2].partition("\n\n")[0] or stack
     frames = _FRAME.findall(current)
-    own = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0] if frames else None)
-    place = "" if own is None else f"{own[0]}:{own[1]} in {own[2]}"
-    return place, any(_WAITS.search(frame[0]) for frame in frames)
+    user_frame = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0] if frames else None)
+    location = "" if user_frame is None else f"{user_frame[0]}:{user_frame[1]} in {user_frame[2]}"
+    return location, any(_WAITS.search(frame[0]) for frame in frames)
 
 
 def last_lines(text: str) -> str:

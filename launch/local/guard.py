@@ -38,7 +38,7 @@ class Guard:
         self._file = Path(environ.get(PREEMPT_FILE) or log_dir.absolute() / "preempted")
         self._beats = heartbeat.Heartbeats(script, n_ranks, log_dir) if script.heartbeat is not None else None
         self._attempts = 0
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._next_look = 0.0
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Guard:
         self._next_look = time.monotonic() + _LOOK_S
         attempts = failure.attempts(self._log_dir)
         self.preempted = self.preempted or self._file_is_there()
-        if self.preempted and self._told and len(attempts) > self._attempts:
+        if self.preempted and self._signalled and len(attempts) > self._attempts:
             return True
         if len(attempts) != self._attempts:
             self._attempts = len(attempts)
@@ -81,7 +81,7 @@ class Guard:
             self._tell(process.pid)
         elif self._beats is not None and attempts and (quiet := self._beats.quiet()):
             heartbeat.end(process.pid, quiet, attempts[-1])
-            self._beats.rest()
+            self._beats.pause()
         return False
 
     def _file_is_there(self) -> bool:
@@ -94,10 +94,10 @@ class Guard:
         ranks = {pid for pid, _ in processes.ranks_of(torchrun).values()}
         number = SIGNALS.get(self._script.on_preempt)
         if number is not None:
-            for pid in ranks - self._told:
+            for pid in ranks - self._signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        self._told |= ranks
+        self._signalled |= ranks
 
     def wind_down(self, process: subprocess.Popen[bytes]) -> None:
         """After SIGTERM to this launcher: tell the ranks, and give them time to end by themselves."""
@@ -113,5 +113,5 @@ class Guard:
     def ended_as_told(self, failures: list[failure.Failure]) -> int | None:
         """The signal that ended the ranks of a preempted job, if all that failed ended by it; None otherwise."""
         number = SIGNALS.get(self._script.on_preempt, signal.SIGTERM)
-        codes = {found.exit_code for found in failures}
+        codes = {rank_failure.exit_code for rank_failure in failures}
         return int(number) if codes and codes <= {-number, 128 + number, -signal.SIGTERM} else None

@@ -24,7 +24,7 @@ _POLL_S = 0.05
 @dataclass
 class _Watched:
     path: Path
-    last: int | None  # st_mtime_ns; None = no file
+    stamp: int | None  # st_mtime_ns; None = no file
     quiet_s: float = 0.0
     began: bool = False
 
@@ -66,7 +66,7 @@ class Heartbeats:
         paths = {rank: Path(self._template.replace("{local_rank}", str(rank))) for rank in range(self._n_ranks)}
         self._watched = {rank: _Watched(path, _stamp(path)) for rank, path in paths.items()}
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Watch nothing until the next start."""
         self._watched = {}
 
@@ -75,21 +75,21 @@ class Heartbeats:
         now = self._clock()
         passed = 0.0 if self._looked is None else min(now - self._looked, _GAP_S)
         self._looked = now
-        found = {}
+        problems = {}
         for rank, watched in self._watched.items():
             stamp = _stamp(watched.path)
-            if stamp != watched.last or (stamp is None and watched.began):
-                watched.last, watched.quiet_s, watched.began = stamp, 0.0, watched.began or stamp is not None
+            if stamp != watched.stamp or (stamp is None and watched.began):
+                watched.stamp, watched.quiet_s, watched.began = stamp, 0.0, watched.began or stamp is not None
                 continue
             watched.quiet_s += passed
             limit_s = self._timeout_s if watched.began else max(self._timeout_s, FIRST_S)
             if watched.quiet_s > limit_s:
-                found[rank] = (
+                problems[rank] = (
                     f"no heartbeat for {watched.quiet_s:.0f} s (--heartbeat-timeout {self._timeout_s:g})"
                     if watched.began
                     else f"no heartbeat in its first {limit_s:g} s: {watched.path} was not touched"
                 )
-        return found
+        return problems
 
 
 def _stamp(path: Path) -> int | None:
@@ -105,19 +105,23 @@ def end(torchrun: int, quiet: dict[int, str], attempt: Path) -> None:
     SIGABRT makes Python write the stacks of a rank's threads (PYTHONFAULTHANDLER=1), whatever it is doing.
     """
     start = attempt.name.removeprefix("attempt_")  # its ranks may have ended, and those of the next one begun
-    ranks = {local: found for local, found in processes.ranks_of(torchrun, start).items() if local in quiet}
+    ranks = {local: process for local, process in processes.ranks_of(torchrun, start).items() if local in quiet}
     _signal([pid for pid, _ in ranks.values()], signal.SIGABRT)
     deadline = time.monotonic() + _END_S
-    while (left := _alive([pid for pid, _ in ranks.values()])) and time.monotonic() < deadline:
+    while (living_pids := _alive([pid for pid, _ in ranks.values()])) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    _signal(left, signal.SIGKILL)
+    _signal(living_pids, signal.SIGKILL)
     for local, (pid, rank) in ranks.items():
         folder = attempt / str(local)
         stack = stderr.stacks(stderr.tail(folder / "stderr.log"))
-        place, waits = stderr.where(stack)
-        told = [quiet[local], *([f"at {place}"] if place else []), *(["it waits for its peers"] if waits else [])]
-        told += ["it did not answer SIGABRT"] if pid in left else []
-        failure.record_for(folder, rank, ", ".join(told), stack)
+        location, waits = stderr.locate(stack)
+        causes = [
+            quiet[local],
+            *([f"at {location}"] if location else []),
+            *(["it waits for its peers"] if waits else []),
+        ]
+        causes += ["it did not answer SIGABRT"] if pid in living_pids else []
+        failure.record_for(folder, rank, ", ".join(causes), stack)
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

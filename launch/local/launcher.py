@@ -44,14 +44,14 @@ class Ended:
 
     Attributes:
         code: its exit code.
-        asked: the signal that this process was sent, if any.
+        signum: the signal that this process was sent, if any.
         user_error: whether it was stopped early because a rank reported an error that no restart can fix.
         unmet: whether it was stopped early because the nodes did not meet.
         shown: whether the terminal has rank 0's last traceback.
     """
 
     code: int
-    asked: int | None
+    signum: int | None
     user_error: bool
     unmet: bool = False
     shown: bool = False
@@ -64,14 +64,14 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         LaunchError: contradictory options, or nodes that do not find each other.
     """
     environ = dict(os.environ if environ is None else environ)
-    with ExitStack() as left:
+    with ExitStack() as cleanup:
         spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)
         if reserved is not None:
-            left.callback(reserved.close)
+            cleanup.callback(reserved.close)
         build_argv(spec)  # refuses contradictory options before anything is written
         spec = replace(spec, log_dir=spec.log_dir or str(_new_log_dir(spec, environ)))
         in_use = job_starts.InUse(Path(spec.log_dir))
-        left.callback(in_use.close)
+        cleanup.callback(in_use.close)
         cpus = _cpu_shares(spec, environ)
         argv, added = build_argv(spec), added_environment(spec, environ, cpus)
         guard = None
@@ -82,7 +82,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         if cpus:
             print(affinity.describe(cpus), flush=True)
         if spec.rendezvous.endpoint is None:
-            folder = left.enter_context(rendezvous.private_folder())
+            folder = cleanup.enter_context(rendezvous.private_folder())
             argv = build_argv(replace(spec, rendezvous=replace(spec.rendezvous, folder=folder)))
             added |= rendezvous.one_node_environment(folder, spec.on_gpus, environ)
         oom_before = exit_codes.oom_kill_count()
@@ -178,7 +178,7 @@ def _with_meeting(
 
 def _never_met(ended: Ended, log_dir: Path) -> bool:
     """Whether torchrun ended before any rank began because nodes were missing."""
-    if ended.asked is not None or failure.attempts(log_dir):
+    if ended.signum is not None or failure.attempts(log_dir):
         return False
     return ended.unmet or (
         ended.code != 0 and _NO_MEETING.search(_last_lines(log_dir / failure.TORCHRUN_LOG)) is not None
@@ -200,37 +200,37 @@ def _run(
     out, err = sys.stdout.buffer, sys.stderr.buffer
     rank_0 = RankOutput(log_dir, out, err, patient=guard is not None) if shows_rank_0 else None
     warned = _ignored(signal.SIGUSR2) if guard is None else guard.listening()
-    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as asked, warned:
+    with (log_dir / failure.TORCHRUN_LOG).open("wb") as log, _caught(_SIGNALS) as signals, warned:
         try:
             process = processes.start(argv, environ, log)
         except OSError as error:
             raise LaunchError(f"cannot start {argv[0]}: {error.strerror}", "check the Python interpreter") from error
         try:
             restarts = Restarts(log_dir, run_dir)
-            unmet = not _wait_for_ranks(process, log_dir, asked, patience_s, in_use)
-            user_error = not unmet and _watch(process, rank_0, restarts, asked, in_use, guard)
-            if asked and asked[0] != signal.SIGINT:
+            unmet = not _wait_for_ranks(process, log_dir, signals, patience_s, in_use)
+            user_error = not unmet and _watch(process, rank_0, restarts, signals, in_use, guard)
+            if signals and signals[0] != signal.SIGINT:
                 if guard is not None:
                     guard.wind_down(process)
                 else:
-                    _let_ranks_save(process, asked[0], log_dir, save_s)
+                    _let_ranks_save(process, signals[0], log_dir, save_s)
             if process.poll() is None:
-                signum = asked[0] if asked else signal.SIGTERM
+                signum = signals[0] if signals else signal.SIGTERM
                 in_a_hurry = signum == signal.SIGINT or user_error or unmet
                 processes.stop(process, signum, _STOP_S if in_a_hurry else _END_S)
         finally:
             processes.sweep()
             process.wait()
-    shown = rank_0 is not None and rank_0.finish(failed=process.returncode != 0 and not asked)
-    return Ended(process.returncode, asked[0] if asked else None, user_error, unmet, shown)
+    shown = rank_0 is not None and rank_0.finish(failed=process.returncode != 0 and not signals)
+    return Ended(process.returncode, signals[0] if signals else None, user_error, unmet, shown)
 
 
 def _wait_for_ranks(
-    process: subprocess.Popen[bytes], log_dir: Path, asked: list[int], patience_s: float, in_use: job_starts.InUse
+    process: subprocess.Popen[bytes], log_dir: Path, signals: list[int], patience_s: float, in_use: job_starts.InUse
 ) -> bool:
     """Wait until the nodes have met and ranks begin, or torchrun ends; False if it takes too long."""
     deadline = time.monotonic() + patience_s
-    while process.poll() is None and not asked and not failure.attempts(log_dir):
+    while process.poll() is None and not signals and not failure.attempts(log_dir):
         if time.monotonic() > deadline:
             return False
         in_use.beat()
@@ -242,13 +242,13 @@ def _watch(
     process: subprocess.Popen[bytes],
     rank_0: RankOutput | None,
     restarts: Restarts,
-    asked: list[int],
+    signals: list[int],
     in_use: job_starts.InUse,
     guard: Guard | None,
 ) -> bool:
     """Wait for the end, or a reason to end it; True if another start of the ranks would be in vain."""
     next_look = 0.0
-    while process.poll() is None and not asked:
+    while process.poll() is None and not signals:
         in_use.beat()
         if rank_0 is not None:
             rank_0.pump()
@@ -285,11 +285,11 @@ def _let_ranks_save(process: subprocess.Popen[bytes], signum: int, log_dir: Path
 
 
 def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: Guard | None = None) -> int:
-    if ended.asked == signal.SIGINT:
+    if ended.signum == signal.SIGINT:
         print("interrupted: all ranks have ended", file=sys.stderr)
         return exit_codes.INTERRUPTED
     last_attempt = failure.attempts(log_dir)[-1:]
-    recorded = [found for folder in last_attempt for found in failure.in_attempt(folder)]
+    recorded = [rank_failure for folder in last_attempt for rank_failure in failure.in_attempt(folder)]
     if guard is not None and guard.preempted:
         number = guard.ended_as_told(failure.of_launcher(log_dir, recorded))
         if ended.code == 0 or ended.user_error:  # the latter: torchrun was about to restart the ranks
@@ -298,16 +298,18 @@ def _verdict(ended: Ended, log_dir: Path, run_dir: Path, oom_kills: int, guard: 
         if number is not None:
             print(f"preempted: {signal.Signals(number).name} ended the script", file=sys.stderr, flush=True)
             return 128 + number
-    if any(found.exit_code == exit_codes.PREEMPTED for found in recorded) and (ended.code == 0 or ended.asked):
+    if any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in recorded) and (
+        ended.code == 0 or ended.signum
+    ):
         text = f"{recorded[0].message}; {how_to_continue(sys.argv, _overwrites(run_dir))}"
         print(printable_lines(text), flush=True)
         return exit_codes.PREEMPTED
     if ended.code == 0:
         return exit_codes.OK
-    unsaved = any(found.exit_code == exit_codes.UNSAVED for found in recorded)
-    if ended.asked is not None and not unsaved:
-        print(f"stopped by {signal.Signals(ended.asked).name}: all ranks have ended", file=sys.stderr)
-        return 128 + ended.asked
+    unsaved = any(rank_failure.exit_code == exit_codes.UNSAVED for rank_failure in recorded)
+    if ended.signum is not None and not unsaved:
+        print(f"stopped by {signal.Signals(ended.signum).name}: all ranks have ended", file=sys.stderr)
+        return 128 + ended.signum
     failures = failure.of_launcher(log_dir, recorded)
     if failures:
         if ended.shown and failures[0].rank == 0:

@@ -59,12 +59,12 @@ def descendants(pid: int | None = None) -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(entry.parent.name))
-    found, queue = [], [os.getpid() if pid is None else pid]
+    pids, queue = [], [os.getpid() if pid is None else pid]
     while queue:
         below = children.get(queue.pop(0), [])
-        found += below
+        pids += below
         queue += below
-    return found
+    return pids
 
 
 def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, int]]:
@@ -73,7 +73,7 @@ def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, in
     Args:
         start: only ranks with this TORCHELASTIC_RESTART_COUNT.
     """
-    found: dict[int, tuple[int, int]] = {}
+    ranks: dict[int, tuple[int, int]] = {}
     for pid in descendants(torchrun):
         try:
             parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
@@ -84,8 +84,8 @@ def ranks_of(torchrun: int, start: str | None = None) -> dict[int, tuple[int, in
         numbers = environ.get("LOCAL_RANK", ""), environ.get("RANK", "")
         is_rank = int(parent) == torchrun and all(number.isdecimal() for number in numbers)
         if is_rank and start in (None, environ.get("TORCHELASTIC_RESTART_COUNT")):
-            found[int(numbers[0])] = (pid, int(numbers[1]))
-    return found
+            ranks[int(numbers[0])] = (pid, int(numbers[1]))
+    return ranks
 
 
 def stop(process: subprocess.Popen[bytes], signum: int, grace_s: float) -> None:
@@ -107,8 +107,8 @@ def sweep(timeout_s: float = 2.0) -> list[int]:
     """Kill every process below this one; returns their ids. Only for a process that owns all its children."""
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
-    while (left := descendants()) and time.monotonic() < deadline:
-        for pid in left:
+    while (living_pids := descendants()) and time.monotonic() < deadline:
+        for pid in living_pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -172,17 +172,17 @@ class PatientFollower(Follower):
     def __init__(self, path: Path, out: BinaryIO) -> None:
         super().__init__(path, out)
         self.showed_traceback = False
-        self._held, self._since = b"", 0.0
+        self._traceback, self._since = b"", 0.0
 
     def pump(self, stop_at_error: bool = False) -> int:
         data = self._new()
-        if self._held:
-            self._held += data
+        if self._traceback:
+            self._traceback += data
             age_s = time.monotonic() - self._since  # a process that dies of it writes nothing more, or soon
             return self.release() if age_s > _HOLD_S or (data and age_s > _QUIET_S) else 0
         match = _DIED.search(data)
         if match is not None:
-            self._held, self._since = data[match.start() :], time.monotonic()
+            self._traceback, self._since = data[match.start() :], time.monotonic()
             data = data[: match.start()]
         self._out.write(data)
         self._out.flush()
@@ -190,7 +190,7 @@ class PatientFollower(Follower):
 
     def release(self) -> int:
         """Copy what is held back; returns the number of bytes."""
-        data, self._held = self._held, b""
+        data, self._traceback = self._traceback, b""
         self.showed_traceback = self.showed_traceback or bool(data)
         self._out.write(data)
         self._out.flush()

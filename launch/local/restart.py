@@ -125,10 +125,10 @@ def agent(environ: Mapping[str, str]) -> str | None:
 def _settings_of(run_dir: Path) -> dict[str, Any]:
     """The env.json of a directory's last start; empty if there is none."""
     try:
-        found = json.loads((run_dir / "env.json").read_text())
+        settings = json.loads((run_dir / "env.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def grace_s(environ: Mapping[str, str] | None = None) -> float:
@@ -204,16 +204,18 @@ class Restarts:
 
     def __init__(self, log_dir: Path, run_dir: Path) -> None:
         self._log_dir, self._run_dir = log_dir, run_dir
-        self._known = 1
+        self._n_noted = 1
 
     def look(self) -> bool:
         """Record new restarts; returns whether a rank of the last attempt reported an error that no restart can fix."""
         attempts = failure.attempts(self._log_dir)
-        while self._known < len(attempts):
-            self._note(attempts[self._known - 1], self._known)
-            self._known += 1
-        found = failure.in_attempt(attempts[-1]) if attempts else []
-        return any(one.exit_code in exit_codes.FINAL and not one.lost_peer for one in found)
+        while self._n_noted < len(attempts):
+            self._note(attempts[self._n_noted - 1], self._n_noted)
+            self._n_noted += 1
+        failures = failure.in_attempt(attempts[-1]) if attempts else []
+        return any(
+            rank_failure.exit_code in exit_codes.FINAL and not rank_failure.lost_peer for rank_failure in failures
+        )
 
     def _note(self, attempt: Path, number: int) -> None:
         try:
@@ -221,14 +223,14 @@ class Restarts:
         except OSError:
             text = ""
         ended = next(iter(failure.ended_in_torchrun_log(text)[number - 1 : number]), "a rank ended without a word")
-        first = next(iter(failure.in_attempt(attempt)), None)
+        origin = next(iter(failure.in_attempt(attempt)), None)
         silent = failure.silent_in(attempt)
-        if first is None or (first.lost_peer and "killed by" in ended):  # a killed rank cannot record its error
+        if origin is None or (origin.lost_peer and "killed by" in ended):  # a killed rank cannot record its error
             job_starts.note_restart(self._run_dir, ended)
-        elif first.lost_peer and silent:  # torchrun saw the peer end first
+        elif origin.lost_peer and silent:  # torchrun saw the peer end first
             ranks = ", ".join(map(str, silent))
             job_starts.note_restart(self._run_dir, f"local rank {ranks}: ended without a word, most likely killed")
         else:
             job_starts.note_restart(
-                self._run_dir, f"rank {first.rank}: {first.message.partition(chr(10))[0]}", first.lost_peer
+                self._run_dir, f"rank {origin.rank}: {origin.message.partition(chr(10))[0]}", origin.lost_peer
             )

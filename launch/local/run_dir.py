@@ -36,15 +36,15 @@ def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str
     Raises:
         ConfigError: the directory holds other things, or a person asks to continue the run that it does not hold.
     """
-    entries = others(path)
+    entries = foreign_entries(path)
     if entries:
-        first, kind = entries[0], "holds no run and is not empty"
+        foreign_entry, kind = entries[0], "holds no run and is not empty"
         for name in entries:
             if _MODEL.fullmatch(name):
-                first, kind = name, "is a model folder"
+                foreign_entry, kind = name, "is a model folder"
                 break
         raise ConfigError(
-            f"run.dir={path} {kind} ({first}{', …' * (len(entries) > 1)}): nothing is written there",
+            f"run.dir={path} {kind} ({foreign_entry}{', …' * (len(entries) > 1)}): nothing is written there",
             "set run.dir to a new or an empty directory",
         )
     typed = restart.this_start(environ).job is None and restart.wrote(path, environ) is not True
@@ -56,7 +56,7 @@ def refuse_without_run(path: Path, resume: bool | str, environ: Mapping[str, str
         )
 
 
-def others(path: Path) -> list[str]:
+def foreign_entries(path: Path) -> list[str]:
     """The entries of a directory that neither a run nor a launcher made; none in a directory with a run's mark."""
     if (path / MARK).is_dir() or not path.is_dir():
         return []

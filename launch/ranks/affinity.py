@@ -28,9 +28,9 @@ def default_omp_threads(local_world_size: int, environ: Mapping[str, str] | None
     if local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size}, expected at least 1")
     environ = os.environ if environ is None else environ
-    asked = environ.get("OMP_NUM_THREADS", "").strip()
-    if asked:
-        return _outermost(asked)
+    threads = environ.get("OMP_NUM_THREADS", "").strip()
+    if threads:
+        return _outermost(threads)
     cores = available_cores()
     if "SLURM_CPUS_PER_TASK" in environ and slurm_step(environ) is not None:
         return max(1, min(cores, integer(environ, "SLURM_CPUS_PER_TASK")))
@@ -77,7 +77,7 @@ def _v2_quota(directory: Path) -> float | None:
 
 
 def _v1_quota(directory: Path) -> float | None:
-    quota, period = (_text(directory / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period"))
+    quota, period = (_text(directory / f"cpu.cfs_{field}_us").strip() for field in ("quota", "period"))
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None  # -1: no limit
 
 
@@ -89,14 +89,14 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _outermost(asked: str) -> int:
+def _outermost(threads: str) -> int:
     """The outermost number of OMP_NUM_THREADS, which may list one for each nesting level."""
-    first = asked.split(",")[0].strip()
-    if not re.fullmatch(r"[0-9]{1,6}", first) or int(first) < 1:
+    outermost = threads.split(",")[0].strip()
+    if not re.fullmatch(r"[0-9]{1,6}", outermost) or int(outermost) < 1:
         raise LaunchError(
-            f"OMP_NUM_THREADS={shown(asked)} is not a positive integer", "correct or unset OMP_NUM_THREADS"
+            f"OMP_NUM_THREADS={shown(threads)} is not a positive integer", "correct or unset OMP_NUM_THREADS"
         )
-    return int(first)
+    return int(outermost)
 
 
 VARIABLE = "SHARDKIT_CPUS"
@@ -105,7 +105,7 @@ _LEAST = 2  # a rank has other threads too: collectives, loaders, saves
 _OPENMP = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _UNSET = ("", "none", "false", "disabled")
 
-Place = tuple[int, ...]
+CpuLocation = tuple[int, ...]
 """(NUMA node, package, core) of a CPU."""
 
 
@@ -119,14 +119,14 @@ def shares(n_ranks: int, on_gpus: bool, environ: Mapping[str, str], root: Path =
     if n_ranks < 2 or any(environ.get(name, "").lower() not in _UNSET for name in _OPENMP):
         return []
     beside = gpu_nodes(environ, root) if on_gpus else []
-    found = divide(allowed, n_ranks, topology(root), beside)
+    cpus_by_rank = divide(allowed, n_ranks, topology(root), beside)
     threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     least = max(_LEAST, int(threads) if threads.isdigit() else 0)
-    return found if min(map(len, found)) >= least else []
+    return cpus_by_rank if min(map(len, cpus_by_rank)) >= least else []
 
 
 def divide(
-    allowed: Sequence[int], n_ranks: int, places: Mapping[int, Place], beside: Sequence[int | None] = ()
+    allowed: Sequence[int], n_ranks: int, places: Mapping[int, CpuLocation], beside: Sequence[int | None] = ()
 ) -> list[list[int]]:
     """Divide `allowed` among ranks: neighbours stay together, no CPU is used twice.
 
@@ -137,14 +137,14 @@ def divide(
     """
     ordered = sorted(allowed, key=lambda cpu: (places.get(cpu, (0,)), cpu))
     nodes = {cpu: places.get(cpu, (0,))[0] for cpu in ordered}
-    wanted = list(beside[:n_ranks])
-    if len(wanted) < n_ranks or any(node not in nodes.values() for node in wanted):
+    rank_nodes = list(beside[:n_ranks])
+    if len(rank_nodes) < n_ranks or any(node not in nodes.values() for node in rank_nodes):
         return [_part(ordered, rank, n_ranks) for rank in range(n_ranks)]
-    found = []
-    for rank, node in enumerate(wanted):
+    cpus_by_rank = []
+    for rank, node in enumerate(rank_nodes):
         near = [cpu for cpu in ordered if nodes[cpu] == node]
-        found.append(_part(near, wanted[:rank].count(node), wanted.count(node)))
-    return found
+        cpus_by_rank.append(_part(near, rank_nodes[:rank].count(node), rank_nodes.count(node)))
+    return cpus_by_rank
 
 
 def _part(cpus: Sequence[int], index: int, count: int) -> list[int]:
@@ -161,38 +161,38 @@ def bind(env: RankEnv, environ: Mapping[str, str] | None = None) -> str | None:
         LaunchError: SHARDKIT_CPUS has no CPUs for this rank, or CPUs that it may not use.
     """
     environ = os.environ if environ is None else environ
-    given = environ.get(VARIABLE, "")
-    if given == OFF:
+    setting = environ.get(VARIABLE, "")
+    if setting == OFF:
         return None
-    if given:
-        listed = given.split(":")
+    if setting:
+        listed = setting.split(":")
         if env.local_rank >= len(listed):
             raise LaunchError(
-                f"{VARIABLE}={shown(given)} has no entry for local rank {env.local_rank}",
+                f"{VARIABLE}={shown(setting)} has no entry for local rank {env.local_rank}",
                 "give one list of CPUs per rank of the node, separated by colons, or set it to off",
             )
         _move(parse(listed[env.local_rank]))
         return None  # the launcher has printed it
     if env.source != "slurm" or _bound_by_slurm(environ):
         return None
-    found = shares(env.local_world_size, bool(pci_addresses(environ)), environ)
-    if not found:
+    cpus_by_rank = shares(env.local_world_size, bool(pci_addresses(environ)), environ)
+    if not cpus_by_rank:
         return None
-    _move(found[env.local_rank])
-    return describe(found)
+    _move(cpus_by_rank[env.local_rank])
+    return describe(cpus_by_rank)
 
 
 def _bound_by_slurm(environ: Mapping[str, str]) -> bool:
     """Whether this task already has its own CPUs: by --cpu-bind, or because it may use no more than it asked for."""
     if environ.get("SLURM_CPU_BIND_TYPE", "").rstrip(":").lower() not in _UNSET:
         return True
-    own = environ.get("SLURM_CPUS_PER_TASK", "")
-    return own.isdigit() and len(allowed_cpus()) <= int(own)
+    cpus_per_task = environ.get("SLURM_CPUS_PER_TASK", "")
+    return cpus_per_task.isdigit() and len(allowed_cpus()) <= int(cpus_per_task)
 
 
-def describe(found: Sequence[Sequence[int]]) -> str:
+def describe(cpus_by_rank: Sequence[Sequence[int]]) -> str:
     """`CPUs per rank: 0-7 8-15`."""
-    return f"CPUs per rank: {' '.join(render(cpus) for cpus in found)} ({VARIABLE}=off turns this off)"
+    return f"CPUs per rank: {' '.join(render(cpus) for cpus in cpus_by_rank)} ({VARIABLE}=off turns this off)"
 
 
 def render(cpus: Sequence[int]) -> str:
@@ -226,15 +226,15 @@ def allowed_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def topology(root: Path = Path("/")) -> dict[int, Place]:
+def topology(root: Path = Path("/")) -> dict[int, CpuLocation]:
     """The place of each CPU, from the kernel; empty if it does not say."""
-    found: dict[int, Place] = {}
+    locations: dict[int, CpuLocation] = {}
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for cpu in parse(text) if (text := _text(node / "cpulist")) else []:
             core = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
             package, number = (_text(core / name) for name in ("physical_package_id", "core_id"))
-            found[cpu] = (int(node.name[4:]), int(package or 0), int(number or cpu))
-    return found
+            locations[cpu] = (int(node.name[4:]), int(package or 0), int(number or cpu))
+    return locations
 
 
 def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int | None]:

@@ -75,11 +75,16 @@ def detect(environ: Mapping[str, str] | None = None) -> RankEnv:
 def _task(environ: Mapping[str, str]) -> Placement | None:
     """The task launcher's placement; if srun's and MPI's differ, mpirun's daemons may be the step's tasks."""
     slurm, mpi = slurm_step(environ), mpi_task(environ)
-    for found in (slurm, mpi):
-        if found is not None:
-            _check_range(found.rank, found.size, found.rank_var, found.size_var)
-            _check_range(found.local_rank, found.local_size, "the local rank", f"{found.launcher}'s ranks on this node")
-            _check_range(found.local_size - 1, found.size, "the last local rank", found.size_var)
+    for placement in (slurm, mpi):
+        if placement is not None:
+            _check_range(placement.rank, placement.size, placement.rank_var, placement.size_var)
+            _check_range(
+                placement.local_rank,
+                placement.local_size,
+                "the local rank",
+                f"{placement.launcher}'s ranks on this node",
+            )
+            _check_range(placement.local_size - 1, placement.size, "the last local rank", placement.size_var)
     if slurm is None or mpi is None:
         return slurm or mpi
     if (slurm.rank, slurm.size) == (mpi.rank, mpi.size):
@@ -100,7 +105,7 @@ def _from_torchelastic(environ: Mapping[str, str], task: Placement | None) -> Ra
             f"but torchrun's GROUP_WORLD_SIZE={n_nodes} (TORCHELASTIC_RUN_ID={shown(environ['TORCHELASTIC_RUN_ID'])})",
             "start one torchrun per node (srun --ntasks-per-node=1) with --nnodes, or srun one task per rank",
         )
-    found = RankEnv(
+    rank_env = RankEnv(
         rank=integer(environ, "RANK"),
         world_size=integer(environ, "WORLD_SIZE"),
         local_rank=integer(environ, "LOCAL_RANK"),
@@ -112,15 +117,15 @@ def _from_torchelastic(environ: Mapping[str, str], task: Placement | None) -> Ra
         master_port=_port(environ),
         restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT") + _requeues(environ),
     )
-    return _checked(found, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    return _checked(rank_env, "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> RankEnv:
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+    for name, counterpart in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name not in environ:
             raise LaunchError(
-                f"{other}={shown(environ[other])} is set, but {name} is not",
-                f"set both, or unset {other} and start through torchrun or srun",
+                f"{counterpart}={shown(environ[counterpart])} is set, but {name} is not",
+                f"set both, or unset {counterpart} and start through torchrun or srun",
             )
     rank, world_size = integer(environ, "RANK"), integer(environ, "WORLD_SIZE")
     _check_range(rank, world_size, "RANK", "WORLD_SIZE")
@@ -138,7 +143,7 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
         local_rank, local_size = _local(environ, rank, world_size)
         node_rank, n_nodes = _node(environ, rank, world_size, local_rank, local_size)
     master_addr, master_port = _master(environ, world_size)
-    found = RankEnv(
+    rank_env = RankEnv(
         rank,
         world_size,
         local_rank,
@@ -150,7 +155,7 @@ def _from_rank_variables(environ: Mapping[str, str], task: Placement | None) -> 
         master_port,
         _requeues(environ),
     )
-    return _checked(found, "CROSS_RANK", "CROSS_SIZE")
+    return _checked(rank_env, "CROSS_RANK", "CROSS_SIZE")
 
 
 def _from_task(environ: Mapping[str, str], task: Placement) -> RankEnv:
@@ -174,15 +179,16 @@ def _from_pod(environ: Mapping[str, str]) -> RankEnv | None:
     """The one rank of a pod, from the variables of Kubeflow's torch runtime; None for a single process."""
     if not environ.get("PET_NNODES") or not environ.get("PET_MASTER_ADDR"):
         return None
-    n_nodes, asked = integer(environ, "PET_NNODES"), environ.get("PET_NPROC_PER_NODE") or "1"
-    if n_nodes == 1 and not (asked.isdigit() and int(asked) > 1):
+    n_nodes, ranks_per_node = integer(environ, "PET_NNODES"), environ.get("PET_NPROC_PER_NODE") or "1"
+    if n_nodes == 1 and not (ranks_per_node.isdigit() and int(ranks_per_node) > 1):
         return None
     rank_var = "PET_NODE_RANK" if "PET_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
     rank = integer(environ, rank_var)
     _check_range(rank, n_nodes, rank_var, "PET_NNODES")
-    if asked != "1":
+    if ranks_per_node != "1":
         raise LaunchError(
-            f"PET_NNODES={n_nodes}, PET_NPROC_PER_NODE={shown(asked)}, but no launcher started ranks in pod {rank}",
+            f"PET_NNODES={n_nodes}, PET_NPROC_PER_NODE={shown(ranks_per_node)}, but no launcher started ranks in pod "
+            f"{rank}",
             f"start through `shardkit launch --nnodes {n_nodes} --nproc-per-node N`, or torchrun",
         )
     port = integer(environ, "PET_MASTER_PORT")
@@ -228,13 +234,13 @@ def _node(environ: Mapping[str, str], rank: int, world_size: int, local_rank: in
     return node_of(rank, world_size, local_rank, local_size, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
 
 
-def _checked(found: RankEnv, node_var: str, nodes_var: str) -> RankEnv:
-    _check_range(found.rank, found.world_size, "RANK", "WORLD_SIZE")
-    _check_range(found.local_rank, found.local_world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    _check_range(found.local_world_size - 1, found.world_size, "LOCAL_WORLD_SIZE - 1", "WORLD_SIZE")
-    _check_range(found.node_rank, found.n_nodes, node_var, nodes_var)
-    _check_range(found.n_nodes - 1, found.world_size, f"{nodes_var} - 1", "WORLD_SIZE")
-    return found
+def _checked(rank_env: RankEnv, node_var: str, nodes_var: str) -> RankEnv:
+    _check_range(rank_env.rank, rank_env.world_size, "RANK", "WORLD_SIZE")
+    _check_range(rank_env.local_rank, rank_env.local_world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    _check_range(rank_env.local_world_size - 1, rank_env.world_size, "LOCAL_WORLD_SIZE - 1", "WORLD_SIZE")
+    _check_range(rank_env.node_rank, rank_env.n_nodes, node_var, nodes_var)
+    _check_range(rank_env.n_nodes - 1, rank_env.world_size, f"{nodes_var} - 1", "WORLD_SIZE")
+    return rank_env
 
 
 def _check_range(index: int, size: int, index_name: str, size_name: str) -> None:
@@ -254,10 +260,10 @@ def _master(environ: Mapping[str, str], world_size: int) -> tuple[str | None, in
 
 
 def _required_address(environ: Mapping[str, str]) -> str:
-    for name, other in (("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT", "MASTER_ADDR")):
+    for name, counterpart in (("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT", "MASTER_ADDR")):
         if not environ.get(name):
             raise LaunchError(
-                f"{name} is not set ({other}={shown(environ.get(other, ''))})",
+                f"{name} is not set ({counterpart}={shown(environ.get(counterpart, ''))})",
                 "set both to rank 0's address, or neither to meet through the run directory",
             )
     return environ["MASTER_ADDR"]

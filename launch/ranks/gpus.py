@@ -46,22 +46,22 @@ def pci_addresses(environ: Mapping[str, str] | None = None, root: Path = Path("/
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return [folder.name for folder in folders]
-    found = []
+    addresses = []
     for entry in (entry.strip() for entry in listed.split(",")):
         if entry.isdigit() and int(entry) < len(folders):
-            found.append(folders[int(entry)].name)
+            addresses.append(folders[int(entry)].name)
         elif entry.startswith("GPU-"):
-            found += [folder.name for folder in folders if f" {entry}" in _information(folder)]
-    return found
+            addresses += [folder.name for folder in folders if f" {entry}" in _information(folder)]
+    return addresses
 
 
 def model_names(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> list[str]:
     """The driver's names of the GPUs of `pci_addresses`; torch uses the same names."""
-    found = []
+    names = []
     for address in pci_addresses(environ, root):
-        said = _information(root / "proc/driver/nvidia/gpus" / address)
-        found += re.findall(r"^Model:\s*(.+?)\s*$", said, re.MULTILINE)
-    return found
+        information = _information(root / "proc/driver/nvidia/gpus" / address)
+        names += re.findall(r"^Model:\s*(.+?)\s*$", information, re.MULTILINE)
+    return names
 
 
 def _information(folder: Path) -> str:
@@ -90,18 +90,18 @@ def flight_recorder(run_dir: str, environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def ranks_per_node(asked: str, device: str, environ: Mapping[str, str] | None = None) -> int:
+def ranks_per_node(option: str, device: str, environ: Mapping[str, str] | None = None) -> int:
     """`auto` → one rank per visible GPU; a number stays.
 
     Raises:
         LaunchError: neither a number nor `auto`, or `auto` without GPUs or for a run on the CPU.
     """
-    if re.fullmatch(r"[0-9]{1,5}", asked) and int(asked) > 0:
-        return int(asked)
-    if asked != "auto":
-        raise LaunchError(f"--nproc-per-node {asked!r} is not a number of ranks", "pass a number from 1, or auto")
+    if re.fullmatch(r"[0-9]{1,5}", option) and int(option) > 0:
+        return int(option)
+    if option != "auto":
+        raise LaunchError(f"--nproc-per-node {option!r} is not a number of ranks", "pass a number from 1, or auto")
     count = 0 if device == "cpu" else visible_gpus(environ)
     if count == 0:
-        what = "run.device=cpu" if device == "cpu" else "this machine has no GPU"
-        raise LaunchError(f"--nproc-per-node auto means one rank per GPU, but {what}", "pass --nproc-per-node N")
+        cause = "run.device=cpu" if device == "cpu" else "this machine has no GPU"
+        raise LaunchError(f"--nproc-per-node auto means one rank per GPU, but {cause}", "pass --nproc-per-node N")
     return count

@@ -71,8 +71,8 @@ def node_of(rank: int, size: int, local_rank: int, local_size: int, names: str) 
     Raises:
         LaunchError: the numbers fit neither; the message names their variables (`names`).
     """
-    n_nodes, rest = divmod(size, local_size)
-    if not rest:
+    n_nodes, remainder = divmod(size, local_size)
+    if not remainder:
         if rank % local_size == local_rank:
             return rank // local_size, n_nodes
         if rank // n_nodes == local_rank:

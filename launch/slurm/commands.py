@@ -47,20 +47,21 @@ def call(program: str, *args: str, launch: str = LAUNCH) -> str:
         LaunchError: Slurm is not installed here, no cluster answers, or the command refused (gives its reason).
     """
     require(program, launch)
-    done = subprocess.run([program, *args], capture_output=True, text=True)
-    if done.returncode:
+    process = subprocess.run([program, *args], capture_output=True, text=True)
+    if process.returncode:
         prefix = re.compile(rf"^{re.escape(program)}: (error|fatal): ")
-        lines = [prefix.sub("", line.strip()) for line in done.stderr.splitlines() if line.strip()]
-        if lines and _NO_ANSWER.search(done.stderr):
+        lines = [prefix.sub("", line.strip()) for line in process.stderr.splitlines() if line.strip()]
+        if lines and _NO_ANSWER.search(process.stderr):
             raise LaunchError(
                 f"no Slurm cluster answers this machine's {program}: {lines[-1]}",
                 "run this where jobs are submitted (`scontrol ping` shows whether the controller is up), or train "
                 f"here with `{launch}`",
             )
         raise LaunchError(
-            f"{program} refused: {'; '.join(lines) or f'exit code {done.returncode}'}", _advice(program, done.stderr)
+            f"{program} refused: {'; '.join(lines) or f'exit code {process.returncode}'}",
+            _advice(program, process.stderr),
         )
-    return done.stdout
+    return process.stdout
 
 
 def ask(program: str, *args: str, timeout_s: float = 20) -> subprocess.CompletedProcess[str]:

@@ -53,8 +53,8 @@ def ended_tasks(srun_log: str) -> set[int]:
     ended: set[int] = set()
     for tasks in _ENDED.findall(srun_log):
         for part in tasks.split(","):
-            first, _, last = part.partition("-")
-            ended |= set(range(int(first), int(last or first) + 1))
+            low, _, high = part.partition("-")
+            ended |= set(range(int(low), int(high or low) + 1))
     return ended
 
 
@@ -71,7 +71,7 @@ def reason(
     """
     if not was_bounded and not _NO_STEP.search(srun_log):
         return None
-    if not all(found.lost_peer or exit_codes.signal_of(found.exit_code) for found in failures):
+    if not all(failure.lost_peer or exit_codes.signal_of(failure.exit_code) for failure in failures):
         return None
     silent = set(range(n_nodes * tasks_per_node)) - ended_tasks(srun_log)
     if not silent:

@@ -47,7 +47,7 @@ print("Python {}.{}".format(*sys.version_info), *torch)
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeReport:
     """One task's word about its node.
 
     Attributes:
@@ -83,12 +83,12 @@ def check(
     with _marked(folders) as word:
         argv = [*options, *script_argv(word, python, packages, folders)]
         try:
-            done = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
+            process = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=_PATIENCE_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"the nodes could not be checked: {error}"
-    findings = parse(done.stdout)
+    findings = parse(process.stdout)
     if not findings:
-        return f"the nodes could not be checked: {' '.join(done.stderr.split())[-300:] or 'srun printed nothing'}"
+        return f"the nodes could not be checked: {' '.join(process.stderr.split())[-300:] or 'srun printed nothing'}"
     problem = judge(findings, str(python))
     if problem is not None:
         raise problem
@@ -113,21 +113,21 @@ def _marked(folders: Sequence[Path]) -> Iterator[str]:
         yield word
 
 
-def parse(text: str) -> list[Finding]:
+def parse(text: str) -> list[NodeReport]:
     """The findings in the tasks' output."""
     lines = (line.split("\x1f") for line in text.splitlines())
-    return [Finding(*words) for words in lines if len(words) == 3]
+    return [NodeReport(*words) for words in lines if len(words) == 3]
 
 
-def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
+def judge(findings: Sequence[NodeReport], python: str) -> LaunchError | None:
     """The error that the findings amount to; None if all nodes are alike."""
-    where = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     by_kind = {
         kind: [finding for finding in findings if finding.kind == kind]
         for kind in ("unseen", "unwritable", "interpreter", "packages")
     }
     for folders, cause in (
-        (by_kind["unseen"], f"does not see what {where} wrote to"),
+        (by_kind["unseen"], f"does not see what {this_node} wrote to"),
         (by_kind["unwritable"], "cannot write to"),
     ):
         if folders:
@@ -147,11 +147,11 @@ def judge(findings: Sequence[Finding], python: str) -> LaunchError | None:
         )
     versions = {finding.detail: finding for finding in findings if finding.kind == "versions"}
     if len(versions) > 1:
-        told = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
+        differences = "; ".join(f"{finding.host} has {detail}" for detail, finding in sorted(versions.items()))
         fix = "install the same versions on every node, or leave the node out (--exclude)"
-        return LaunchError(f"the nodes differ: {told}", fix)
+        return LaunchError(f"the nodes differ: {differences}", fix)
     return None
 
 
-def _hosts(findings: Sequence[Finding]) -> str:
+def _hosts(findings: Sequence[NodeReport]) -> str:
     return ", ".join(dict.fromkeys(finding.host for finding in findings))

@@ -35,19 +35,19 @@ def needed_s(run_dir: Path) -> int | None:
     longest_s = longest_save_s(run_dir)
     if longest_s is None:
         return None
-    done = read_objects(run_dir / "metrics.jsonl", TAIL)
-    steps = sorted(float(step["step_time_s"]) for step in done if "step_time_s" in step)
+    rows = read_objects(run_dir / "metrics.jsonl", TAIL)
+    steps = sorted(float(step["step_time_s"]) for step in rows if "step_time_s" in step)
     step = steps[int(_USUAL * (len(steps) - 1))] if steps else 0.0
     return _SLACK_S + math.ceil(2 * (longest_s + step))
 
 
-def signal_s(asked: int | None, run_dir: Path, source: str | None) -> int:
+def signal_s(option: int | None, run_dir: Path, source: str | None) -> int:
     """Seconds before the time limit at which Slurm should signal: as asked, else from the run that this one continues.
 
     Slurm's clock rounds this up to a minute early, never late.
     """
-    if asked is not None:
-        return asked
+    if option is not None:
+        return option
     earlier = [run_dir, *([Path(source), *Path(source).parents[:2]] if source is not None else [])]
     return max([DEFAULT_S, *(needed for path in earlier if (needed := needed_s(path)) is not None)])
 
@@ -82,7 +82,7 @@ def doubts(left_s: float, lead_s: int | None, run_dir: Path, periodic: bool) -> 
     """
     needed = needed_s(run_dir)
     told_s = max(lead_s or 0, needed or 0)
-    found = []
+    reasons = []
     if left_s - told_s < _START_S:
         if told_s:
             leaves = (
@@ -91,14 +91,14 @@ def doubts(left_s: float, lead_s: int | None, run_dir: Path, periodic: bool) -> 
             )
         else:
             leaves = f"{left_s:.0f} s to start, to train and to save; ask for more time"
-        found.append(f"the time limit leaves {leaves}")
+        reasons.append(f"the time limit leaves {leaves}")
     if needed is None and not periodic:
         lead = f"the {min(left_s, told_s):.0f} s before" if told_s else "what --signal leaves before"
-        found.append(
+        reasons.append(
             f"no save was timed yet, and no checkpoint is made on the way: if the first save takes longer than "
             f"{lead} the time limit, everything is lost; set checkpoint.every_minutes"
         )
-    return found
+    return reasons
 
 
 _LOOK_S = 30.0  # between two queries to Slurm's controller
@@ -124,7 +124,7 @@ class PreemptionWarning:
         self._term_passed = False
         self._next_look = self._next_warning = 0.0
         self._ends_at: float | None = None
-        self._told = DEFAULT_S
+        self._announced_s = DEFAULT_S
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # the template blocks it
@@ -159,8 +159,8 @@ class PreemptionWarning:
         if outlook.ends_at is None or needed is None:
             return
         self._ends_at = outlook.ends_at - needed
-        if needed > self._told:
-            self._told = 2 * needed
+        if needed > self._announced_s:
+            self._announced_s = 2 * needed
             say(f"warning: saves may take long: this run is told to save {needed} s before its time limit")
 
     def _pass_on(self, job_id: str, restart: int, now: float) -> None:

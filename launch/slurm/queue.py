@@ -39,11 +39,11 @@ def jobs() -> list[Queued]:
     Raises:
         LaunchError: Slurm is not installed, or does not answer.
     """
-    wanted = _SEPARATOR.join(("%i", "%T", "%M", "%l", "%D", "%R", "%k"))
-    lines = commands.call("squeue", "--me", "--noheader", f"--format={wanted}").splitlines()
-    found = [line.split(_SEPARATOR) for line in lines if line.count(_SEPARATOR) == 6]
-    ours = [fields for fields in found if fields[6].partition(" ")[0] == "shardkit"]
-    return [Queued(f[0], f[1], f[2], f[3], f[4], f[5], run_dir=f[6].partition(" ")[2]) for f in ours]
+    columns = _SEPARATOR.join(("%i", "%T", "%M", "%l", "%D", "%R", "%k"))
+    lines = commands.call("squeue", "--me", "--noheader", f"--format={columns}").splitlines()
+    rows = [line.split(_SEPARATOR) for line in lines if line.count(_SEPARATOR) == 6]
+    shardkit_rows = [fields for fields in rows if fields[6].partition(" ")[0] == "shardkit"]
+    return [Queued(f[0], f[1], f[2], f[3], f[4], f[5], run_dir=f[6].partition(" ")[2]) for f in shardkit_rows]
 
 
 def table(queued: list[Queued]) -> str:
@@ -68,12 +68,12 @@ def output_of(job: str) -> tuple[str | None, Path]:
         folder, pattern = Path(job).absolute(), "slurm-*.out"
         if task := re.fullmatch(r"array_(\d+)", folder.name):  # the outputs of an array's tasks lie beside their runs
             folder, pattern = folder.parent, f"slurm-*_{task[1]}.out"
-        found = sorted((folder / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
-        if not found:
+        outputs = sorted((folder / "logs").glob(pattern), key=lambda path: path.stat().st_mtime)
+        if not outputs:
             raise LaunchError(
                 f"{job} is neither a job id nor a run directory with a job's output", "`shardkit jobs` lists jobs"
             )
-        return None, found[-1]
+        return None, outputs[-1]
     shown = show(job)
     submitted = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
     if submitted is not None:  # scontrol garbles a % in a path
@@ -194,13 +194,13 @@ def _show_array(job: str, folder: Path, follow: bool, out: BinaryIO) -> None:
 
 def _print_lines(index: str, buffer: BytesIO, out: BinaryIO, is_last: bool) -> None:
     """Move whole lines to `out`; the rest waits for its end, which the last call writes as well."""
-    whole, end, rest = buffer.getvalue().rpartition(b"\n")
-    if is_last and rest:
-        whole, end, rest = buffer.getvalue(), b"\n", b""
+    complete, end, remainder = buffer.getvalue().rpartition(b"\n")
+    if is_last and remainder:
+        complete, end, remainder = buffer.getvalue(), b"\n", b""
     buffer.seek(0)
     buffer.truncate()
-    buffer.write(rest)
-    for line in whole.split(b"\n") if end else []:
+    buffer.write(remainder)
+    for line in complete.split(b"\n") if end else []:
         out.write(f"{index}: ".encode() + line + b"\n")
     out.flush()
 
@@ -217,8 +217,8 @@ def cancel(job: str) -> str:
     commands.call("scancel", job)
     match = re.search(r"^\s*Comment=shardkit (.*?) ?$", shown, re.MULTILINE)
     folder = Path(match[1]) / "checkpoints" if match else None
-    kept = f"; checkpoints are kept in {folder}" if folder is not None and folder.is_dir() else ""
-    return f"job {job} was told to end{kept}"
+    note = f"; checkpoints are kept in {folder}" if folder is not None and folder.is_dir() else ""
+    return f"job {job} was told to end{note}"
 
 
 def is_job_id(text: str) -> bool:

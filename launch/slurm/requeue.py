@@ -118,13 +118,13 @@ def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
     Args:
         since: the start time, in Slurm's format.
     """
-    asked = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
-    done = commands.ask("sacct", *asked)
-    starts = sorted(line.split("|") for line in done.stdout.splitlines() if line.count("|") == 1)
-    if done.returncode == 0 and len(starts) > restart:
-        found = _ENDS.get(starts[restart][1].partition(" ")[0])
-        if found is not None:
-            return found
+    arguments = ("--jobs", job_id, "--duplicates", "--allocations", "--noheader", "--parsable2", "--format=Start,State")
+    process = commands.ask("sacct", *arguments)
+    starts = sorted(line.split("|") for line in process.stdout.splitlines() if line.count("|") == 1)
+    if process.returncode == 0 and len(starts) > restart:
+        end = _ENDS.get(starts[restart][1].partition(" ")[0])
+        if end is not None:
+            return end
     endings = _said_by_slurmstepd(job_id, since)
     return endings[-1] if endings else None
 
@@ -203,23 +203,23 @@ def reason(
         saved: the step of the newest checkpoint, if this start made it.
         lost: names processes that died without a word; such a job is requeued as if Slurm had lost their node.
     """
-    told = signal.SIGUSR2 in came
-    if told and stopped and saved is not None:
+    was_warned = signal.SIGUSR2 in came
+    if was_warned and stopped and saved is not None:
         return "saved after USR2"
-    why = end.how if end is not None and end.comes_back else None
+    slurm_reason = end.how if end is not None and end.comes_back else None
     if failures and failures[0].exit_code == exit_codes.UNSAVED:
-        goes_on = saved is not None and (told or why is not None)
+        goes_on = saved is not None and (was_warned or slurm_reason is not None)
         return f"the last save failed, continues from step {saved}" if goes_on else None
-    if why is not None and not any(found.is_error and not found.lost_peer for found in failures):
-        return why
+    if slurm_reason is not None and not any(failure.is_error and not failure.lost_peer for failure in failures):
+        return slurm_reason
     bad = bad_nodes(failures)
     return f"node at fault: {', '.join(bad)}" if bad else lost
 
 
 def bad_nodes(failures: Sequence[Failure]) -> list[str]:
     """The node whose hardware the first failure blames, if any."""
-    first = failures[0] if failures else None
-    return [first.node] if first is not None and first.node and _NODE_FAULT.search(first.message) else []
+    origin = failures[0] if failures else None
+    return [origin.node] if origin is not None and origin.node and _NODE_FAULT.search(origin.message) else []
 
 
 def script_reason(
@@ -288,16 +288,16 @@ def queue_again(job_id: str, without: Iterable[str] = (), restart: int = 0) -> s
     before = now.excluded
     if now.restarts > restart:
         return "Slurm has queued it again"
-    done = commands.ask("scontrol", "requeue", job_id, timeout_s=60)
-    if done.returncode:
+    process = commands.ask("scontrol", "requeue", job_id, timeout_s=60)
+    if process.returncode:
         raise LaunchError(
-            f"scontrol requeue {job_id} refused: {' '.join(done.stderr.split())}",
+            f"scontrol requeue {job_id} refused: {' '.join(process.stderr.split())}",
             "submit the job again with run.resume=true; the checkpoint is kept",
         )
     if not nodes:
         return "queued again"
     excluded = ",".join(filter(None, [before, *nodes]))
-    done = commands.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
-    if done.returncode:
-        return f"queued again; Slurm did not let it exclude {excluded}: {' '.join(done.stderr.split())}"
+    process = commands.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
+    if process.returncode:
+        return f"queued again; Slurm did not let it exclude {excluded}: {' '.join(process.stderr.split())}"
     return f"queued again without {excluded}"

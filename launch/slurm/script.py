@@ -68,8 +68,8 @@ def header_options(spec: JobSpec) -> list[str]:
         "signal": f"B:USR2@{DEFAULT_S if slurm.signal_s is None else slurm.signal_s}",
         "comment": f"shardkit {spec.run_dir}",
     }
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return [*given, "--requeue", *slurm.extra]
+    lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [*lines, "--requeue", *slurm.extra]
 
 
 def output_pattern(path: str) -> str:
@@ -121,6 +121,6 @@ def srun_options(image: str, paths: Iterable[str], environ: Mapping[str, str]) -
             raise LaunchError(f"{path} cannot be mounted in a container: it has a ':' or ','", "rename it")
         if not any(path == outer or path.startswith(outer + os.sep) for outer in mounts):
             mounts.append(path)
-    more = [environ["SHARDKIT_CONTAINER_MOUNTS"]] if environ.get("SHARDKIT_CONTAINER_MOUNTS") else []
-    listed = ",".join([*(f"{path}:{path}" for path in mounts), *more])
+    added_mounts = [environ["SHARDKIT_CONTAINER_MOUNTS"]] if environ.get("SHARDKIT_CONTAINER_MOUNTS") else []
+    listed = ",".join([*(f"{path}:{path}" for path in mounts), *added_mounts])
     return [f"--container-image={image}", f"--container-mounts={listed}", f"--container-workdir={mounts[0]}"]

@@ -91,8 +91,8 @@ def reserve(run_dir: Path) -> Path:
 
 
 def _next(run_dir: Path) -> Path:
-    found = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdecimal()]
-    return run_dir / FOLDER / str(max(found, default=0) + 1)
+    numbers = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdecimal()]
+    return run_dir / FOLDER / str(max(numbers, default=0) + 1)
 
 
 def remove_snapshot(folder: Path) -> None:
@@ -189,8 +189,8 @@ def prepare(
     )
     _SLURM.render(spec)  # refuses values that no script can carry
     limit, lead, checkpoint = limit_s(options.time or ""), spec.slurm.signal_s, loaded.config.checkpoint
-    found = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
-    return Submission(spec, loaded.render(), tuple(found))
+    reasons = [] if limit is None or lead is None else doubts(limit, lead, run_dir, checkpoint.is_periodic)
+    return Submission(spec, loaded.render(), tuple(reasons))
 
 
 def prepare_script(
@@ -229,13 +229,13 @@ def prepare_script(
     )
     _SLURM.render(spec)  # refuses values that no script can carry
     limit, lead = limit_s(options.time or ""), spec.slurm.signal_s
-    found = [] if limit is None or lead is None else doubts(limit, lead, path, periodic=True)
+    reasons = [] if limit is None or lead is None else doubts(limit, lead, path, periodic=True)
     if script.checkpoints is None:
-        found.append(
+        reasons.append(
             "without --checkpoints DIR the script's progress cannot be seen: the job is started "
             f"{MAX_IDLE_STARTS} times at most; starts that Slurm ends for another job do not count"
         )
-    return Submission(spec, script.as_json(), tuple(found))
+    return Submission(spec, script.as_json(), tuple(reasons))
 
 
 def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
@@ -252,11 +252,11 @@ def submit(job: Submission, launch: str = commands.LAUNCH) -> tuple[str, Path]:
     job = replace(job, spec=replace(job.spec, config=str(folder / job.file_name)))
     try:
         write_snapshot(folder, job.config, job.script, job.file_name)
-        said = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name), launch=launch)
+        answer = commands.call(*_SLURM.queue, str(folder / _SLURM.file_name), launch=launch)
     except LaunchError:
         remove_snapshot(folder)
         raise
-    job_id = said.strip().splitlines()[-1].partition(";")[0]
+    job_id = answer.strip().splitlines()[-1].partition(";")[0]
     (folder / "job_id").write_text(job_id + "\n")
     return job_id, folder
 
@@ -274,17 +274,19 @@ def _checked(
 
     path = None if config == "-" else config
     loaded = load_config(path, fixed)
-    first = re.match(r"\d+", array or "")
-    whole = load_config(path, [*fixed, *(item.replace("%a", first[0] if first else "0") for item in by_index)])
-    check_fits(whole.config, nodes, ranks_per_node, gpus_per_node)
+    first_index = re.match(r"\d+", array or "")
+    first_task = load_config(
+        path, [*fixed, *(item.replace("%a", first_index[0] if first_index else "0") for item in by_index)]
+    )
+    check_fits(first_task.config, nodes, ranks_per_node, gpus_per_node)
     return loaded
 
 
 def array_indices(array: str) -> list[int]:
     """The indices of `--array 0-3`, `1,5-9:2` or `0-9%2`, in order."""
     indices: set[int] = set()
-    for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", array.partition("%")[0]):
-        indices |= set(range(int(first), int(last or first) + 1, int(step or 1) or 1))
+    for low, high, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", array.partition("%")[0]):
+        indices |= set(range(int(low), int(high or low) + 1, int(step or 1) or 1))
     return sorted(indices)
 
 

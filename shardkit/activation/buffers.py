@@ -39,16 +39,16 @@ class BufferRecord:
         Raises:
             TrainingError: the forward changed a buffer that earlier calls left alone.
         """
-        known = _changing.get(self._block)
+        changing = _changing.get(self._block)
         buffers = dict(self._block.named_buffers(remove_duplicate=False))
         versions = {name: version_of(buffer) for name, buffer in buffers.items()}
-        copies = {name: buffers[name].detach().clone() for name in buffers if known is None or name in known}
+        copies = {name: buffers[name].detach().clone() for name in buffers if changing is None or name in changing}
         yield
         for name, buffer in self._block.named_buffers(remove_duplicate=False):
             untouched = name in buffers and buffer is buffers[name] and version_of(buffer) == versions[name]
-            if untouched and known is None:  # batch norm's kernel writes without counting: compare values once
+            if untouched and changing is None:  # batch norm's kernel writes without counting: compare values once
                 untouched = torch.equal(buffer, copies[name])
-            if untouched and (known is None or name not in known):
+            if untouched and (changing is None or name not in changing):
                 continue
             if name not in copies:
                 raise TrainingError(

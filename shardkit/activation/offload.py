@@ -62,16 +62,16 @@ class Offloader:
         self._bus = _Bus(device) if device.type == "cuda" else None
         self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()
         self._leaving: deque[_Group] = deque()
-        self._last: weakref.ref[_Group] | None = None
+        self._last_group: weakref.ref[_Group] | None = None
 
     def forward(self, index: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
-        before = self._last() if self._last is not None and index > 0 else None
+        before = self._last_group() if self._last_group is not None and index > 0 else None
         group = _Group(self, before, _storages(block))
-        self._last = weakref.ref(group)
+        self._last_group = weakref.ref(group)
         with saved_tensors_hooks(group.pack, group.unpack):
             out = forward(*args, **kwargs)
         if self._bus is not None:

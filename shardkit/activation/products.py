@@ -59,7 +59,7 @@ class _Keeping(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: list[tuple[Any, Any]] = []
+        self.products: list[tuple[Any, Any]] = []
         self._by_storage: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,15 +71,15 @@ class _Keeping(DispatchMode):
         if keep_products(None, func, *args, **kwargs) == CheckpointPolicy.MUST_SAVE:
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
-                    self._by_storage[id(tensor.untyped_storage())] = len(self.kept)
-            self.kept.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
+                    self._by_storage[id(tensor.untyped_storage())] = len(self.products)
+            self.products.append((func, tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
         return out
 
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         index = self._by_storage.pop(id(tensor.untyped_storage()), None)
         if index is not None:
-            op, out = self.kept[index]
-            self.kept[index] = op, tree_map_only(torch.Tensor, torch.clone, out)
+            op, out = self.products[index]
+            self.products[index] = op, tree_map_only(torch.Tensor, torch.clone, out)
 
 
 class _Recalling(DispatchMode):
@@ -87,20 +87,20 @@ class _Recalling(DispatchMode):
 
     def __init__(self, keeping: _Keeping) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = keeping.kept
+        self._products = keeping.products
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if keep_products(None, func, *args, **kwargs) != CheckpointPolicy.MUST_SAVE:
             return func(*args, **kwargs)
-        if self._next >= len(self._kept) or self._kept[self._next][0] is not func:
+        if self._next >= len(self._products) or self._products[self._next][0] is not func:
             raise TrainingError(
                 f"activation.policy=selective_op: backward reached {func} a second time, or forward ran differently",
                 "run backward once, let forward depend on its input alone, or set activation.policy=selective",
             )
-        _, out = self._kept[self._next]
-        self._kept[self._next] = None, None  # freed with its last use
+        _, out = self._products[self._next]
+        self._products[self._next] = None, None  # freed with its last use
         self._next += 1
         return out
 

@@ -108,10 +108,10 @@ class _Pass:
             raise self.changed(f"saved {len(self.handles)} tensors in forward, fewer when it ran again")
         return handle.value
 
-    def changed(self, what: str) -> TrainingError:
+    def changed(self, difference: str) -> TrainingError:
         names = ", ".join(sorted({type(block).__name__ for block in self.segment.blocks}))
         return TrainingError(
-            f"activation.policy=sqrt: {names} {what}",
+            f"activation.policy=sqrt: {names} {difference}",
             "make its forward depend on nothing but its input and torch's random state, or set activation.policy=none",
         )
 
@@ -141,10 +141,10 @@ class _Call:
 
     position: int
     leaves: list[Any]
-    """Arguments; None in place of a tensor: tensors are in `kept`, or come from the previous block."""
+    """Arguments; None in place of a tensor: tensors are in `saved_index`, or come from the previous block."""
     spec: TreeSpec
     previous: list[int | None]
-    kept: dict[int, int]
+    saved_index: dict[int, int]
     """Index among the leaves → among the kept tensors."""
     holder: torch.Tensor
     cpu_state: torch.Tensor
@@ -166,7 +166,7 @@ class _Call:
             leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
             spec=spec,
             previous=previous,
-            kept={leaf: index for index, leaf in enumerate(keep)},
+            saved_index={leaf: index for index, leaf in enumerate(keep)},
             holder=_Keep.apply(anchor, *(leaves[i] for i in keep)),  # type: ignore[no-untyped-call]
             cpu_state=torch.get_rng_state(),
             device_states=get_device_states(*tensors),
@@ -176,13 +176,13 @@ class _Call:
         )
 
     def arguments(self, outputs: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kept = self.holder.grad_fn.saved_tensors  # type: ignore[union-attr]
+        saved_tensors = self.holder.grad_fn.saved_tensors  # type: ignore[union-attr]
         leaves = list(self.leaves)
         for index, source in enumerate(self.previous):
             if source is not None:
                 leaves[index] = outputs[source]
-            elif index in self.kept:
-                leaves[index] = kept[self.kept[index]]
+            elif index in self.saved_index:
+                leaves[index] = saved_tensors[self.saved_index[index]]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -211,7 +211,7 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing is computed from the holder")
 
 
-class _Done(Exception):
+class _AllRecomputed(Exception):
     """Everything that backward needs was recomputed."""
 
 
@@ -220,22 +220,25 @@ class _Replay:
 
     def __init__(self, source: _Pass) -> None:
         self._pass = source
-        self._wanted = {i: handle for i, ref in enumerate(source.handles) if (handle := ref()) is not None}
+        self._missing = {i: handle for i, ref in enumerate(source.handles) if (handle := ref()) is not None}
         self._count = 0
         self._outputs: list[torch.Tensor] = []
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def run(self) -> None:
-        segment, first = self._pass.segment, self._pass.calls[0]
+        segment, first_call = self._pass.segment, self._pass.calls[0]
         segment.replay = self
         try:
-            with torch.enable_grad(), torch.random.fork_rng(first.device_states[0], device_type=first.device_type):
+            with (
+                torch.enable_grad(),
+                torch.random.fork_rng(first_call.device_states[0], device_type=first_call.device_type),
+            ):
                 for call in self._pass.calls:
                     args, kwargs = self._arguments = call.arguments(self._outputs)
                     with call.surroundings(), call.buffers.restored():
                         # Call the module, not its forward: the engine's hooks gather a sharded block.
                         segment.blocks[call.position](*args, **kwargs)
-        except _Done:
+        except _AllRecomputed:
             pass
         finally:
             segment.replay = None
@@ -251,7 +254,7 @@ class _Replay:
         return out
 
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        handle = self._wanted.pop(self._count, None)
+        handle = self._missing.pop(self._count, None)
         self._count += 1
         # Keep the parameter itself: ZeRO-3 frees its data after forward and gathers it again for the block's backward.
         value = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
@@ -259,8 +262,8 @@ class _Replay:
             if handle.like != _likeness(tensor):
                 raise self._pass.changed(f"saved {handle.like} in forward, {_likeness(tensor)} when it ran again")
             handle.value = value
-        if not self._wanted:
-            raise _Done
+        if not self._missing:
+            raise _AllRecomputed
         return value
 
 

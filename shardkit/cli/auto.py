@@ -12,23 +12,23 @@ from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError
 from ..launch.ranks.gpus import visible_gpus
 from ..plan.search.ladder import Try, tried
-from ..plan.search.search import INTERRUPTED, Found, Search, Setting, named
+from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
 from ..plan.search.trial import writing
 from ..plan.show import Verified, show_found, show_verified
 from ..plan.target import Target, cap_setting
-from .progress import Progress, say
+from .progress import ProgressLine, say
 
 VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
 
 
-def verify(found: Found, most: int, try_it: Try) -> list[Verified]:
+def verify(found: SearchResult, most: int, try_it: Try) -> list[Verified]:
     """Run the `most` settings that are predicted to be fastest; returns the fastest first, failed ones last."""
     ran = [Verified(setting, try_it(setting.settings, place)) for place, setting in enumerate(found.fitting[:most])]
     return sorted(ran, key=lambda one: -(one.trial.tokens_per_s or 0.0))
 
 
-def to_json(found: Found, verified: Sequence[Verified] = ()) -> dict[str, Any]:
+def to_json(found: SearchResult, verified: Sequence[Verified] = ()) -> dict[str, Any]:
     """The whole result, for programs."""
 
     def one(setting: Setting) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def plan_automatically(
     keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    with Search(lambda more: load(more).config, target, keys, margin, Progress(), budget) as search:
+    with Search(lambda more: load(more).config, target, keys, margin, ProgressLine(), budget) as search:
         say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
         found = search.run()
     interrupted = found.stopped == INTERRUPTED
@@ -124,7 +124,7 @@ def plan_automatically(
         raise SystemExit(130)
 
 
-def _save_plot(found: Found, folder: Path) -> None:
+def _save_plot(found: SearchResult, folder: Path) -> None:
     from ..report.plot import save_front
 
     try:

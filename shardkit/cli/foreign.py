@@ -96,7 +96,7 @@ def show_moments(found: list[Moment]) -> Iterator[str]:
     rows = [("beside the steps", "ranks", "device", "host", "mapped")]
     rows += [(one.phase if one.expected else f"({one.phase})", one.ranks, gib(one.device), gib(one.host),
               gib(one.mapped)) for one in found]  # fmt: skip
-    head, *lines = columns(rows, left=(0, 1))
+    head, *lines = columns(rows, flush_left=(0, 1))
     yield head
     for line, one in zip(lines, found, strict=True):
         yield f"{line}  {one.text}"

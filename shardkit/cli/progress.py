@@ -58,7 +58,7 @@ class Waiting:
             self._wake.wait(EVERY_S)
 
 
-class Progress:
+class ProgressLine:
     """Shows progress on stderr: on a single line of a terminal, else line by line."""
 
     def __init__(self) -> None:

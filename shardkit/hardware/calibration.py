@@ -36,8 +36,8 @@ def load() -> dict[str, Constants]:
         ConfigError: the file cannot be read or is damaged.
     """
     try:
-        kept = json.loads(path().read_text())
-        return {name: dict(constants) for name, constants in kept.items()}
+        stored = json.loads(path().read_text())
+        return {name: dict(constants) for name, constants in stored.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -63,6 +63,6 @@ def find(device: str, world_size: int) -> Constants | None:
 
 def save(constants: Constants) -> None:
     """Save constants beside those of other devices and world sizes."""
-    known = {**load(), f"{constants['device']} x {constants['world_size']}": constants}
+    calibrations = {**load(), f"{constants['device']} x {constants['world_size']}": constants}
     path().parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path(), json.dumps(known, indent=1) + "\n")
+    write_whole(path(), json.dumps(calibrations, indent=1) + "\n")

@@ -60,13 +60,13 @@ class Gpu:
         return blas_workspace(self.capability)
 
 
-def blas_workspace(capability: tuple[int, int], asked: str = "") -> int:
+def blas_workspace(capability: tuple[int, int], requested: str = "") -> int:
     """Bytes that torch takes for cuBLAS, once in each thread that multiplies (torch's CublasHandlePool.cpp).
 
     Args:
-        asked: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
+        requested: CUBLAS_WORKSPACE_CONFIG: pairs of KiB and their number.
     """
-    if pairs := re.findall(r":(\d+):(\d+)", asked):
+    if pairs := re.findall(r":(\d+):(\d+)", requested):
         return sum(int(kib) * int(number) for kib, number in pairs) * 2**10
     return 32 * 2**20 if capability[0] >= 9 else 8320 * 2**10
 
@@ -109,17 +109,17 @@ def find_gpu(name: str) -> Gpu:
         ConfigError: there is none of that name, or more than one.
     """
     words = _words(name)
-    found = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
-    if len(found) > 1:  # "A100" is in several names, and a100 is one of them
-        found = [gpu for gpu in found if _words(gpu.name) <= words] or found
-    if len(found) != 1:
-        close = [gpu.name for gpu in found] or get_close_matches(name.lower(), GPUS, n=1)
+    matches = [gpu for gpu in GPUS.values() if words and words <= _words(f"{gpu.name} {gpu.device_name}")]
+    if len(matches) > 1:  # "A100" is in several names, and a100 is one of them
+        matches = [gpu for gpu in matches if _words(gpu.name) <= words] or matches
+    if len(matches) != 1:
+        close = [gpu.name for gpu in matches] or get_close_matches(name.lower(), GPUS, n=1)
         raise ConfigError(
-            f"--gpu {name!r} is {'more than one card' if found else 'not'} in the table of GPUs",
+            f"--gpu {name!r} is {'more than one card' if matches else 'not'} in the table of GPUs",
             (f"did you mean {' or '.join(close)}? " if close else "")
             + f"it has: {', '.join(GPUS)}; or give --gpu-memory, for example 80GB",
         )
-    return found[0]
+    return matches[0]
 
 
 def said_of(gpu: Gpu) -> str:
@@ -129,26 +129,28 @@ def said_of(gpu: Gpu) -> str:
 
 def other_sizes(gpu: Gpu) -> list[Gpu]:
     """Cards of the table that a short name such as `a100` could mean too, with another amount of memory."""
-    meant = GPUS.get(gpu.name)
-    others = [] if meant is None else [one for one in GPUS.values() if one.name.startswith(f"{gpu.name}-")]
-    return [one for one in others if meant is not None and one.memory != meant.memory]
+    entry = GPUS.get(gpu.name)
+    if entry is None:
+        return []
+    variants = (variant for variant in GPUS.values() if variant.name.startswith(f"{gpu.name}-"))
+    return [variant for variant in variants if variant.memory != entry.memory]
 
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def parse_bytes(text: str, what: str) -> int:
+def parse_bytes(text: str, source: str) -> int:
     """Bytes of "80GB" (10⁹), "24GiB" or "24G" (2³⁰), ….
 
     Raises:
-        ConfigError: not a number with a unit, or not more than 0; the message names `what`.
+        ConfigError: not a number with a unit, or not more than 0; the message names `source`.
     """
     try:
         return errors.parse_bytes(text, errors.ANY_UNIT)
     except ValueError:
         raise ConfigError(
-            f"{what} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"
+            f"{source} {text!r} is not an amount of memory", "write a number and a unit: 80GB, 24GiB, 512MiB"
         ) from None
 
 

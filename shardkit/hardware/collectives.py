@@ -64,17 +64,17 @@ def measure(config: RunConfig) -> tuple[list[Check], calibration.Constants] | No
 def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
     """Findings from the constants: slow ranks by name, clock skew."""
     checks = []
-    for key, what, unit, scale in (
+    for key, label, unit, scale in (
         ("matmul_flops", "matmul", "TFLOP/s", 1e12),
         ("copy_bytes_per_s", "copies", "GB/s", 1e9),
     ):
         values = [float(v) for v in constants[key]]
         middle = statistics.median(values)
         slow = [f"rank {rank}@{hosts[rank]}" for rank, value in enumerate(values) if value * SLOW < middle]
-        found = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
+        summary = f"median {middle / scale:.3g} {unit}, slowest {min(values) / scale:.3g}"
         fix = "look for other processes, heat or power limits there (nvidia-smi -q -d PERFORMANCE)" if slow else ""
-        found += f"; slow: {', '.join(slow)}" if slow else ""
-        checks.append(Check(f"{what} per rank", "warn" if slow else "pass", found, fix))
+        summary += f"; slow: {', '.join(slow)}" if slow else ""
+        checks.append(Check(f"{label} per rank", "warn" if slow else "pass", summary, fix))
     for key in _COLLECTIVES:
         for size, speed in constants[key]:
             checks.append(Check(f"{key} {_size(size)}", "pass", f"{speed / 1e9:.3g} GB/s bus bandwidth"))
@@ -84,8 +84,8 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
         checks.append(Check("latency", "pass", f"rank 0 to rank {far}@{hosts[far]}: {worst * 1e6:.0f} µs, the longest"))
     products = ", ".join(f"{kind} {flops / 1e12:.3g}" for kind, flops in constants["matmul_flops_by_dtype"].items())
     checks.append(Check("matmul by type", "pass", f"{products} TFLOP/s"))
-    places = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
-    speeds = ", ".join(f"{place} {constants[key] / 1e9:.3g}" for place, key in places)
+    memories = ("memory", "memory_bytes_per_s"), ("host memory", "host_bytes_per_s")
+    speeds = ", ".join(f"{label} {constants[key] / 1e9:.3g}" for label, key in memories)
     checks.append(Check("bandwidth of each rank", "pass", f"{speeds} GB/s read and written"))
     skew = float(constants["clock_skew_s"])
     late = skew > 1.0
@@ -97,34 +97,36 @@ def findings(constants: dict[str, Any], hosts: list[str]) -> list[Check]:
 def _speeds(world: World) -> dict[str, Any]:
     """The speeds of each rank's device, measured while the others are equally busy."""
     on_cpu = torch.device("cpu")
-    kinds = [set(map(str, found)) for found in world.gather(matmul_types(world.device)) if isinstance(found, list)]
+    kinds = [set(map(str, types)) for types in world.gather(matmul_types(world.device)) if isinstance(types, list)]
     products = {
-        kind: _each(world, lambda kind=kind: matmul_flops(world.device, kind))  # type: ignore[misc]
+        kind: _measured_on_each(world, lambda kind=kind: matmul_flops(world.device, kind))  # type: ignore[misc]
         for kind in matmul_types(world.device)
-        if all(kind in others for others in kinds)
+        if all(kind in supported for supported in kinds)
     }
-    memory = statistics.median(_each(world, lambda: memory_speed(world.device)))
+    memory = statistics.median(_measured_on_each(world, lambda: memory_speed(world.device)))
     return {
         "matmul_flops": products["bf16" if world.device.type == "cuda" else "fp32"],
-        "matmul_flops_by_dtype": {kind: statistics.median(found) for kind, found in products.items()},
+        "matmul_flops_by_dtype": {kind: statistics.median(speeds) for kind, speeds in products.items()},
         "memory_bytes_per_s": memory,
         "host_bytes_per_s": (
-            memory if world.device.type == "cpu" else statistics.median(_each(world, lambda: memory_speed(on_cpu)))
+            memory
+            if world.device.type == "cpu"
+            else statistics.median(_measured_on_each(world, lambda: memory_speed(on_cpu)))
         ),
-        "new_page_bytes_per_s": statistics.median(_each(world, new_page_speed)),
-        "copy_bytes_per_s": _each(world, lambda: copy_speed(world.device)),
-        "operator_s": statistics.median(_each(world, lambda: operator_seconds(world.device))),
+        "new_page_bytes_per_s": statistics.median(_measured_on_each(world, new_page_speed)),
+        "copy_bytes_per_s": _measured_on_each(world, lambda: copy_speed(world.device)),
+        "operator_s": statistics.median(_measured_on_each(world, lambda: operator_seconds(world.device))),
     }
 
 
-def _each(world: World, figure: Callable[[], float]) -> list[float]:
+def _measured_on_each(world: World, figure: Callable[[], float]) -> list[float]:
     """Every rank's figure, measured on all of them at the same time."""
     dist.barrier(world.control_group)
     return _all(world, figure())
 
 
 def _all(world: World, value: float) -> list[float]:
-    return [float(str(found)) for found in world.gather(value)]
+    return [float(str(figure)) for figure in world.gather(value)]
 
 
 def _context(device: torch.device) -> int | None:
@@ -167,31 +169,30 @@ def _bus_speed(world: World, name: str, n_bytes: int) -> float:
 def _collective(world: World, name: str, n_bytes: int) -> float:
     """Seconds of one collective over `n_bytes` in total; for a gather, that is each rank's result."""
     part = torch.zeros(max(1, n_bytes // 4 // world.size), device=world.device)
-    whole = torch.zeros(
-        max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * world.size, device=world.device
-    )
+    full = torch.zeros(max(1, n_bytes // 4) if name == "all_reduce" else part.numel() * world.size, device=world.device)
     works: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: _ALL_GATHER(whole, part),
-        "reduce_scatter": lambda: _REDUCE_SCATTER(part, whole),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_gather": lambda: _ALL_GATHER(full, part),
+        "reduce_scatter": lambda: _REDUCE_SCATTER(part, full),
     }
     return _together(world, works[name], 1 if n_bytes >= _SMALL else 20)
 
 
 def _late(world: World) -> float:
     """Extra seconds of a collective after some work, compared with back to back: CPUs do not finish together."""
-    square, whole = torch.ones(1024, 1024), torch.zeros(2**14)
+    square, tensor = torch.ones(1024, 1024), torch.zeros(2**14)
 
-    def both() -> None:
+    def product_and_reduction() -> None:
         square @ square
-        dist.all_reduce(whole)
+        dist.all_reduce(tensor)
 
     def mean(work: Callable[[], object]) -> float:
         dist.barrier(world.control_group)
         return statistics.mean(_all(world, timed(world.device, work, 10)))
 
     rounds = [
-        mean(both) - mean(lambda: square @ square) - mean(lambda: dist.all_reduce(whole)) for _ in range(_ROUNDS + 2)
+        mean(product_and_reduction) - mean(lambda: square @ square) - mean(lambda: dist.all_reduce(tensor))
+        for _ in range(_ROUNDS + 2)
     ]
     return max(0.0, statistics.median(rounds))
 
@@ -210,7 +211,7 @@ def _together(world: World, work: Callable[[], object], calls: int = 1) -> float
 def _latency(world: World) -> list[float]:
     """Half a round trip of one number between rank 0 and each rank, in seconds; 0 for rank 0 itself."""
     ball = torch.zeros(1, device=world.device)
-    found = [0.0]
+    seconds = [0.0]
     for peer in range(1, world.size):
         if world.rank == 0:
 
@@ -218,13 +219,13 @@ def _latency(world: World) -> list[float]:
                 dist.send(ball, peer)
                 dist.recv(ball, peer)
 
-            found.append(statistics.median([timed(world.device, round_trip) for _ in range(_ROUNDS + 1)][1:]) / 2)
+            seconds.append(statistics.median([timed(world.device, round_trip) for _ in range(_ROUNDS + 1)][1:]) / 2)
         elif world.rank == peer:
             for _ in range(_ROUNDS + 1):
                 dist.recv(ball, 0)
                 dist.send(ball, 0)
         dist.barrier(world.control_group)
-    return found
+    return seconds
 
 
 def _clock_skew(world: World) -> float:

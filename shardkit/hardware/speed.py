@@ -64,9 +64,9 @@ def new_page_speed() -> float:
     def fill_new() -> object:
         return torch.empty(n, dtype=torch.uint8).fill_(1)
 
-    kept = torch.empty(n, dtype=torch.uint8)
+    scratch = torch.empty(n, dtype=torch.uint8)
     on_cpu = torch.device("cpu")
-    return n / max(seconds(on_cpu, fill_new) - seconds(on_cpu, lambda: kept.fill_(1)), 1e-9)
+    return n / max(seconds(on_cpu, fill_new) - seconds(on_cpu, lambda: scratch.fill_(1)), 1e-9)
 
 
 def copy_speed(device: torch.device) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..run.watching import Settings, Watching
+from .watching import Settings, Watching
 
 
 def watch(

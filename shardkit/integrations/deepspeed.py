@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..run.watching import Settings, Watching
+from .watching import Settings, Watching
 
 
 def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any) -> Watching:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..run.watching import Settings, Watching, missing
+from .watching import Settings, Watching, missing
 
 try:
     from lightning.pytorch import Callback

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..run.watching import Settings, Watching, missing, say
+from .watching import Settings, Watching, missing, say
 
 try:
     from transformers import TrainerCallback

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "MemoryLedger": ".ledger",
     "RankRow": ".rows",
-    "TensorTracker": "..tracing.tracker",
+    "TensorTracker": ".tracing.tracker",
     "read_jsonl": ".table",
     "render_table": ".table",
     "summary": ".spread",

@@ -291,11 +291,11 @@ class MemoryLedger:
     ) -> AbstractContextManager[None]:
         """Account your own loop without changing it: hooks on the model and its optimizers mark the phases.
 
-        See `watch.Watch`; rank 0 appends a line per gather to `path`.
+        See `loop_hooks.LoopHooks`; rank 0 appends a line per gather to `path`.
         """
-        from .watch import Watch
+        from .loop_hooks import LoopHooks
 
-        return Watch(self, model, optimizers, path)
+        return LoopHooks(self, model, optimizers, path)
 
     def table(self, width: int | None = None) -> str:
         """The last gather as a table; empty on ranks other than 0."""

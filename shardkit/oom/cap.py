@@ -14,8 +14,8 @@ from torch.utils.data import get_worker_info
 
 from ..errors import ConfigError, gib
 from ..memory.state import local_tensors
-from ..tracing.compat import TRACKER
-from ..tracing.tracker import TensorTracker
+from ..memory.tracing.compat import TRACKER
+from ..memory.tracing.tracker import TensorTracker
 from .shortage import Shortage, innermost
 
 _NOTED_SHARE = 1024  # storages of at least 1/1024 of the cap are recorded with their origin

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..tracing.compat import allocator_snapshot, fsdp_module_name, observe_shortages
+from ..memory.tracing.compat import allocator_snapshot, fsdp_module_name, observe_shortages
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # torch's files, FSDP2's among them, and those packages of shardkit that only watch.

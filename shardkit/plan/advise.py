@@ -9,7 +9,7 @@ from ..config.schema import RunConfig
 from ..errors import ShardkitError
 from ..memory.rows import KINDS, StateBytes
 from ..oom.advice import Used, advise
-from .model.estimate import MemoryEstimate
+from .model.estimate import CategoryEstimate, MemoryEstimate
 from .target import Target
 
 N_PLANNED = 6
@@ -48,30 +48,30 @@ def changes_that_fit(config: RunConfig, estimate: MemoryEstimate, target: Target
     Args:
         config: without changes; `estimate` is its prediction.
     """
-    where = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
+    scarce = "host" if estimate.device_memory is None or estimate.needed <= estimate.device_memory else "device"
     candidates = [
         (advice.change, advice.cost)
-        for advice in advise(config, target.world_size, target.ranks_per_node, _kind(estimate), _used(estimate, where))
+        for advice in advise(config, target.world_size, target.ranks_per_node, _kind(estimate), _used(estimate, scarce))
         if "=" in advice.change
     ]
-    if config.activation.policy == "none" and where == "device":
+    if config.activation.policy == "none" and scarce == "device":
         candidates.insert(0, ("activation.policy=selective", "attention runs twice: a few percent more compute"))
-    found = _planned(predict, estimate, candidates, where)
-    if found and not any(change.estimate.verdict in ("fits", "tight") for change in found):
+    changes = _planned(predict, estimate, candidates, scarce)
+    if changes and not any(change.estimate.verdict in ("fits", "tight") for change in changes):
         pairs = [
-            (f"{one.settings} {other.settings}", f"{one.cost}; {other.cost}")
-            for index, one in enumerate(found[:3])
-            for other in found[index + 1 : 4]
-            if not _keys(one.settings) & _keys(other.settings)
+            (f"{change.settings} {later.settings}", f"{change.cost}; {later.cost}")
+            for index, change in enumerate(changes[:3])
+            for later in changes[index + 1 : 4]
+            if not _keys(change.settings) & _keys(later.settings)
         ]
-        found = _planned(predict, estimate, pairs, where) + found
-    return sorted(found, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving))
+        changes = _planned(predict, estimate, pairs, scarce) + changes
+    return sorted(changes, key=lambda change: (_ORDER[change.estimate.verdict], -change.saving))
 
 
 def _planned(
-    predict: Predict, estimate: MemoryEstimate, candidates: Sequence[tuple[str, str]], where: str
+    predict: Predict, estimate: MemoryEstimate, candidates: Sequence[tuple[str, str]], scarce: str
 ) -> list[Change]:
-    found: list[Change] = []
+    changes: list[Change] = []
     planned = 0
     for settings, cost in candidates:
         if planned > N_PLANNED:
@@ -81,10 +81,10 @@ def _planned(
         except ShardkitError:
             continue  # do not advise settings that conflict or cannot be traced
         planned += 1
-        saving = estimate.host_peak - after.host_peak if where == "host" else estimate.needed - after.needed
+        saving = estimate.host_peak - after.host_peak if scarce == "host" else estimate.needed - after.needed
         if saving > 0:
-            found.append(Change(settings, saving, cost, after))
-    return sorted(found, key=lambda change: -change.saving)
+            changes.append(Change(settings, saving, cost, after))
+    return sorted(changes, key=lambda change: -change.saving)
 
 
 def _keys(settings: str) -> set[str]:
@@ -95,16 +95,17 @@ def _kind(estimate: MemoryEstimate) -> str:
     return "cpu" if estimate.device == "cpu" else "cuda"
 
 
-def _used(estimate: MemoryEstimate, where: str) -> Used:
+def _used(estimate: MemoryEstimate, scarce: str) -> Used:
     state = {
-        kind: StateBytes(found.device, found.host) if (found := estimate.categories.get(kind)) else StateBytes(0, 0)
+        kind: StateBytes(category.device, category.host)
         for kind in KINDS
+        for category in [estimate.categories.get(kind, CategoryEstimate(0, 0))]
     }
-    other = sum(c.device for name, c in estimate.categories.items() if name not in KINDS)
+    unclassified = sum(c.device for name, c in estimate.categories.items() if name not in KINDS)
     return Used(
-        where="host" if where == "host" else "device",
+        where="host" if scarce == "host" else "device",
         state=state,
-        other=other,
+        other=unclassified,
         phase=estimate.peak.phase,
         n_blocks=estimate.n_blocks,
     )

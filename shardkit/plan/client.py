@@ -47,7 +47,7 @@ class Planner:
         self._ask: IO[str] | None = None
         self._hear: IO[str] | None = None
         self.method: Method | None = None
-        self._last: Planner | None = None
+        self._last_rank_planner: Planner | None = None
 
     def __enter__(self) -> Planner:
         return self
@@ -57,14 +57,14 @@ class Planner:
     ) -> None:
         self._end()
         self._log.close()
-        if self._last is not None:
-            self._last.__exit__(kind, error, trace)
+        if self._last_rank_planner is not None:
+            self._last_rank_planner.__exit__(kind, error, trace)
 
     def predict(
         self,
         config: RunConfig,
         *,
-        whole: bool = False,
+        all_layers: bool = False,
         timed: bool = False,
         rough: bool = False,
         loop: Mapping[str, Any] | None = None,
@@ -72,17 +72,17 @@ class Planner:
         """Predict the memory of the target's rank, or of the one that takes the most, with the target's limits.
 
         Args:
-            whole: trace every layer of a deep model.
+            all_layers: trace every layer of a deep model.
             timed: also predict how long a step takes.
             rough: trace less, for a first look (see `predict.predict`): of rank 0 alone.
             loop: in place of the planner's.
         """
-        answer = self._ask_for(config, {"whole": whole, "timed": timed, "rough": rough}, loop)
+        answer = self._ask_for(config, {"all_layers": all_layers, "timed": timed, "rough": rough}, loop)
         estimate = self._limited(answer)
         if rough or answer["alike"] or self.target.rank is not None:
             return estimate
-        last = self._of_last_rank().predict(config, whole=whole, timed=timed, loop=loop)
-        return max(estimate, last, key=lambda one: one.needed)
+        last_estimate = self._of_last_rank().predict(config, all_layers=all_layers, timed=timed, loop=loop)
+        return max(estimate, last_estimate, key=lambda candidate: candidate.needed)
 
     def first_look(self, config: RunConfig) -> MemoryEstimate | None:
         """Predict roughly, before a slow `predict`; `None` where this would be no faster, far off, or fails."""
@@ -123,27 +123,27 @@ class Planner:
             self._stopped = True
             if self._process is not None:
                 self._process.kill()
-            if self._last is not None:
-                self._last.stop()
+            if self._last_rank_planner is not None:
+                self._last_rank_planner.stop()
 
     def _of_last_rank(self) -> Planner:
         with self._lock:
-            if self._last is None:
+            if self._last_rank_planner is None:
                 target = replace(self.target, rank=self.target.world_size - 1)
-                self._last = Planner(target, self._niceness, self._loop)
-                self._last._stopped = self._stopped
-            return self._last
+                self._last_rank_planner = Planner(target, self._niceness, self._loop)
+                self._last_rank_planner._stopped = self._stopped
+            return self._last_rank_planner
 
     def _start(self) -> None:
         for fakes in ("cuda", "cpu") if self.target.gpu is not None else ("cpu",):
             self._spawn(fakes)
-            said = self._talk(json.dumps(self.target.to_json()), may_die=fakes == "cuda")
-            if "ready" in said:
-                self.method = said["ready"]
+            reply = self._talk(json.dumps(self.target.to_json()), may_die=fakes == "cuda")
+            if "ready" in reply:
+                self.method = reply["ready"]
                 return
             self._end()
-            if "error" in said and fakes == "cpu":
-                raise NameGone(*said["error"][1:])
+            if "error" in reply and fakes == "cpu":
+                raise NameGone(*reply["error"][1:])
 
     def _spawn(self, fakes: str) -> None:
         ask_read, ask_write = os.pipe()
@@ -176,8 +176,8 @@ class Planner:
             pass  # it is dead: the read below says so
         answer = self._hear.readline()
         if answer:
-            said: dict[str, Any] = json.loads(answer)
-            return said
+            reply: dict[str, Any] = json.loads(answer)
+            return reply
         code = self._process.wait() if self._process else 0
         if may_die and code != -signal.SIGKILL:  # the fake device never causes a SIGKILL
             return {}
@@ -209,16 +209,16 @@ class Planner:
 def _environment() -> dict[str, str]:
     """The planner's environment, without the rank variables of a job that this process may belong to."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith("TORCHELASTIC")}
+    inherited = {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith("TORCHELASTIC")}
     # Libraries' compiled functions (8-bit optimizers) run eagerly: the compiler does not support dispatch modes.
     # A plan reads files of this machine. A path that is missing here may look like a model's name on a hub.
     offline = {"HF_HUB_OFFLINE": "1"}
-    return {**kept, **offline, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    return {**inherited, **offline, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def plan(
-    config: RunConfig, target: Target, *, whole: bool = False, loop: Mapping[str, Any] | None = None
+    config: RunConfig, target: Target, *, all_layers: bool = False, loop: Mapping[str, Any] | None = None
 ) -> MemoryEstimate:
     """Predict the memory of one rank; see `Planner`."""
     with Planner(target, loop=loop) as planner:
-        return planner.predict(config, whole=whole)
+        return planner.predict(config, all_layers=all_layers)

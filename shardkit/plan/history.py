@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config.schema import RunConfig
 
 SCHEMA = 1
-KEPT = 500
+MOST_ROWS = 500
 """How many of the newest runs the file keeps."""
 _WAIT_S = 5.0
 _BESIDE = {"run", "logging", "checkpoint", "profile"}
@@ -47,7 +47,7 @@ def note(entry: Mapping[str, Any]) -> None:
     path().parent.mkdir(parents=True, exist_ok=True)
     with locked(path().with_suffix(".lock"), wait_s=_WAIT_S):
         lines = path().read_text(errors="replace").splitlines() if path().exists() else []
-        write_whole(path(), "".join(f"{line}\n" for line in [*lines, json.dumps(entry)][-KEPT:]))
+        write_whole(path(), "".join(f"{line}\n" for line in [*lines, json.dumps(entry)][-MOST_ROWS:]))
 
 
 def runs(device: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from . import history
 from .advise import Change
 from .model.estimate import MemoryEstimate
 from .search.axes import Combination
-from .search.search import Found, Setting, named
+from .search.search import SearchResult, Setting, named
 from .search.trial import Trial
 from .target import Target
 
@@ -23,9 +23,9 @@ def show(title: str, estimate: MemoryEstimate, target: Target, not_planned: Sequ
     Args:
         not_planned: lines about settings that the estimate lacks; they take the verdict's place.
     """
-    where = f"{target.world_size} × {said_of(target.gpu) if target.gpu else estimate.device}"
+    hardware = f"{target.world_size} × {said_of(target.gpu) if target.gpu else estimate.device}"
     lines = [
-        f"{title} on {where}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
+        f"{title} on {hardware}" + (f", {gib(target.device_memory)} each" if target.device_memory else ""),
         f"{estimate.n_params / 1e6:,.1f} M parameters; figures are of rank {estimate.rank}, which takes the most",
         "",
         *_peak(estimate, not_planned),
@@ -59,8 +59,8 @@ def first_look(estimate: MemoryEstimate, not_planned: Sequence[str] = ()) -> str
 
 def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]:
     peak = estimate.peak
-    place = peak.phase + (f", {peak.module}" if peak.module else "")
-    yield f"peak       {gib(peak.allocated)} allocated, in {place}"
+    moment = peak.phase + (f", {peak.module}" if peak.module else "")
+    yield f"peak       {gib(peak.allocated)} allocated, in {moment}"
     on_cpu = estimate.device == "cpu"
     if not on_cpu:
         yield f"reserved   {gib(peak.reserved)} by torch's allocator, of which it needs {gib(peak.required)}"
@@ -72,8 +72,8 @@ def _peak(estimate: MemoryEstimate, not_planned: Sequence[str]) -> Iterable[str]
         return
     limits = []
     if estimate.device_memory is not None:
-        where = "for tensors" if on_cpu else "on the GPU"
-        limits.append(f"{gib(estimate.needed)} of {gib(estimate.device_memory)} {where}")
+        limited_memory = "for tensors" if on_cpu else "on the GPU"
+        limits.append(f"{gib(estimate.needed)} of {gib(estimate.device_memory)} {limited_memory}")
     if estimate.host_memory is not None:
         limits.append(f"{gib(estimate.host_peak)} of {gib(estimate.host_memory)} on the host")
     label, verdict = ("without", f"them: {estimate.verdict}") if not_planned else ("verdict", estimate.verdict)
@@ -102,15 +102,15 @@ def show_changes(changes: Sequence[Change]) -> str:
     for change in changes:
         needs = change.estimate.needed
         rows.append((change.text, gib(needs), gib(change.saving), change.estimate.verdict or "", change.cost))
-    return "\n".join(["changes, each planned:", *columns(rows, left=(0, 3, 4))])
+    return "\n".join(["changes, each planned:", *columns(rows, flush_left=(0, 3, 4))])
 
 
-def columns(rows: Sequence[tuple[str, ...]], left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of aligned text; columns are flush right except those in `left`."""
+def columns(rows: Sequence[tuple[str, ...]], flush_left: Sequence[int] = (0,)) -> list[str]:
+    """Rows of aligned text; columns are flush right except those in `flush_left`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
+            cell.ljust(width) if column in flush_left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -130,19 +130,19 @@ _SAME = 0.005
 FRONT_HEAD = ("engine", "checkpointing", "precision", "micro-batch", "needs", "tokens/s", "of the best")
 
 
-def show_found(title: str, found: Found, target: Target) -> str:
+def show_found(title: str, result: SearchResult, target: Target) -> str:
     """The choice, the front of memory against speed, and why the alternatives lose."""
-    best = found.best
-    where = f"{target.world_size} × {said_of(target.gpu) if target.gpu else 'cpu'}"
+    best = result.best
+    hardware = f"{target.world_size} × {said_of(target.gpu) if target.gpu else 'cpu'}"
     measured = best.estimate is not None and best.estimate.time is not None and best.estimate.time.measured
-    tried = len(found.fitting) + len(found.misfits)
+    tried = len(result.fitting) + len(result.misfits)
     lines = [
-        f"{title} on {where}, {gib(target.device_memory or 0)} each; {found.samples} samples per rank and step",
-        f"{tried} combinations traced, {len(found.fitting)} fit, {len(found.refused)} cannot be planned",
-        *_stopped(found),
+        f"{title} on {hardware}, {gib(target.device_memory or 0)} each; {result.samples} samples per rank and step",
+        f"{tried} combinations traced, {len(result.fitting)} fit, {len(result.refused)} cannot be planned",
+        *_stopped(result),
         *(f"note: {note}" for note in _other_cards(target)),
         "",
-        f"best       {named(best, found.samples)}",
+        f"best       {named(best, result.samples)}",
         f"settings   {' '.join(best.settings) or 'unchanged'}",
         f"needs      {gib(best.needed)}, {best.filled:.0%} of what may be used",
         f"speed      {best.tokens_per_s:,.0f} tokens/s predicted, from "
@@ -151,21 +151,21 @@ def show_found(title: str, found: Found, target: Target) -> str:
         *_host_note(best, target),
         "",
         "memory against speed (nothing else is both smaller and faster):",
-        *columns([FRONT_HEAD, *front_rows(found)], left=(0, 1, 2)),
+        *columns([FRONT_HEAD, *front_rows(result)], flush_left=(0, 1, 2)),
         "",
         "why:",
-        *(f"- {reason}" for reason in reasons(found)),
+        *(f"- {reason}" for reason in reasons(result)),
     ]
     return "\n".join(lines)
 
 
-def _stopped(found: Found) -> list[str]:
+def _stopped(result: SearchResult) -> list[str]:
     """The uncertainty of a search that ended early."""
-    if not found.stopped:
+    if not result.stopped:
         return []
-    lines = [f"{found.stopped}: {len(found.left_out)} combinations were not planned; this is the best of the others"]
-    lines += list(not_tried(found.left_out, [*found.fitting, *found.misfits]))
-    if found.best.estimate is None:
+    lines = [f"{result.stopped}: {len(result.left_out)} combinations were not planned; this is the best of the others"]
+    lines += list(not_tried(result.left_out, [*result.fitting, *result.misfits]))
+    if result.best.estimate is None:
         lines.append("traced roughly only: plan the written config before you launch it")
     return lines
 
@@ -174,8 +174,8 @@ def not_tried(left_out: Sequence[Combination], traced: Sequence[Setting]) -> Ite
     """The combinations that a search did not plan, by engine; engines of which nothing was traced come first."""
     engines = {setting.combination.engine for setting in traced}
     by_engine: dict[str, list[str]] = {}
-    for one in left_out:
-        by_engine.setdefault(one.engine, []).append(f"{one.policy} ({one.precision})")
+    for combination in left_out:
+        by_engine.setdefault(combination.engine, []).append(f"{combination.policy} ({combination.precision})")
     if unseen := [engine for engine in by_engine if engine not in engines]:
         yield f"not tried at all: {'; '.join(unseen)}"
     by_rest: dict[str, list[str]] = {}
@@ -197,58 +197,60 @@ def _host_note(best: Setting, target: Target) -> list[str]:
     return [f"host       {gib(best.estimate.host_peak)} per rank; pass --host-memory to check that a machine has it"]
 
 
-def front_rows(found: Found) -> list[tuple[str, ...]]:
+def front_rows(result: SearchResult) -> list[tuple[str, ...]]:
     """The front, fastest first, under `FRONT_HEAD`."""
     return [
         (
             setting.combination.engine, setting.combination.policy, setting.combination.precision,
             str(setting.micro_batch), gib(setting.needed), f"{setting.tokens_per_s:,.0f}",
-            f"{setting.tokens_per_s / found.best.tokens_per_s:.0%}",
+            f"{setting.tokens_per_s / result.best.tokens_per_s:.0%}",
         )
-        for setting in found.front
+        for setting in result.front
     ]  # fmt: skip
 
 
-def reasons(found: Found) -> Iterator[str]:
+def reasons(result: SearchResult) -> Iterator[str]:
     """Axis by axis: the memory or the waits of the best setting with another value."""
-    best = found.best
+    best = result.best
     axes: list[tuple[str, Callable[[Setting], str]]] = [
         ("", lambda s: s.combination.engine),
         ("checkpointing ", lambda s: s.combination.policy),
         ("", lambda s: s.combination.precision),
     ]
-    for what, value in axes:
-        others: dict[str, Setting] = {}
-        for setting in (*found.fitting, *found.misfits):
+    for label, value in axes:
+        alternatives: dict[str, Setting] = {}
+        for setting in (*result.fitting, *result.misfits):
             if value(setting) != value(best):
-                others.setdefault(value(setting), setting)
-        for name, other in others.items():
-            yield f"{what}{name}: {_instead(other, best, found.samples)}"
-    larger = next((s for s in found.sizes if s.micro_batch > best.micro_batch), None)
-    smaller = next((s for s in reversed(found.sizes) if s.micro_batch < best.micro_batch), None)
+                alternatives.setdefault(value(setting), setting)
+        for name, setting in alternatives.items():
+            yield f"{label}{name}: {_instead(setting, best, result.samples)}"
+    larger = next((s for s in result.sizes if s.micro_batch > best.micro_batch), None)
+    smaller = next((s for s in reversed(result.sizes) if s.micro_batch < best.micro_batch), None)
     for neighbour in (larger, smaller):
         if neighbour is not None:
             yield f"micro-batch {neighbour.micro_batch}: {_compared(neighbour, best)}"
-    if found.refused:
-        reason = next(iter(found.refused.values()))
-        yield f"{len(found.refused)} combinations cannot be planned, such as: {reason}"
+    if result.refused:
+        reason = next(iter(result.refused.values()))
+        yield f"{len(result.refused)} combinations cannot be planned, such as: {reason}"
 
 
-def _instead(other: Setting, best: Setting, samples: int) -> str:
-    compared = _compared(other, best)
-    return f"{compared}, at the least" if other.filled > 1 else f"{compared} (at best: {named(other, samples)})"
+def _instead(alternative: Setting, best: Setting, samples: int) -> str:
+    compared = _compared(alternative, best)
+    if alternative.filled > 1:
+        return f"{compared}, at the least"
+    return f"{compared} (at best: {named(alternative, samples)})"
 
 
-def _compared(other: Setting, best: Setting) -> str:
-    if other.filled > 1:
-        return f"does not fit: {gib(other.needed)}, {other.filled:.0%} of what may be used"
-    slower = 1 - other.tokens_per_s / best.tokens_per_s
+def _compared(alternative: Setting, best: Setting) -> str:
+    if alternative.filled > 1:
+        return f"does not fit: {gib(alternative.needed)}, {alternative.filled:.0%} of what may be used"
+    slower = 1 - alternative.tokens_per_s / best.tokens_per_s
     if slower < _SAME:
         return "as fast"
-    more = {name: seconds - best.waits.get(name, 0.0) for name, seconds in other.waits.items()}
-    longest = max(more, key=more.__getitem__)
-    if longest == "dispatch" and other.micro_batch >= best.micro_batch:  # not smaller pieces of the same work
-        policy = other.combination.policy
+    extra_seconds = {name: seconds - best.waits.get(name, 0.0) for name, seconds in alternative.waits.items()}
+    longest = max(extra_seconds, key=extra_seconds.__getitem__)
+    if longest == "dispatch" and alternative.micro_batch >= best.micro_batch:  # not smaller pieces of the same work
+        policy = alternative.combination.policy
         longest = "recompute" if policy not in ("none", best.combination.policy) else "issue"
     return f"{slower:.0%} slower: {_WAITS[longest]}"
 
@@ -264,8 +266,8 @@ class Verified:
 def show_verified(verified: Sequence[Verified], samples: int) -> str:
     """A table of measured and predicted memory and speed."""
     rows: list[tuple[str, ...]] = [("measured", "needs", "predicted", "tokens/s", "predicted")]
-    for one in verified:
-        trial, setting = one.trial, one.setting
+    for pair in verified:
+        trial, setting = pair.trial, pair.setting
         peak = "–" if trial.peak is None else gib(trial.peak)
         speed = trial.outcome if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
         rows.append((named(setting, samples), peak, gib(setting.needed), speed, f"{setting.tokens_per_s:,.0f}"))

@@ -26,8 +26,8 @@ def refuse_misfit(changed: Callable[[Sequence[str]], RunConfig], target: Target)
     with Planner(target) as planner:
         estimate = planner.predict(config)
         if estimate.verdict == "does not fit":
-            more = changes_that_fit(config, estimate, target, lambda more: planner.predict(changed(more)))
-            raise _refused(estimate, more)
+            changes = changes_that_fit(config, estimate, target, lambda overrides: planner.predict(changed(overrides)))
+            raise _refused(estimate, changes)
         return estimate
 
 
@@ -64,10 +64,10 @@ def misfit(estimate: MemoryEstimate) -> str:
 
     peak = estimate.peak
     if estimate.device_memory is not None and estimate.needed > estimate.device_memory:
-        place = peak.phase + (f", {peak.module}" if peak.module else "")
+        moment = peak.phase + (f", {peak.module}" if peak.module else "")
         whose = "for the tensors of each rank" if estimate.device == "cpu" else "on each GPU"
         return (
             f"the job needs {gib(estimate.needed)} {whose} of {gib(estimate.device_memory)} ({estimate.device}); "
-            f"the peak is in {place}"
+            f"the peak is in {moment}"
         )
     return f"each rank needs {gib(estimate.host_peak)} of host memory, and has {gib(estimate.host_memory or 0)}"

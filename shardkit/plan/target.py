@@ -89,18 +89,18 @@ def choose_target(
         card = GPUS[DEFAULT] if cap is None else _card(None, cap)
     elif cap is not None:
         card = replace(card, memory=cap)
-    known = card and known_here(card, gpus)
-    return Target(gpus, known, per_node, expandable=expandable, host_memory=on_host)
+    card_with_overheads = card and known_here(card, gpus)
+    return Target(gpus, card_with_overheads, per_node, expandable=expandable, host_memory=on_host)
 
 
 def known_here(gpu: Gpu, world_size: int) -> Gpu:
     """The card with its overheads as this machine knows them: from past runs (of one rank, or of several), which hold
     everything that a job holds; else from a calibration; else typical ones."""
-    found = calibration.find(gpu.device_name, world_size) or {}
-    measured = {"context": found.get("context_bytes"), "per_communicator": found.get("communicator_bytes")}
-    known: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
-    if known:
-        gpu = replace(gpu, **known, overhead_from="measured here by shardkit doctor")
+    constants = calibration.find(gpu.device_name, world_size) or {}
+    measured = {"context": constants.get("context_bytes"), "per_communicator": constants.get("communicator_bytes")}
+    overheads: dict[str, Any] = {key: round(n_bytes) for key, n_bytes in measured.items() if n_bytes is not None}
+    if overheads:
+        gpu = replace(gpu, **overheads, overhead_from="measured here by shardkit doctor")
     runs = history.outside(gpu.device_name, world_size)
     if runs is None:
         return gpu
@@ -132,14 +132,14 @@ def target_here(config: RunConfig, ranks: int, gpu: str | None, memory_cap: str 
 
     if config.run.device != "cpu" and visible_gpus():
         names = model_names()
-        here = next((known.name for known in GPUS.values() if known.device_name in names), None)
-        if gpu is None and here is None and memory_cap is None:
+        card_here = next((gpu_entry.name for gpu_entry in GPUS.values() if gpu_entry.device_name in names), None)
+        if gpu is None and card_here is None and memory_cap is None:
             raise ConfigError(
                 f"this machine's card ({names[0] if names else 'whose name the driver does not say'}) is not one that "
                 "planning knows",
                 "pass the most similar card as --gpu, or the memory to use as --memory-cap",
             )
-        return choose_target(config, ranks, ranks, gpu or here, memory_cap=memory_cap)
+        return choose_target(config, ranks, ranks, gpu or card_here, memory_cap=memory_cap)
     cap = None if memory_cap is None else parse_bytes(memory_cap, "--memory-cap")
     return Target(ranks, None, ranks, cap=cap)
 

@@ -19,8 +19,8 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the client, which then ends this process
     with os.fdopen(read_fd, encoding="utf-8") as requests, os.fdopen(write_fd, "w", encoding="utf-8") as answers:
 
-        def answer(said: dict[str, Any]) -> None:
-            answers.write(json.dumps(said) + "\n")
+        def answer(reply: dict[str, Any]) -> None:
+            answers.write(json.dumps(reply) + "\n")
             answers.flush()
 
         from .model.depth import has_first_look
@@ -36,14 +36,14 @@ def main(read_fd: int, write_fd: int, fakes: str) -> None:
             answer({"error": [type(error).__name__, error.cause, error.fix]})
             return
         for line in requests:
-            asked = json.loads(line)
-            config = RunConfig.model_validate(asked["config"])
+            request = json.loads(line)
+            config = RunConfig.model_validate(request["config"])
             try:
                 with explained():
-                    if asked["first_look"] and not has_first_look(config):
+                    if request["first_look"] and not has_first_look(config):
                         answer({"estimate": None})
                         continue
-                    estimate = predict(config, target, method, LoopTraits(**asked["loop"]), **asked["how"])
+                    estimate = predict(config, target, method, LoopTraits(**request["loop"]), **request["how"])
                     alike = ranks_alike(config, target.world_size, estimate.n_params)
                     answer({"estimate": estimate.to_json(), "alike": alike})
             except ShardkitError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ..html.page import Cell, Page, heading, paragraph, quantity, table, words
 from ..memory.spread import pressure
 from . import figures, measure
+from .html.page import Cell, Page, heading, paragraph, quantity, table, words
 from .page import facts
 from .read import Run, mapping
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..html.page import LINES, Figure, label, unit_of
 from ..memory.rows import PHASES, RankRow
 from . import measure
+from .html.page import LINES, Figure, label, unit_of
 from .measure import REST, Parts, StepTime
 from .read import Run
 

@@ -8,9 +8,9 @@ from datetime import datetime
 from statistics import median
 from typing import Any, Literal
 
-from ..html.page import Unit
 from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.spread import BEST, WHOLE, WORST, Straggler, pressure, summary
+from .html.page import Unit
 from .read import Gather, Run, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")

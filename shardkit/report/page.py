@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from ..errors import ShardkitError
 from ..files import write_whole
-from ..html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from ..memory.rows import KINDS
 from ..memory.spread import pressure, summary
 from . import figures, measure, planned, postmortem, traced
+from .html.page import Cell, Page, folded, heading, n_bytes, paragraph, percent, quantity, table, words
 from .read import Run, mapping, number, sequence
 
 _MOST_SAMPLES = 1000

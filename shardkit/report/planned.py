@@ -11,11 +11,11 @@ from statistics import median
 from typing import Any
 
 from ..errors import ShardkitError, gib
-from ..html.page import LINES, Figure, unit_of
 from ..memory.rows import KINDS, RankRow, phase_name
 from ..memory.spread import pressure
 from ..plan import history
 from .figures import COLOURS
+from .html.page import LINES, Figure, unit_of
 from .measure import REST, phase_peaks
 from .read import Gather, Run, mapping, number, read_run, sequence
 from .traced import categories_of, peak_of

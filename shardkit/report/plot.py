@@ -8,11 +8,11 @@ from typing import Any
 
 from ..errors import gib
 from ..files import write_whole
-from ..html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 from ..plan.search.ladder import HEAD, Step, cells
-from ..plan.search.search import Found, named
+from ..plan.search.search import SearchResult, named
 from ..plan.search.trial import writing
 from ..plan.show import FRONT_HEAD, front_rows, reasons
+from .html.page import LINES, Cell, Figure, Page, label, paragraph, table, unit_of, words
 
 _BAD = "#b3261e"
 
@@ -109,7 +109,7 @@ def write_page(
     return path
 
 
-def front_plot(found: Found) -> Figure:
+def front_plot(found: SearchResult) -> Figure:
     """One point per combination that fits, coloured by engine; the front as a line."""
     unit, scale = unit_of([setting.needed for setting in found.fitting])
     engines = list(dict.fromkeys(setting.combination.engine for setting in found.fitting))
@@ -137,7 +137,7 @@ def front_plot(found: Found) -> Figure:
     return Figure(data, layout, "nothing fits")
 
 
-def save_front(found: Found, folder: Path) -> Path:
+def save_front(found: SearchResult, folder: Path) -> Path:
     """Write `auto.html`; returns its path.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..html.page import Cell, folded, heading, n_bytes, table, words
+from .html.page import Cell, folded, heading, n_bytes, table, words
 
 _BYTES = re.compile(
     r"bytes|request|alloc|reserved|fragment|limit|free|missing|total|rss|peak|saving|capacity|memory|staging|in_use"

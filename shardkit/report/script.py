@@ -9,8 +9,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from ..html.page import Cell, Page, folded, heading, paragraph, table, words
 from ..launch.failures import exit_codes, failure, job_starts, stderr
+from .html.page import Cell, Page, folded, heading, paragraph, table, words
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "memory.jsonl")
 """A directory with one of these is the run of a config."""

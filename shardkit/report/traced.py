@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..html.page import LINES, Figure, label, unit_of
 from ..memory.rows import phase_name
 from .figures import COLOURS, PHASE_COLOURS
+from .html.page import LINES, Figure, label, unit_of
 from .read import mapping, number, sequence
 
 BANDS = 400

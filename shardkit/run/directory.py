@@ -215,8 +215,13 @@ def _resumes(path: Path, run: RunSection) -> bool:
 
 
 def _write_settings(path: Path, loaded: LoadedConfig) -> None:
-    write_whole(path / "config.yaml", loaded.render())
+    write_config(path, loaded)
     write_whole(path / "env.json", json.dumps(environment(), indent=1) + "\n")
+
+
+def write_config(path: Path, loaded: LoadedConfig) -> None:
+    """Write the resolved config, with the origin of each value, to `config.yaml`."""
+    write_whole(path / "config.yaml", loaded.render())
 
 
 def note_last_step(world: Ranks, path: Path, step: int) -> None:

@@ -36,8 +36,8 @@ def _traced(job: Job, phases: Phases, step: int, run_dir: Path) -> AbstractConte
     """The context of a step, which yields its phases; traced if this is the step of `memory.trace_step`."""
     if step != job.config.memory.trace_step:
         return nullcontext(phases)
-    from ..tracing.compat import TRACKER
-    from ..tracing.traced_step import FOLDER, traced_step
+    from ..memory.tracing.compat import TRACKER
+    from ..memory.tracing.traced_step import FOLDER, traced_step
 
     if not TRACKER.works("memory.trace_step"):
         return nullcontext(phases)

@@ -20,13 +20,13 @@ from ..memory.ledger import MemoryLedger
 from ..memory.phases import Phases
 from ..memory.rows import PhaseName
 from ..memory.state import HasState, local_tensors
+from ..memory.tracing.compat import keep_history, write_history
 from ..parallel.world import World
 from ..report.profile.account import STATE, Snapshot, account, summarise
 from ..report.profile.chrome_trace import RANGES, read_trace
 from ..report.profile.show import FOLDER, SCHEMA
 from ..report.profile.timeline import render
 from ..strategies import Strategy
-from ..tracing.compat import keep_history, write_history
 
 _RANGE = {phase: name for name, phase in RANGES.items()}
 _PHASE: dict[PhaseName, str] = {"forward": "forward", "backward": "backward", "update": "optimizer"}

@@ -14,7 +14,7 @@ from shardkit.launch.slurm import nodes
 from tests.launch.jobs import REPO, environment
 
 
-def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: str = "right") -> list[nodes.Finding]:
+def ask(tmp_path: Path, host: str = "n2", python: str = sys.executable, word: str = "right") -> list[nodes.NodeReport]:
     """The findings of one task, where another node has written `word`."""
     folder = tmp_path / "run dir"
     folder.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def test_an_interpreter_that_is_missing_or_lacks_packages_is_named(tmp_path: Pat
 
 
 def test_nodes_with_other_versions_are_refused_by_name() -> None:
-    findings = [nodes.Finding("n1", "versions", "torch 2.13.0"), nodes.Finding("n2", "versions", "torch 2.12.0")]
+    findings = [nodes.NodeReport("n1", "versions", "torch 2.13.0"), nodes.NodeReport("n2", "versions", "torch 2.12.0")]
     problem = nodes.judge(findings, "python")
     assert problem is not None and problem.cause == "the nodes differ: n2 has torch 2.12.0; n1 has torch 2.13.0"
 

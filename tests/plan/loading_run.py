@@ -21,7 +21,7 @@ def main(folder: str, order: str) -> None:
     """Args: a folder with a model and the Trainer's `args.json`; whether the arguments come `first` or `after`."""
     import transformers
 
-    from shardkit.tracing.tracker import TensorTracker
+    from shardkit.memory.tracing.tracker import TensorTracker
 
     leave_out_shm()
     torch.set_num_threads(1)

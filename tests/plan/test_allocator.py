@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from shardkit.memory.tracing.events import EventLog
 from shardkit.plan.model.allocator import CachingAllocator, Full, replay, required
-from shardkit.tracing.events import EventLog
 
 MIB = 2**20
 

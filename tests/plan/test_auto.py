@@ -19,11 +19,11 @@ from shardkit.cli.__main__ import main
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.errors import ConfigError, ShardkitError
-from shardkit.plan.model.cost import StepTime
+from shardkit.plan.model.cost import TimeEstimate
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate, PhaseEstimate
 from shardkit.plan.search import search as searching
 from shardkit.plan.search.axes import Combination, combinations, micro_batches
-from shardkit.plan.search.search import Found, Search, Setting, pareto
+from shardkit.plan.search.search import Search, SearchResult, Setting, pareto
 from shardkit.plan.show import reasons, show_found
 from shardkit.plan.target import Target, choose_target
 
@@ -120,7 +120,7 @@ class FakePlanner:
         }
         return MemoryEstimate(
             "h100", self.target.world_size, 0, 1, 1, "cuda", phases, peak, needed, 0, {}, device_memory=80 * GIB,
-            time=StepTime(time, {"compute": time, "links": 0.0}, 1.0, batch * 10.0, False),
+            time=TimeEstimate(time, {"compute": time, "links": 0.0}, 1.0, batch * 10.0, False),
         )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def load_fours(more: Any = ()) -> RunConfig:
     return load(["train.global_batch_size=64", "train.grad_accum_steps=null", *more])
 
 
-def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budget: float | None) -> Found:
+def cut_short(monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None], budget: float | None) -> SearchResult:
     """A search whose first trace is answered, and no other."""
     monkeypatch.setattr(searching.os, "cpu_count", lambda: 1)
     StuckPlanner.costs = dict.fromkeys(KEYS, (1.0, 0.1, 0.0, 0.01))
@@ -273,7 +273,7 @@ def test_nothing_that_fits_is_faster_than_what_is_chosen(
     assert "best" in show_found("x", found, where)
 
 
-def found_by(costs: dict[str, tuple[float, float, float, float]]) -> Found:
+def found_by(costs: dict[str, tuple[float, float, float, float]]) -> SearchResult:
     FakePlanner.costs = {key: costs.get(key, (500.0, 1.0, 0.0, 1.0)) for key in KEYS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "Planner", FakePlanner)
@@ -399,5 +399,5 @@ def test_checkpointing_where_operators_limit_the_speed_is_slower_as_forward_runs
         (Setting(replace(none, engine="fsdp"), 4, (), GIB, 0.4, {"dispatch": 1.37}), "more operators are issued"),
     ]
     for other, reason in others:
-        found = Found((best, other), (), {}, (best, other), 4)
+        found = SearchResult((best, other), (), {}, (best, other), 4)
         assert any(f"27% slower: {reason}" in line for line in reasons(found)), reason

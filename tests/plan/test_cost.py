@@ -11,13 +11,13 @@ import pytest
 from shardkit.config.load import load_config
 from shardkit.hardware.calibration import cpu_name
 from shardkit.plan.client import Planner
-from shardkit.plan.model.cost import Segment, StepTime, repeated, speeds_of, step_time, waits
+from shardkit.plan.model.cost import Segment, TimeEstimate, repeated, speeds_of, step_time, waits
 from shardkit.plan.target import Target, choose_target
 
 H100 = choose_target(load_config(None, []).config, 8, gpu="h100")
 
 
-def time_of(planner: Planner, *overrides: str) -> StepTime:
+def time_of(planner: Planner, *overrides: str) -> TimeEstimate:
     sizes = ("model.vocab_size=512", "model.d_model=64", "model.n_layers=4", "train.seq_len=64", "train.max_norm=null")
     time = planner.predict(load_config(None, [*sizes, *overrides]).config, timed=True).time
     assert time is not None

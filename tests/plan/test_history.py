@@ -118,14 +118,14 @@ def test_jobs_that_end_together_are_all_noted_and_old_runs_are_dropped(cache: Pa
         job.join()
     held = [run["measured"]["outside"] for run in history.runs(H100)]
     assert sorted(held) == [who * 100 + number for who in range(4) for number in range(20)]
-    whole = "".join(json.dumps(ran(n, 8)) + "\n" for n in range(history.KEPT + 7))
+    whole = "".join(json.dumps(ran(n, 8)) + "\n" for n in range(history.MOST_ROWS + 7))
     no_run = json.dumps({"schema": 1, "device": H100})
     history.path().write_bytes(f"{whole}{no_run}\n".encode() + b"{torn\xff")
     history.note(ran(-1, 8))
-    assert known(8)[2] == f"measured here in {history.KEPT - 2} runs"
+    assert known(8)[2] == f"measured here in {history.MOST_ROWS - 2} runs"
     kept = history.path().read_text().splitlines()
-    assert len(kept) == history.KEPT and json.loads(kept[-1])["measured"]["outside"] == -1
-    assert len(history.runs(H100)) == history.KEPT - 2, "a damaged line is passed over, and one that tells of no run"
+    assert len(kept) == history.MOST_ROWS and json.loads(kept[-1])["measured"]["outside"] == -1
+    assert len(history.runs(H100)) == history.MOST_ROWS - 2, "a damaged line and one of no run are passed over"
     assert sorted(p.name for p in cache.iterdir()) == ["past.jsonl", "past.lock"], "no drafts are left"
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shardkit.config.foreign.translate import read_job
+from shardkit.memory.tracing.events import EventLog
+from shardkit.memory.tracing.tracker import TensorTracker
 from shardkit.plan.client import plan
 from shardkit.plan.simulate.engines import StandInDDP
 from shardkit.plan.target import choose_target
-from shardkit.tracing.events import EventLog
-from shardkit.tracing.tracker import TensorTracker
 from tests.commands import python_m
 
 pytest.importorskip("transformers")

@@ -97,7 +97,7 @@ def test_a_deep_model_is_the_same_from_two_shallow_traces() -> None:
     deep = config("parallel.strategy=fsdp", "model.n_layers=52", "activation.policy=full", "precision.mode=bf16")
     target = choose_target(deep, 4, gpu="h100")
     with Planner(target) as planner:
-        shallow, whole = planner.predict(deep), planner.predict(deep, whole=True)
+        shallow, whole = planner.predict(deep), planner.predict(deep, all_layers=True)
     assert shallow.extrapolated_from == (4, 5)
     assert whole.extrapolated_from == ()
     assert shallow.peak.allocated == pytest.approx(whole.peak.allocated, rel=0.001)

@@ -17,7 +17,7 @@ def main(arguments: str, model: str, seq_len: int) -> None:
     """Args: the Trainer's arguments as a JSON file, the model's folder, tokens of a sample."""
     import transformers
 
-    from shardkit.tracing.tracker import TensorTracker
+    from shardkit.memory.tracing.tracker import TensorTracker
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

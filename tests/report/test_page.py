@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import ConfigError
-from shardkit.html.page import Cell, Figure, Page, table
 from shardkit.report.compare import compare_page
+from shardkit.report.html.page import Cell, Figure, Page, table
 from shardkit.report.page import facts, run_page
 from shardkit.report.read import read_run
 from tests.cli.test_main import shardkit

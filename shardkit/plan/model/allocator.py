@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 
-from ...tracing.events import EventLog
+from ...memory.tracing.events import EventLog
 
 ROUND = 512
 _SMALL, _SMALL_SEGMENT = 2**20, 2 * 2**20
@@ -46,7 +46,7 @@ class _Arena:
         self.small, self.smooth = small, smooth
         self.reserved = 0
         self.free: list[tuple[int, int, _Block]] = []
-        self.last: _Block | None = None
+        self.tail: _Block | None = None
         self.gaps: list[_Block] = []
 
     def add(self, block: _Block) -> None:
@@ -65,7 +65,7 @@ class _Arena:
 
     def _room(self, index: int) -> float:
         block = self.free[index][2]
-        if block is self.last:
+        if block is self.tail:
             return math.inf
         after = block.after
         return block.size + (0 if after is None or after.mapped else after.size)
@@ -90,8 +90,8 @@ def _growing(arena: _Arena, size: int) -> list[_Block]:
         run = _run(gap, size)
         if run:
             return run
-    last = arena.last
-    return [last] if last is not None and last.free else []
+    tail = arena.tail
+    return [tail] if tail is not None and tail.free else []
 
 
 class CachingAllocator:
@@ -127,8 +127,8 @@ class CachingAllocator:
         if arena is None:
             arena = self.arenas[stream, small] = _Arena(small, self._page is not None)
         block = arena.take(size) or (self._grown(arena, size) if self.expandable else self._new_segment(arena, size))
-        rest = block.size - size
-        if rest >= ROUND if small or self.expandable else rest > _SMALL:
+        surplus = block.size - size
+        if surplus >= ROUND if small or self.expandable else surplus > _SMALL:
             self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -184,39 +184,39 @@ class CachingAllocator:
 
     def _end(self, arena: _Arena) -> _Block:
         """A new block of no bytes behind the last one."""
-        last = arena.last
-        if last is None:
+        tail = arena.tail
+        if tail is None:
             self._next += 1
-        address = (self._next << 44) if last is None else last.address + last.size
-        block = _Block(address, 0, arena, self._next if last is None else last.segment)
-        block.before = last
-        if last is not None:
-            last.after = block
-        arena.last = block
+        address = (self._next << 44) if tail is None else tail.address + tail.size
+        block = _Block(address, 0, arena, self._next if tail is None else tail.segment)
+        block.before = tail
+        if tail is not None:
+            tail.after = block
+        arena.tail = block
         return block
 
     def _map(self, arena: _Arena, run: list[_Block], size: int) -> _Block:
         """One free block out of a run of free and unmapped ones, with pages mapped for `size` bytes."""
-        first = run[0]
+        head = run[0]
         for part in run:
             if not part.mapped:
                 arena.gaps.remove(part)
-                more = min(self._pages(arena, size - (part.address - first.address)), part.size)
-                if more < part.size:
-                    rest = self._cut(part, more)
-                    rest.mapped = False
-                    insort(arena.gaps, rest, key=lambda gap: gap.address)
+                new_bytes = min(self._pages(arena, size - (part.address - head.address)), part.size)
+                if new_bytes < part.size:
+                    remainder = self._cut(part, new_bytes)
+                    remainder.mapped = False
+                    insort(arena.gaps, remainder, key=lambda gap: gap.address)
                 part.mapped = True
-                self._count(arena, more)
+                self._count(arena, new_bytes)
             elif part.size:
                 arena.remove(part)
         for part in run[1:]:
-            self._merge(first, part)
-        if first.size < size:  # nothing lies behind it
-            more = self._pages(arena, size - first.size)
-            first.size += more
-            self._count(arena, more)
-        return first
+            self._merge(head, part)
+        if head.size < size:  # nothing lies behind it
+            new_bytes = self._pages(arena, size - head.size)
+            head.size += new_bytes
+            self._count(arena, new_bytes)
+        return head
 
     def _pages(self, arena: _Arena, n_bytes: int) -> int:
         page = self._page or (_SMALL_SEGMENT if arena.small else _MEDIUM_SEGMENT)
@@ -245,44 +245,44 @@ class CachingAllocator:
         arena.remove(block)
         self._count(arena, -n_bytes)
         if offset:
-            rest = self._cut(block, offset)
+            remainder = self._cut(block, offset)
             arena.add(block)
-            block = rest
+            block = remainder
         if n_bytes < block.size:
             arena.add(self._cut(block, n_bytes))
         block.mapped = False
-        if arena.last is block:  # the segment ends earlier
-            arena.last = block.before
+        if arena.tail is block:  # the segment ends earlier
+            arena.tail = block.before
             if block.before is not None:
                 block.before.after = None
             return
         insort(arena.gaps, block, key=lambda gap: gap.address)
-        for first, second in ((block, block.after), (block.before, block)):
-            if first is not None and second is not None and not first.mapped and not second.mapped:
-                arena.gaps.remove(second)
-                self._merge(first, second)
+        for lower, upper in ((block, block.after), (block.before, block)):
+            if lower is not None and upper is not None and not lower.mapped and not upper.mapped:
+                arena.gaps.remove(upper)
+                self._merge(lower, upper)
 
     def _cut(self, block: _Block, size: int) -> _Block:
         """Shorten a block; returns the rest, free and in no list."""
-        rest = _Block(block.address + size, block.size - size, block.arena, block.segment)
-        rest.before, rest.after = block, block.after
+        remainder = _Block(block.address + size, block.size - size, block.arena, block.segment)
+        remainder.before, remainder.after = block, block.after
         if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        if block.arena.last is block:
-            block.arena.last = rest
-        return rest
+            block.after.before = remainder
+        block.after, block.size = remainder, size
+        if block.arena.tail is block:
+            block.arena.tail = remainder
+        return remainder
 
     def _split(self, block: _Block, size: int) -> None:
         block.arena.add(self._cut(block, size))
 
-    def _merge(self, first: _Block, second: _Block) -> None:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        if first.arena.last is second:
-            first.arena.last = first
+    def _merge(self, lower: _Block, upper: _Block) -> None:
+        lower.size += upper.size
+        lower.after = upper.after
+        if upper.after is not None:
+            upper.after.before = lower
+        if lower.arena.tail is upper:
+            lower.arena.tail = lower
 
     def _use(self, block: _Block, change: int) -> None:
         """Count this block as in use (or free) in its segment, or in every page that it touches."""
@@ -372,7 +372,7 @@ def replay(log: EventLog, device: str, expandable: bool, page: int | None = None
         Full: the segments do not fit below the limit.
     """
     allocator = CachingAllocator(expandable, page, limit)
-    held: dict[int, tuple[int, _Block]] = {}
+    live_blocks: dict[int, tuple[int, _Block]] = {}
     streams: dict[int, int] = {}
     allocated: dict[str, int] = {}
     reserved: dict[str, int] = {}
@@ -389,12 +389,12 @@ def replay(log: EventLog, device: str, expandable: bool, page: int | None = None
         allocation = log.allocations[index]
         if allocation.device != device:
             continue
-        size, block = held.pop(index, (0, None))
+        size, block = live_blocks.pop(index, (0, None))
         if block is not None:
             allocator.free(block)
         if size + change > 0:
             stream = streams.setdefault(allocation.stream, len(streams))
-            held[index] = size + change, allocator.malloc(size + change, stream)
+            live_blocks[index] = size + change, allocator.malloc(size + change, stream)
         allocated[phase] = max(allocated.get(phase, 0), allocator.allocated)
         reserved[phase] = max(reserved.get(phase, 0), allocator.reserved)
     arenas = {key: arena.reserved for key, arena in allocator.arenas.items()}

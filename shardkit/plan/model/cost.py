@@ -103,9 +103,9 @@ def _typical(target: Target) -> Speeds:
         )  # fmt: skip
     peaks = {mode: gpu_peak_flops(gpu.device_name, mode) for mode in ("fp32", "tf32", "bf16", "fp16")}
     slowest = peaks["fp32"] or gpu.hbm_gb_s * 2e10
-    found = {mode: _OF_PEAK_FLOPS * (peak or slowest) for mode, peak in peaks.items()}
+    flops_by_type = {mode: _OF_PEAK_FLOPS * (peak or slowest) for mode, peak in peaks.items()}
     return Speeds(
-        matmul={**found, "fp8": found["bf16"] * (2 if gpu.capability >= (8, 9) else 1)},
+        matmul={**flops_by_type, "fp8": flops_by_type["bf16"] * (2 if gpu.capability >= (8, 9) else 1)},
         memory=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
         special=_OF_BANDWIDTH * gpu.hbm_gb_s * 1e9,
         attention=1.0,
@@ -176,15 +176,15 @@ class Segment:
     flops: float = 0.0
     collectives: float = 0.0
 
-    def along(self, other: Segment, at: float) -> Segment:
+    def along(self, deeper: Segment, at: float) -> Segment:
         """The segment on the line through this one (at 0) and another (at 1)."""
         names = [field.name for field in fields(self) if field.name != "phase"]
-        mine = {name: getattr(self, name) for name in names}
-        return Segment(self.phase, **{k: max(0.0, v + (getattr(other, k) - v) * at) for k, v in mine.items()})
+        shallower = {name: getattr(self, name) for name in names}
+        return Segment(self.phase, **{k: max(0.0, v + (getattr(deeper, k) - v) * at) for k, v in shallower.items()})
 
 
 @dataclass(frozen=True)
-class StepTime:
+class TimeEstimate:
     """Predicted time of one optimizer step of one rank.
 
     Attributes:
@@ -206,13 +206,13 @@ class StepTime:
         return self.targets / self.seconds
 
     @classmethod
-    def from_json(cls, obj: Mapping[str, Any]) -> StepTime:
+    def from_json(cls, obj: Mapping[str, Any]) -> TimeEstimate:
         return cls(**obj)
 
 
 def step_time(
     segments: Sequence[Segment], micro_batches: int, targets: float, overlap: bool, measured: bool
-) -> StepTime:
+) -> TimeEstimate:
     """The time of a step of `micro_batches`, some of which were traced.
 
     Args:
@@ -226,7 +226,7 @@ def step_time(
         flops += segment.flops
         for name, seconds in waits(segment, overlap).items():
             parts[name] = parts.get(name, 0.0) + seconds
-    return StepTime(sum(parts.values()), parts, flops, targets, measured)
+    return TimeEstimate(sum(parts.values()), parts, flops, targets, measured)
 
 
 def waits(segment: Segment, overlap: bool) -> dict[str, float]:
@@ -238,15 +238,15 @@ def waits(segment: Segment, overlap: bool) -> dict[str, float]:
     """
     kernels = segment.compute + segment.recompute
     busy = {"compute": segment.compute, "recompute": segment.recompute, "host": segment.host}
-    rest = {"dispatch": segment.dispatch, "links": segment.links, "copies": segment.copies}
+    hidden = {"dispatch": segment.dispatch, "links": segment.links, "copies": segment.copies}
     if not overlap:
-        return busy | rest
-    longest = max(rest, key=rest.__getitem__)
-    found = busy | dict.fromkeys(rest, 0.0)
-    found[longest] = max(0.0, rest[longest] - kernels)
+        return busy | hidden
+    longest = max(hidden, key=hidden.__getitem__)
+    seconds_by_part = busy | dict.fromkeys(hidden, 0.0)
+    seconds_by_part[longest] = max(0.0, hidden[longest] - kernels)
     if segment.collectives:
-        found["links"] = max(found["links"], segment.links / segment.collectives)
-    return found
+        seconds_by_part["links"] = max(seconds_by_part["links"], segment.links / segment.collectives)
+    return seconds_by_part
 
 
 def repeated(segments: Sequence[Segment], micro_batches: int) -> list[Segment]:

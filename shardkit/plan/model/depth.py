@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 from ...config.schema import RunConfig
 from ...memory.rows import CATEGORIES, Category
+from ...memory.tracing.events import EventLog, Peak
 from ...strategies.zero.config import STAGES
 from ...tasks.load import model_config
-from ...tracing.events import EventLog, Peak
 
 DEEP, DEEP_ROUGHLY = 49, 9
 """Models of at least so many layers are traced at two smaller depths, which misses some of the allocator's gaps."""
 MUCH_DEEPER = 24
 """Models of at least so many layers are traced several times faster at two depths than whole."""
-KEPT, KEPT_ROUGHLY = 2, 1
+LAYERS_AT_ENDS, LAYERS_AT_ENDS_ROUGHLY = 2, 1
 """Layers at each end that edges tell apart; the layers between them do not exceed these."""
 Edge = tuple[str, str]
 Edges = Mapping[Edge, Peak]
@@ -24,18 +24,24 @@ Edges = Mapping[Edge, Peak]
 
 @dataclass(frozen=True)
 class Depth:
-    """How to trace a model of `layers` equal layers at two depths; edges tell `kept` layers apart at each end."""
+    """How to trace a model of `layers` equal layers at two smaller depths.
+
+    Attributes:
+        traced: the two depths.
+        at: returns the config with another number of layers.
+        layers_at_ends: layers at each end of the model that edges tell apart.
+    """
 
     layers: int
     traced: tuple[int, int]
     at: Callable[[int], RunConfig]
-    kept: int
+    layers_at_ends: int
 
     @property
     def position(self) -> float:
         """The position of the whole depth on a line with the two traced depths at 0 and 1."""
-        first, second = self.traced
-        return (self.layers - first) / (second - first)
+        shallower, deeper = self.traced
+        return (self.layers - shallower) / (deeper - shallower)
 
 
 def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
@@ -47,15 +53,15 @@ def find_depth(config: RunConfig, rough: bool = False) -> Depth | None:
     spans_layers = config.parallel.strategy in STAGES and not rough
     if config.task.factory is not None or spans_layers or config.activation.policy == "sqrt":
         return None
-    found = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
-    if found is None or found[0] < (DEEP_ROUGHLY if rough else DEEP):
+    model = _built_in(config) if config.task.name == "causal_lm" else _transformers(config)
+    if model is None or model[0] < (DEEP_ROUGHLY if rough else DEEP):
         return None
-    layers, at = found
+    layers, at = model
     every = config.activation.every_k if config.activation.policy == "every_k" else 1
-    kept = KEPT_ROUGHLY if rough else KEPT
-    first = 2 * kept + (layers - 2 * kept) % every
-    second = first + every
-    return Depth(layers, (first, second), at, kept) if second < layers else None
+    layers_at_ends = LAYERS_AT_ENDS_ROUGHLY if rough else LAYERS_AT_ENDS
+    shallower = 2 * layers_at_ends + (layers - 2 * layers_at_ends) % every
+    deeper = shallower + every
+    return Depth(layers, (shallower, deeper), at, layers_at_ends) if deeper < layers else None
 
 
 def has_first_look(config: RunConfig) -> bool:
@@ -88,44 +94,51 @@ def _transformers(config: RunConfig) -> tuple[int, Callable[[int], RunConfig]] |
     return layers, lambda n: _with_model(config, hf={**config.model.hf, key: n})
 
 
-def edges(log: EventLog, device: str, rounding: int, layers: int | None = None, kept: int = KEPT) -> dict[Edge, Peak]:
-    """Peaks by (phase, module); with `layers`, the model's depth, only `kept` layers at each end, counted from it."""
-    found: dict[Edge, Peak] = {}
+def edges(
+    log: EventLog, device: str, rounding: int, layers: int | None = None, layers_at_ends: int = LAYERS_AT_ENDS
+) -> dict[Edge, Peak]:
+    """The largest total of live bytes by (phase, module).
+
+    Args:
+        layers: the model's depth, if it is a shallow stand-in: layers are then numbered from the nearer end, and only
+            the peaks of `layers_at_ends` layers at each end are returned.
+    """
+    peaks: dict[Edge, Peak] = {}
     for (phase, module), peak in log.peaks(device, rounding).items():
-        name = module if layers is None else _from_the_ends(module, layers, kept)
-        if name is None:
+        edge_module = module if layers is None else _from_the_ends(module, layers, layers_at_ends)
+        if edge_module is None:
             continue
-        known = found.get((phase, name))
-        if known is None or peak.n_bytes > known.n_bytes:
-            found[phase, name] = peak
-    return found
+        largest = peaks.get((phase, edge_module))
+        if largest is None or peak.n_bytes > largest.n_bytes:
+            peaks[phase, edge_module] = peak
+    return peaks
 
 
-def _from_the_ends(module: str, layers: int, kept: int) -> str | None:
+def _from_the_ends(module: str, layers: int, layers_at_ends: int) -> str | None:
     match = re.search(r"(?<![^.])\d+(?![^.])", module)
     if match is None:
         return module
     index = int(match[0])
-    if kept <= index < layers - kept:
+    if layers_at_ends <= index < layers - layers_at_ends:
         return None
-    from_end = str(index) if index < kept else f"-{layers - index}"
+    from_end = str(index) if index < layers_at_ends else f"-{layers - index}"
     return module[: match.start()] + from_end + module[match.end() :]
 
 
-def extended(depth: Depth, first: Edges, second: Edges) -> dict[Edge, Peak]:
+def extended(depth: Depth, shallower: Edges, deeper: Edges) -> dict[Edge, Peak]:
     """The whole model's edges, each extrapolated along a line through the edges of the two traced depths."""
-    found: dict[Edge, Peak] = {}
-    for edge in first.keys() & second.keys():
-        one, other = first[edge], second[edge]
+    peaks: dict[Edge, Peak] = {}
+    for edge in shallower.keys() & deeper.keys():
+        shallower_peak, deeper_peak = shallower[edge], deeper[edge]
         categories: dict[Category, int] = {}
         for category in CATEGORIES:
-            n_bytes = line(depth, (one.categories.get(category, 0), other.categories.get(category, 0)))
+            n_bytes = line(depth, (shallower_peak.categories.get(category, 0), deeper_peak.categories.get(category, 0)))
             if n_bytes > 0:
                 categories[category] = n_bytes
-        n_bytes = line(depth, (one.n_bytes, other.n_bytes))
+        n_bytes = line(depth, (shallower_peak.n_bytes, deeper_peak.n_bytes))
         module = re.sub(r"(?<![^.])-(\d+)", lambda match: str(depth.layers - int(match[1])), edge[1])
-        found[edge] = replace(other, n_bytes=n_bytes, module=module, categories=categories)
-    return found
+        peaks[edge] = replace(deeper_peak, n_bytes=n_bytes, module=module, categories=categories)
+    return peaks
 
 
 def line(depth: Depth, values: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from ...files import write_whole
 from ...hardware.cards import TYPICAL
 from ...memory.rows import Category, PhaseName
 from ..history import digest
-from .cost import StepTime
+from .cost import TimeEstimate
 
 if TYPE_CHECKING:
     from ...config.schema import RunConfig
@@ -105,7 +105,7 @@ class MemoryEstimate:
     uncertainty: float = 0.03
     extrapolated_from: tuple[int, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    time: StepTime | None = None
+    time: TimeEstimate | None = None
     largest: int = 0
     largest_block: int = 0
 
@@ -136,32 +136,32 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
-    def save(self, run_dir: Path, config: RunConfig, others: Sequence[MemoryEstimate] = ()) -> None:
+    def save(self, run_dir: Path, config: RunConfig, other_ranks: Sequence[MemoryEstimate] = ()) -> None:
         """Write `plan.json`, which the report shows beside the measured memory.
 
         Args:
             config: the planned config; a run with another config ignores the plan.
-            others: estimates of ranks whose shards differ.
+            other_ranks: estimates of ranks whose shards differ.
         """
         obj = {
             "schema": SCHEMA, "verdict": self.verdict, "uncertainty": self.uncertainty, "config": digest(config),
-            "device_memory": self.device_memory, "ranks": [asdict(one) for one in (self, *others)],
+            "device_memory": self.device_memory, "ranks": [asdict(estimate) for estimate in (self, *other_ranks)],
         }  # fmt: skip
         write_whole(run_dir / "plan.json", json.dumps(obj, indent=1) + "\n")
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> MemoryEstimate:
         """Inverse of `to_json`."""
-        known = {key: value for key, value in obj.items() if key in cls.__dataclass_fields__}
+        fields = {key: value for key, value in obj.items() if key in cls.__dataclass_fields__}
         return cls(
             **{
-                **known,
+                **fields,
                 "phases": {name: PhaseEstimate(**phase) for name, phase in obj["phases"].items()},
                 "peak": PeakEstimate(**obj["peak"]),
-                "categories": {name: CategoryEstimate(**one) for name, one in obj["categories"].items()},
+                "categories": {name: CategoryEstimate(**category) for name, category in obj["categories"].items()},
                 "extrapolated_from": tuple(obj["extrapolated_from"]),
                 "notes": tuple(obj["notes"]),
-                "time": StepTime.from_json(obj["time"]) if obj.get("time") else None,
+                "time": TimeEstimate.from_json(obj["time"]) if obj.get("time") else None,
             }
         )
 

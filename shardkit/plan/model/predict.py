@@ -16,15 +16,15 @@ from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...hardware.cards import TYPICAL
 from ...memory.rows import CATEGORIES, PHASES
+from ...memory.tracing.compat import TRACKER
+from ...memory.tracing.events import EventLog
+from ...memory.tracing.traced_step import BETWEEN, Tracing
+from ...memory.tracing.tracker import TensorTracker
 from ...parallel.weights import Weights
 from ...parallel.world import World
 from ...strategies.zero.config import STAGES, build_ds_config
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
-from ...tracing.compat import TRACKER
-from ...tracing.events import EventLog
-from ...tracing.traced_step import BETWEEN, Tracing
-from ...tracing.tracker import TensorTracker
 from ..simulate import shim
 from ..simulate.compat import PLANS
 from ..simulate.engines import SHARDKIT, LoopTraits
@@ -32,7 +32,7 @@ from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation,
 from ..simulate.world import FakeWeights, fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, required, whole_pages
-from .cost import Segment, Speeds, StepTime, speeds_of, step_time
+from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
 from .depth import Depth, Edges, edges, extended, find_depth, line
 from .estimate import (
     EVALUATION,
@@ -77,7 +77,7 @@ def predict(
     target: Target,
     method: Method,
     loop: LoopTraits = SHARDKIT,
-    whole: bool = False,
+    all_layers: bool = False,
     timed: bool = False,
     rough: bool = False,
 ) -> MemoryEstimate:
@@ -86,7 +86,7 @@ def predict(
     Args:
         method: the result of `prepare`, or "cpu" (less accurate) for a GPU job if the fake CUDA device fails.
         loop: the training loop that is planned.
-        whole: trace every layer of a deep model.
+        all_layers: trace every layer of a deep model.
         timed: also predict how long a step takes.
         rough: trace less: two micro-batches per step, no evaluation, and deep models under ZeRO at two depths, which
             makes their buckets inexact.
@@ -108,13 +108,15 @@ def predict(
     speeds = speeds_of(target) if timed else None
     device = torch.device("cuda", 0) if method == "cuda" else torch.device("cpu")
     scenario = Scenario(target, device, loop, speeds)
-    depth = None if whole else find_depth(config, rough)
+    depth = None if all_layers else find_depth(config, rough)
     if depth is None:
         traced: tuple[int, ...] = ()
         trace = _traced(config, scenario)
     else:
-        first, second = (_traced(depth.at(layers), scenario, (layers, depth.kept)) for layers in depth.traced)
-        trace, traced = _whole(depth, first, second), depth.traced
+        shallower, deeper = (
+            _traced(depth.at(layers), scenario, (layers, depth.layers_at_ends)) for layers in depth.traced
+        )
+        trace, traced = _extrapolated(depth, shallower, deeper), depth.traced
     time = None
     if speeds is not None:
         targets = trace.targets * micro_batches * target.world_size
@@ -136,34 +138,37 @@ def ranks_alike(config: RunConfig, world_size: int, n_params: int) -> bool:
     return bool(ds["zero_optimization"]["reduce_bucket_size"] >= n_params)
 
 
-def _whole(depth: Depth, first: _Trace, second: _Trace) -> _Trace:
+def _extrapolated(depth: Depth, shallower: _Trace, deeper: _Trace) -> _Trace:
     """Extrapolate the whole model from two traces."""
-    device = extended(depth, first.device, second.device)
-    arenas = {key: line(depth, (first.arenas.get(key, 0), size)) for key, size in second.arenas.items()}
+    device = extended(depth, shallower.device, deeper.device)
+    arenas = {key: line(depth, (shallower.arenas.get(key, 0), size)) for key, size in deeper.arenas.items()}
     rounding = whole_pages(arenas) - sum(arenas.values())
     reserved = {
-        phase: line(depth, (first.reserved_by_phase[phase], second.reserved_by_phase[phase])) + rounding
-        for phase in first.reserved_by_phase
+        phase: line(depth, (shallower.reserved_by_phase[phase], deeper.reserved_by_phase[phase])) + rounding
+        for phase in shallower.reserved_by_phase
     }
     # The layout of blocks decides how much they hold and how much can be released: as in the deeper trace.
     peak = max(edge.n_bytes for edge in device.values())
-    larger = peak / max(1, second.peak)
+    larger = peak / max(1, deeper.peak)
     return _Trace(
-        line(depth, (first.n_params, second.n_params)),
+        line(depth, (shallower.n_params, deeper.n_params)),
         depth.layers,
-        second.n_recurrent,
-        second.largest,
-        second.largest_block,
+        deeper.n_recurrent,
+        deeper.largest,
+        deeper.largest_block,
         device,
-        extended(depth, first.host, second.host),
-        round(second.allocated * larger),
+        extended(depth, shallower.host, deeper.host),
+        round(deeper.allocated * larger),
         max(reserved.values(), default=peak),
-        round(second.required * larger),
-        {phase: round(n_bytes * larger) for phase, n_bytes in second.allocated_by_phase.items()},
+        round(deeper.required * larger),
+        {phase: round(n_bytes * larger) for phase, n_bytes in deeper.allocated_by_phase.items()},
         reserved,
         arenas,
-        [one.along(other, depth.position) for one, other in zip(first.segments, second.segments, strict=True)],
-        second.targets,
+        [
+            segment.along(deeper_segment, depth.position)
+            for segment, deeper_segment in zip(shallower.segments, deeper.segments, strict=True)
+        ],
+        deeper.targets,
     )
 
 
@@ -340,7 +345,7 @@ def _estimate(
     method: Method,
     extrapolated_from: tuple[int, ...],
     notes: tuple[str, ...],
-    time: StepTime | None,
+    time: TimeEstimate | None,
 ) -> MemoryEstimate:
     peak = max(trace.device.values(), key=lambda peak: peak.n_bytes)
     host = max(trace.host.values(), key=lambda peak: peak.n_bytes, default=None)

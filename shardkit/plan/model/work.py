@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ...config.schema import RunConfig
-from ...tracing.compat import schema, tree_iter
-from ...tracing.events import EventLog
+from ...memory.tracing.compat import schema, tree_iter
+from ...memory.tracing.events import EventLog
 from ..simulate.compat import packet_of, resolve_process_group
 from .cost import Segment, Speeds
 
@@ -64,7 +64,7 @@ class WorkCounter:
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record an operator that ran, with the tensors that it really works on."""
-        phase, operator = self._log.phase, _known(func)
+        phase, operator = self._log.phase, _operator_of(func)
         if phase not in _PHASES or operator.is_view:
             return
         if not self.segments or self.segments[-1].phase != phase:
@@ -112,21 +112,21 @@ class WorkCounter:
         if ranks == 1:
             return
         n_bytes = max(map(_sum_bytes, (*args, out)))  # a gather's output, a scatter's input
-        said = name.partition("::")[2].replace("_", "")
-        kind = "all_reduce" if "allreduce" in said else "reduce_scatter" if "reduce" in said else "all_gather"
+        operator = name.partition("::")[2].replace("_", "")
+        kind = "all_reduce" if "allreduce" in operator else "reduce_scatter" if "reduce" in operator else "all_gather"
         segment.links += self._speeds.collective_seconds(kind, n_bytes, ranks, nodes)
         segment.collectives += 1
 
     def _group(self, args: Any) -> tuple[int, int]:
         """(ranks, machines) of the group that a collective's arguments name."""
-        found = next((a for a in tree_iter(args) if isinstance(a, torch.ScriptObject)), None)
-        group = resolve_process_group(args[-1]) if found is None else dist.ProcessGroup.unbox(found)
-        known = self._groups.get(group.group_name)
-        if known is None:
+        boxed_group = next((a for a in tree_iter(args) if isinstance(a, torch.ScriptObject)), None)
+        group = resolve_process_group(args[-1]) if boxed_group is None else dist.ProcessGroup.unbox(boxed_group)
+        size = self._groups.get(group.group_name)
+        if size is None:
             ranks = dist.get_process_group_ranks(group)
             nodes = len({rank // self._ranks_per_node for rank in ranks})
-            known = self._groups[group.group_name] = len(ranks), nodes
-        return known
+            size = self._groups[group.group_name] = len(ranks), nodes
+        return size
 
 
 class _Operator(NamedTuple):
@@ -150,7 +150,7 @@ class _Operator(NamedTuple):
 
 
 @functools.cache
-def _known(func: Any) -> _Operator:
+def _operator_of(func: Any) -> _Operator:
     form = schema(func)
     alias = form.returns[0].alias_info if form.returns else None
     changes = (argument.alias_info for argument in form.arguments)
@@ -210,5 +210,5 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     if "is_causal" in kwargs:
         return bool(kwargs["is_causal"])
-    place = next((at for at, arg in enumerate(schema(func).arguments) if arg.name == "is_causal"), len(args))
-    return place < len(args) and args[place] is True
+    position = next((at for at, arg in enumerate(schema(func).arguments) if arg.name == "is_causal"), len(args))
+    return position < len(args) and args[position] is True

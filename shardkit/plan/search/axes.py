@@ -29,28 +29,28 @@ class Combination:
     settings: tuple[str, ...]
 
 
-def combinations(config: RunConfig, target: Target, given: Collection[str]) -> list[Combination]:
+def combinations(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> list[Combination]:
     """All combinations to compare; settings given on the command line stay fixed.
 
     Args:
-        given: dotted keys that must not change.
+        fixed_keys: dotted keys that must not change.
     """
-    found = []
+    allowed = []
     for engine, policy, precision in product(engines(config, target), _policies(config), _precisions(config, target)):
         settings = {**engine.settings, "activation.policy": policy, "precision.mode": precision}
-        if all(value == _value(config, key) for key, value in settings.items() if key in given):
-            free = tuple(f"{key}={value}" for key, value in settings.items() if key not in given)
-            found.append(Combination(engine.name, policy, precision, free))
-    return found
+        if all(value == _value(config, key) for key, value in settings.items() if key in fixed_keys):
+            free = tuple(f"{key}={value}" for key, value in settings.items() if key not in fixed_keys)
+            allowed.append(Combination(engine.name, policy, precision, free))
+    return allowed
 
 
-def one_of_each_engine(every: Sequence[Combination], config: RunConfig) -> list[Combination]:
+def one_of_each_engine(all_combinations: Sequence[Combination], config: RunConfig) -> list[Combination]:
     """The combination of each engine that keeps the config's checkpointing, with the fastest precision offered."""
-    found: dict[str, Combination] = {}
-    for combination in every:
-        if combination.engine not in found or combination.policy == config.activation.policy:
-            found[combination.engine] = combination
-    return list(found.values())
+    by_engine: dict[str, Combination] = {}
+    for combination in all_combinations:
+        if combination.engine not in by_engine or combination.policy == config.activation.policy:
+            by_engine[combination.engine] = combination
+    return list(by_engine.values())
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,20 @@ def engines(config: RunConfig, target: Target) -> Iterator[Engine]:
             plain.append(("fsdp", {"offload_param": _CPU}))
         plain += [("zero2", {"offload_optimizer": _CPU}), ("zero3", {"offload_optimizer": _CPU})]
         plain.append(("zero3", {"offload_optimizer": _CPU, "offload_param": _CPU}))
-    own = config.parallel
+    parallel = config.parallel
     for strategy, keys in plain:
         settings = {"parallel.strategy": strategy}
-        wanted = {"offload_optimizer": "none", "offload_param": "none", **keys}
-        if strategy != own.strategy:
+        changes = {"offload_optimizer": "none", "offload_param": "none", **keys}
+        if strategy != parallel.strategy:
             defaults = ParallelConfig()
-            wanted = {**_changed_from(own, defaults), **wanted}
-        settings |= {f"parallel.{key}": value for key, value in wanted.items() if value != _text(getattr(own, key))}
+            changes = {**_changed_from(parallel, defaults), **changes}
+        settings |= {
+            f"parallel.{key}": value for key, value in changes.items() if value != _text(getattr(parallel, key))
+        }
         yield Engine(_engine_name(strategy, keys), settings)
 
 
-def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> tuple[int, list[int]]:
+def micro_batches(config: RunConfig, target: Target, fixed_keys: Collection[str]) -> tuple[int, list[int]]:
     """(samples per rank and step, the micro-batch sizes that divide them): the global batch does not change.
 
     Raises:
@@ -94,8 +96,8 @@ def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> 
     """
     train = config.train
     if train.global_batch_size is not None:
-        samples, left = divmod(train.global_batch_size, target.world_size)
-        if left or not samples:
+        samples, remainder = divmod(train.global_batch_size, target.world_size)
+        if remainder or not samples:
             raise ConfigError(
                 f"train.global_batch_size={train.global_batch_size} is not a whole number of samples for each of "
                 f"{target.world_size} ranks",
@@ -103,7 +105,7 @@ def micro_batches(config: RunConfig, target: Target, given: Collection[str]) -> 
             )
     else:
         samples = train.micro_batch_size * (train.grad_accum_steps or 1)
-    if {"train.micro_batch_size", "train.grad_accum_steps"} & set(given):
+    if {"train.micro_batch_size", "train.grad_accum_steps"} & set(fixed_keys):
         return samples, [train.micro_batch_size]
     sizes = [n for n in range(1, samples + 1) if samples % n == 0]
     return samples, sizes
@@ -118,35 +120,35 @@ def batch_settings(samples: int, micro_batch: int, target: Target) -> tuple[str,
 
 
 def _policies(config: RunConfig) -> Sequence[str]:
-    own = config.activation.policy
-    return POLICIES if own in POLICIES else (own, *POLICIES)
+    policy = config.activation.policy
+    return POLICIES if policy in POLICIES else (policy, *POLICIES)
 
 
 def _precisions(config: RunConfig, target: Target) -> Sequence[str]:
     """The config's own precision, and bf16 as an alternative to fp32 if the card supports it."""
-    own = config.precision.mode
+    mode = config.precision.mode
     fast = target.gpu is not None and target.gpu.capability >= (8, 0)
-    return (own, "bf16") if fast and own in ("fp32", "tf32") else (own,)
+    return (mode, "bf16") if fast and mode in ("fp32", "tf32") else (mode,)
 
 
-def _changed_from(own: ParallelConfig, defaults: ParallelConfig) -> dict[str, str]:
+def _changed_from(parallel: ParallelConfig, defaults: ParallelConfig) -> dict[str, str]:
     """The settings that put the section back to its defaults."""
     fields = [key for key in ParallelConfig.model_fields if key != "strategy"]
-    return {key: _text(getattr(defaults, key)) for key in fields if getattr(own, key) != getattr(defaults, key)}
+    return {key: _text(getattr(defaults, key)) for key in fields if getattr(parallel, key) != getattr(defaults, key)}
 
 
 def _engine_name(strategy: str, keys: dict[str, str]) -> str:
     if "dp_shard" in keys:
         return f"{strategy} ({keys['dp_shard']} to a shard group)"
-    what = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
-    offloaded = [what[key] for key in keys]
+    offloaded_parts = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+    offloaded = [offloaded_parts[key] for key in keys]
     return f"{strategy}, {' and '.join(offloaded)} on the CPU" if offloaded else strategy
 
 
-def _doublings(first: int, limit: int) -> Iterator[int]:
-    while first < limit:
-        yield first
-        first *= 2
+def _doublings(number: int, limit: int) -> Iterator[int]:
+    while number < limit:
+        yield number
+        number *= 2
 
 
 def _value(config: RunConfig, key: str) -> str:

@@ -81,10 +81,10 @@ def default_rungs(world_size: int, config: RunConfig | None = None) -> list[Rung
 def _without_techniques(config: RunConfig) -> Iterator[str]:
     """The overrides that reset the sections which the rungs change to their defaults."""
     for name in ("parallel", "precision", "activation"):
-        own = getattr(config, name)
-        defaults = type(own)()
-        for key in type(own).model_fields:
-            if getattr(own, key) != getattr(defaults, key):
+        section = getattr(config, name)
+        defaults = type(section)()
+        for key in type(section).model_fields:
+            if getattr(section, key) != getattr(defaults, key):
                 yield f"{name}.{key}={json.dumps(getattr(defaults, key))}"
 
 
@@ -115,17 +115,19 @@ def climb(load: Load, rungs: Sequence[Rung], target: Target, try_it: Try | None)
     stacked = list(_stacked(rungs, load))
     reference: tuple[float, ...] = ()
     with Planner(target) as planner:
-        for place, (rung, overrides) in enumerate(stacked):
+        for position, (rung, overrides) in enumerate(stacked):
             estimate, refused = _predicted(planner, load, overrides)
-            trial = None if try_it is None else try_it(overrides, place)
-            same = None
+            trial = None if try_it is None else try_it(overrides, position)
+            is_same = None
             if trial is not None and trial.losses:
                 reference = reference or trial.losses
                 pairs = zip(trial.losses, reference, strict=True)
-                same = all(abs(one - other) <= _SAME_LOSS * abs(other) for one, other in pairs)
+                is_same = all(
+                    abs(loss - reference_loss) <= _SAME_LOSS * abs(reference_loss) for loss, reference_loss in pairs
+                )
             yield Step(
                 rung, overrides, estimate.needed if estimate else None, estimate.verdict if estimate else None,
-                refused, trial, same,
+                refused, trial, is_same,
             )  # fmt: skip
 
 
@@ -161,8 +163,8 @@ def tried(config: str | None, overrides: Sequence[str], ranks: int, folder: Path
     """
     with writing(folder):
         pass
-    return lambda settings, place: run_trial(
-        config, [*overrides, *settings], ranks, folder / str(place + 1), steps, cap
+    return lambda settings, position: run_trial(
+        config, [*overrides, *settings], ranks, folder / str(position + 1), steps, cap
     )
 
 
@@ -190,8 +192,8 @@ def cells(step: Step) -> list[str]:
 def table(steps: Sequence[Step]) -> str:
     """The ladder as a Markdown table; of other tools' files with their keys, and without what only a run shows."""
     if any(step.said is not None for step in steps):
-        own = [[row[0], row[1], row[-1], step.said or "–"] for step in steps for row in [cells(step)]]
-        rows: list[Sequence[str]] = [_THEIR_HEAD, ["---"] * len(_THEIR_HEAD), *own]
+        foreign_rows = [[row[0], row[1], row[-1], step.said or "–"] for step in steps for row in [cells(step)]]
+        rows: list[Sequence[str]] = [_THEIR_HEAD, ["---"] * len(_THEIR_HEAD), *foreign_rows]
     else:
         rows = [HEAD, ["---"] * len(HEAD), *map(cells, steps)]
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
@@ -207,9 +209,9 @@ def save(steps: Sequence[Step], folder: Path, limit: int | None) -> Path:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    found = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
+    contents = {"schema": 1, "device_memory": limit, "rungs": [asdict(step) for step in steps]}
     path = folder / "ladder.md"
     with writing(folder):
-        (folder / "ladder.json").write_text(json.dumps(found, indent=1))
+        (folder / "ladder.json").write_text(json.dumps(contents, indent=1))
         path.write_text(table(steps) + "\n")
     return path

@@ -68,17 +68,17 @@ def model_sizes(model: ModelConfig, most: float, multiple: int = 1) -> list[Size
         most: largest number of parameters.
         multiple: widths are multiples of this; fp8 needs 16.
     """
-    found = sorted(_around(model, most, multiple), key=lambda one: one[:3])
-    kept: list[Size] = []
+    candidates = sorted(_around(model, most, multiple), key=lambda candidate: candidate[:3])
+    sizes: list[Size] = []
     at = 0
-    while at < len(found):
-        last = kept[-1].amount if kept else found[0][0]
-        reach = range(at, bisect_right(found, last * FINEST, at, key=lambda one: one[0]))
-        halfway = last * (1 + FINEST) / 2
-        chosen = min(reach or [at], key=lambda i: (found[i][1], found[i][0] <= halfway, found[i][2]))
-        kept.append(found[chosen][3])
+    while at < len(candidates):
+        amount = sizes[-1].amount if sizes else candidates[0][0]
+        reach = range(at, bisect_right(candidates, amount * FINEST, at, key=lambda candidate: candidate[0]))
+        halfway = amount * (1 + FINEST) / 2
+        chosen = min(reach or [at], key=lambda i: (candidates[i][1], candidates[i][0] <= halfway, candidates[i][2]))
+        sizes.append(candidates[chosen][3])
         at = chosen + 1
-    return kept
+    return sizes
 
 
 def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[int, bool, float, Size]]:
@@ -87,26 +87,26 @@ def _around(model: ModelConfig, most: float, multiple: int) -> Iterator[tuple[in
     Widths are multiples of the heads; half to twice as many heads fill the gaps between the widths of small models.
     """
     rows = model.vocab_size * (1 if model.tie_weights else 2) + model.max_seq_len
-    known: set[int] = set()
+    seen_widths: set[int] = set()
     even = math.gcd(model.d_model // model.n_heads, 8)
     all_heads = range(-(-model.n_heads // 2), 2 * model.n_heads + 1)
     by_distance = sorted(all_heads, key=lambda heads: abs(math.log(heads / model.n_heads)))
     for factor, heads in product(dict.fromkeys((even, 1)), by_distance):
-        own = heads == model.n_heads
+        is_configs_heads = heads == model.n_heads
         width = unit = math.lcm(heads * factor, multiple)
-        while rows * width <= most and (own or width <= model.n_heads / _STEP):
+        while rows * width <= most and (is_configs_heads or width <= model.n_heads / _STEP):
             usual = width * model.n_layers / model.d_model
             spread = 4.0 if usual < 12 else 1.3  # few widths and depths are small
             depths = range(max(1, round(usual / spread)), max(2, round(usual * spread)) + 1, 1 + int(usual * _STEP))
-            for layers in depths if width not in known else ():
+            for layers in depths if width not in seen_widths else ():
                 n_params = 12 * layers * width**2 + 13 * layers * width + (rows + 2) * width
                 if n_params > most:
                     break
-                other = () if own else (f"model.n_heads={heads}",)
-                size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *other), n_params)
+                head_settings = () if is_configs_heads else (f"model.n_heads={heads}",)
+                size = Size((f"model.d_model={width}", f"model.n_layers={layers}", *head_settings), n_params)
                 distance = abs(math.log(layers / usual)) + abs(math.log(heads / model.n_heads))
                 yield n_params, width // heads % even > 0, distance, size
-            known.add(width)
+            seen_widths.add(width)
             width += unit * (1 + int(width * _STEP / unit))
 
 
@@ -164,12 +164,12 @@ class _Needs:
 
     def __init__(self, planner: Planner, load: Load) -> None:
         self._planner, self._load = planner, load
-        self._known: dict[Size, MemoryEstimate] = {}
+        self._estimates: dict[Size, MemoryEstimate] = {}
 
     def estimate(self, size: Size) -> MemoryEstimate:
-        if size not in self._known:
-            self._known[size] = self._planner.predict(self._load(size.settings))
-        return self._known[size]
+        if size not in self._estimates:
+            self._estimates[size] = self._planner.predict(self._load(size.settings))
+        return self._estimates[size]
 
     def of(self, size: Size) -> int:
         """Bytes that the size needs on the device."""

@@ -46,7 +46,7 @@ class Setting:
         settings: overrides as on the command line.
         needed: bytes on the device.
         filled: share of the usable memory that it takes, on device or host, whichever is larger; up to 1 it fits.
-        waits: seconds per token (of all ranks) that the step waits for each part of the hardware (see `StepTime`).
+        waits: seconds per token (of all ranks) that the step waits for each part of the hardware (see `TimeEstimate`).
         estimate: the source of the figures; `None` if they are interpolated between two rough traces.
     """
 
@@ -64,7 +64,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -124,22 +124,23 @@ class Search:
         self,
         load: Load,
         target: Target,
-        given: Collection[str],
+        fixed_keys: Collection[str],
         margin: float | None,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
         budget: float | None = None,
     ) -> None:
         if target.device_memory is None:
             raise ConfigError("there is no memory to fit into", "pass --gpu or --gpu-memory; for CPUs --memory-cap")
-        self._load, self._target, self._given, self._margin, self._told = load, target, given, margin, told
-        self.samples, self._sizes = micro_batches(load(()), target, given)
+        self._load, self._target, self._fixed_keys = load, target, fixed_keys
+        self._margin, self._report = margin, report
+        self.samples, self._sizes = micro_batches(load(()), target, fixed_keys)
         self._stack = ExitStack()
         self._planners: list[Planner] = []
         self._idle: queue.Queue[Planner] = queue.Queue()
         self._workers = max(1, min(_MOST_WORKERS, os.cpu_count() or 1))
         self._budget = budget
         self._begun = time.monotonic()
-        self._known: dict[tuple[Combination, int], Setting] = {}
+        self._settings_by_key: dict[tuple[Combination, int], Setting] = {}
         self._largest: dict[Combination, Setting] = {}
         self._at_one_end: set[Combination] = set()
         self._refused: dict[Combination, str] = {}
@@ -157,30 +158,31 @@ class Search:
     ) -> None:
         self._stack.close()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Trace and rank the combinations; Ctrl-C and the end of the budget return the results so far.
 
         Raises:
             KeyboardInterrupt: Ctrl-C before anything was found.
         """
-        self._every = every = combinations(self._load(()), self._target, self._given)
+        self._every = every = combinations(self._load(()), self._target, self._fixed_keys)
         if not every:
+            names = ", ".join(sorted(self._fixed_keys))
             raise ConfigError(
-                f"no combination for world size {self._target.world_size} has all of {', '.join(sorted(self._given))}",
+                f"no combination for world size {self._target.world_size} has all of {names}",
                 "leave keys of parallel out of the command line, or plan without --auto",
             )
         self._begun, stopped = time.monotonic(), ""
         try:
             self._look_roughly(every)
-            if not self._known and len(self._refused) == len(every):
-                why = next(iter(self._refused.values()))
-                raise ConfigError(f"no setting can be planned: {why}", "plan without --auto first")
+            if not self._settings_by_key and len(self._refused) == len(every):
+                reason = next(iter(self._refused.values()))
+                raise ConfigError(f"no setting can be planned: {reason}", "plan without --auto first")
             self._look_exactly()
         except (KeyboardInterrupt, _OutOfTime) as over:
             for planner in self._planners:
                 planner.stop()
             if isinstance(over, KeyboardInterrupt):
-                if not self._known:
+                if not self._settings_by_key:
                     raise
                 stopped = INTERRUPTED
             else:
@@ -189,56 +191,58 @@ class Search:
             stopped = f"out of time for more after {_FOR_ROUGH * (self._budget or 0.0):g} s"
         return self._sorted_out(stopped)
 
-    def _look_roughly(self, every: Sequence[Combination]) -> None:
+    def _look_roughly(self, all_combinations: Sequence[Combination]) -> None:
         """Trace combinations at their largest micro-batch, then the misfits at their smallest, while time allows.
 
         One combination of each engine comes first: a search that is cut short has compared the engines.
         """
         until = None if self._budget is None else self._begun + _FOR_ROUGH * self._budget
-        self._left_out = set(every)
-        first = one_of_each_engine(every, self._load(()))
-        for group in (first, [combination for combination in every if combination not in first]):
+        self._left_out = set(all_combinations)
+        one_each = one_of_each_engine(all_combinations, self._load(()))
+        for group in (one_each, [combination for combination in all_combinations if combination not in one_each]):
             self._trace_roughly(group, self._sizes[-1], until)
-            misfits = [one for one in group if one in self._largest and one in self._left_out]
+            misfits = [
+                combination for combination in group if combination in self._largest and combination in self._left_out
+            ]
             self._trace_roughly(misfits, self._sizes[0], until)
 
     def _trace_roughly(self, todo: Collection[Combination], size: int, until: float | None = None) -> None:
         began = time.monotonic()
         self._at_one_end -= set(todo)
-        asked = [(combination, size) for combination in todo]
-        for done, ((combination, _), answer) in enumerate(self._traced(asked, rough=True, until=until), 1):
+        pairs = [(combination, size) for combination in todo]
+        for n_done, ((combination, _), answer) in enumerate(self._traced(pairs, rough=True, until=until), 1):
             if isinstance(answer, str):
                 self._refused[combination] = answer
                 self._left_out.discard(combination)
             else:
                 self._learn(combination, answer)
-            left = (len(asked) - done) * (time.monotonic() - began) / done
-            self._tell(f"traced {done} of {len(asked)} roughly, about {left:.0f} s for the rest")
+            remaining = (len(pairs) - n_done) * (time.monotonic() - began) / n_done
+            self._tell(f"traced {n_done} of {len(pairs)} roughly, about {remaining:.0f} s for the rest")
 
     def _learn(self, combination: Combination, rough: Setting) -> None:
         """Keep a rough setting, and after that of the smallest micro-batch those between."""
         if rough.micro_batch < self._sizes[-1]:
             for setting in self._between(rough, self._largest[combination]):
-                self._known.setdefault((combination, setting.micro_batch), setting)
+                self._settings_by_key.setdefault((combination, setting.micro_batch), setting)
         elif rough.filled <= 1 or len(self._sizes) == 1:
-            self._known[combination, rough.micro_batch] = replace(rough, estimate=None)
+            self._settings_by_key[combination, rough.micro_batch] = replace(rough, estimate=None)
             self._at_one_end |= {combination} if len(self._sizes) > 1 else set()
         self._largest.setdefault(combination, rough)
-        if any((combination, size) in self._known for size in self._sizes):
+        if any((combination, size) in self._settings_by_key for size in self._sizes):
             self._left_out.discard(combination)
 
     def _look_exactly(self) -> None:
         """Replace rough figures by exact traces until the fastest setting that fits and the front are exact."""
-        known, seen = self._known, 0
+        settings, seen = self._settings_by_key, 0
         while True:
-            fastest = sorted(known.values(), key=lambda s: -s.tokens_per_s)
+            fastest = sorted(settings.values(), key=lambda s: -s.tokens_per_s)
             best = next((s for s in fastest if s.estimate is not None and s.filled <= 1), None)
             hopes = [
                 s for s in fastest
                 if s.estimate is None and s.filled <= _LOOSE and (best is None or s.tokens_per_s > best.tokens_per_s)
             ]  # fmt: skip
             if not hopes:
-                able = [s for s in best_of_each(known.values()) if s.filled <= 1]
+                able = [s for s in best_of_each(settings.values()) if s.filled <= 1]
                 hopes = [s for s in pareto(able) if s.estimate is None]
             if not hopes and best is not None and best.combination in self._at_one_end:
                 try:
@@ -251,22 +255,26 @@ class Search:
             todo = [(setting.combination, setting.micro_batch) for setting in hopes[: self._workers]]
             for key, answer in self._traced(todo):
                 if isinstance(answer, Setting):
-                    known[key] = answer
+                    settings[key] = answer
                 else:
-                    del known[key]
+                    del settings[key]
                 seen += 1
                 self._tell(f"traced {seen} exactly, at least {len(hopes) - len(todo)} to go")
-            misfits = [one for one, size in todo if (one, size) not in known or known[one, size].filled > 1]
+            misfits = [
+                combination
+                for combination, size in todo
+                if (combination, size) not in settings or settings[combination, size].filled > 1
+            ]
             self._trace_roughly(self._at_one_end.intersection(misfits), self._sizes[0])
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, progress: str) -> None:
         if self._budget is not None:
-            what += f"; the search ends within {max(0.0, self._begun + self._budget - time.monotonic()):.0f} s"
-        able = [s for s in self._known.values() if s.filled <= 1]
+            progress += f"; the search ends within {max(0.0, self._begun + self._budget - time.monotonic()):.0f} s"
+        able = [s for s in self._settings_by_key.values() if s.filled <= 1]
         if able:
             best = max(able, key=lambda s: s.tokens_per_s)
-            what += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s"
-        self._told(what)
+            progress += f"; best so far: {named(best, self.samples)}: {best.tokens_per_s:,.0f} tokens/s"
+        self._report(progress)
 
     def _traced(
         self, todo: Sequence[tuple[Combination, int]], rough: bool = False, until: float | None = None
@@ -276,12 +284,12 @@ class Search:
         with ThreadPoolExecutor(self._workers) as pool:
             answers = [pool.submit(self._predict, combination, size, rough) for combination, size in todo]
             try:
-                for asked, answer in zip(todo, answers, strict=True):
+                for pair, answer in zip(todo, answers, strict=True):
                     if until is not None and time.monotonic() > until:
                         for waiting in answers:
                             waiting.cancel()
                     if not answer.cancelled():
-                        yield asked, answer.result(None if end is None else max(0.0, end - time.monotonic()))
+                        yield pair, answer.result(None if end is None else max(0.0, end - time.monotonic()))
             except BaseException as error:  # Ctrl-C: nobody needs the rest
                 pool.shutdown(wait=False, cancel_futures=True)
                 for planner in self._planners:
@@ -314,25 +322,27 @@ class Search:
         limits = ((needed, self._target.device_memory), (on_host, self._target.host_memory))
         return max(need / (limit * usable) for need, limit in limits if limit is not None)
 
-    def _between(self, first: Setting, last: Setting) -> Iterator[Setting]:
+    def _between(self, smallest: Setting, largest: Setting) -> Iterator[Setting]:
         """Interpolate to every micro-batch size: the phases' peaks linearly, time linearly in 1 / micro-batch.
 
         A phase's peak is the largest of several lines, therefore linear interpolation is never too low.
         """
-        assert first.estimate is not None and last.estimate is not None
+        assert smallest.estimate is not None and largest.estimate is not None
         for size in self._sizes:
-            settings = self._settings(first.combination, size)
-            up = (size - first.micro_batch) / (last.micro_batch - first.micro_batch)
-            in_time = (1 / size - 1 / first.micro_batch) / (1 / last.micro_batch - 1 / first.micro_batch)
-            waits = {name: max(0.0, _line(first.waits[name], last.waits[name], in_time)) for name in first.waits}
-            needed = _needed_between(first.estimate, last.estimate, up)
-            on_host = _line(first.estimate.host_peak, last.estimate.host_peak, up)
-            filled = self._filled(last.estimate, needed, on_host)
-            yield Setting(first.combination, size, settings, round(needed), filled, waits)
+            settings = self._settings(smallest.combination, size)
+            up = (size - smallest.micro_batch) / (largest.micro_batch - smallest.micro_batch)
+            in_time = (1 / size - 1 / smallest.micro_batch) / (1 / largest.micro_batch - 1 / smallest.micro_batch)
+            waits = {
+                name: max(0.0, _line(smallest.waits[name], largest.waits[name], in_time)) for name in smallest.waits
+            }
+            needed = _needed_between(smallest.estimate, largest.estimate, up)
+            on_host = _line(smallest.estimate.host_peak, largest.estimate.host_peak, up)
+            filled = self._filled(largest.estimate, needed, on_host)
+            yield Setting(smallest.combination, size, settings, round(needed), filled, waits)
 
-    def _sorted_out(self, stopped: str) -> Found:
-        known = self._known
-        best = best_of_each(known.values())
+    def _sorted_out(self, stopped: str) -> SearchResult:
+        settings = self._settings_by_key
+        best = best_of_each(settings.values())
         fitting = sorted((s for s in best if s.filled <= 1), key=lambda s: -s.tokens_per_s)
         misfits = sorted((s for s in best if s.filled > 1), key=lambda s: s.needed)
         if not best and stopped:
@@ -353,27 +363,27 @@ class Search:
                 f"{gib(self._target.device_memory or 0)}",
                 "use more GPUs or larger ones, a smaller model, shorter samples, or fix fewer settings",
             )
-        sizes = tuple(s for (combination, _), s in known.items() if combination == fitting[0].combination)
-        return Found(
+        sizes = tuple(s for (combination, _), s in settings.items() if combination == fitting[0].combination)
+        return SearchResult(
             tuple(fitting), tuple(misfits), self._refused, sizes, self.samples, stopped,
-            tuple(one for one in self._every if one in self._left_out),
+            tuple(combination for combination in self._every if combination in self._left_out),
         )  # fmt: skip
 
 
 def named(setting: Setting, samples: int) -> str:
     """A setting in one line."""
-    one = setting.combination
+    combination = setting.combination
     passes = samples // setting.micro_batch
     batch = f"micro-batch {setting.micro_batch}" + (f" × {passes}" if passes > 1 else "")
-    return f"{one.engine}; checkpointing {one.policy}; {one.precision}; {batch}"
+    return f"{combination.engine}; checkpointing {combination.policy}; {combination.precision}; {batch}"
 
 
 def best_of_each(settings: Iterable[Setting]) -> list[Setting]:
     """Each combination at its fastest micro-batch that fits, or else at the one that needs least memory."""
     best: dict[Combination, Setting] = {}
     for setting in settings:
-        other = best.get(setting.combination)
-        if other is None or _rank(setting) > _rank(other):
+        best_so_far = best.get(setting.combination)
+        if best_so_far is None or _rank(setting) > _rank(best_so_far):
             best[setting.combination] = setting
     return list(best.values())
 
@@ -382,11 +392,13 @@ def _rank(setting: Setting) -> tuple[bool, float]:
     return setting.filled <= 1, setting.tokens_per_s if setting.filled <= 1 else -setting.filled
 
 
-def _needed_between(first: MemoryEstimate, last: MemoryEstimate, up: float) -> float:
-    beyond = _line(first.needed - first.peak.allocated, last.needed - last.peak.allocated, up)
-    phases = first.phases.keys() & last.phases.keys()  # a rough one has no evaluation
-    return beyond + max(_line(first.phases[name].allocated, last.phases[name].allocated, up) for name in phases)
+def _needed_between(smallest: MemoryEstimate, largest: MemoryEstimate, position: float) -> float:
+    beyond = _line(smallest.needed - smallest.peak.allocated, largest.needed - largest.peak.allocated, position)
+    phases = smallest.phases.keys() & largest.phases.keys()  # a rough one has no evaluation
+    return beyond + max(
+        _line(smallest.phases[name].allocated, largest.phases[name].allocated, position) for name in phases
+    )
 
 
-def _line(first: float, last: float, at: float) -> float:
-    return first + (last - first) * at
+def _line(start: float, end: float, position: float) -> float:
+    return start + (end - start) * position

@@ -101,12 +101,12 @@ def trial_settings(
     ]  # fmt: skip
 
 
-def read_trial(folder: Path, exit_code: int, said: str = "") -> Trial:
+def read_trial(folder: Path, exit_code: int, output: str = "") -> Trial:
     """Read the result of a run that `run_trial` started, from its run directory."""
     if exit_code:
         if list((folder / "oom").glob("rank*.json")):
-            return Trial("out of memory", message=_last_line(said))
-        return Trial("failed", message=_last_line(said))
+            return Trial("out of memory", message=_last_line(output))
+        return Trial("failed", message=_last_line(output))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for _, gathered in read_jsonl(folder / "memory.jsonl") for row in gathered]
     on_device = [row.device_mem for row in rows if row.device_mem is not None]
@@ -126,7 +126,7 @@ def _speed(metrics: Sequence[dict[str, Any]]) -> float | None:
     return median(speeds) if speeds else None
 
 
-def _last_line(said: str) -> str:
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    lines = errors or said.strip().splitlines() or ["it said nothing"]
+def _last_line(output: str) -> str:
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    lines = errors or output.strip().splitlines() or ["it said nothing"]
     return lines[0] if errors else lines[-1]

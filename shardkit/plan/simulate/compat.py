@@ -104,7 +104,7 @@ _CUDA = 1  # c10::DeviceType::CUDA
 _SLOTS = 96  # more virtual functions than CUDAHooksInterface has
 _IS_BUILT, _HAS_CONTEXT = 2, 4  # slots of the two functions, after two destructors
 _GUARD_SLOTS = 64  # more virtual functions than DeviceGuardImplInterface has
-_kept: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the process
+_alive: list[Any] = []  # objects that C++ points to, and registrations, must live as long as the process
 
 
 def packet_of(func: Any) -> Any:
@@ -127,10 +127,10 @@ _ALIASES = ("aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::_effi
 _UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
-def fused_adamw(param: torch.Tensor, grad: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+def fused_adamw(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
     """A fused AdamW step that changes nothing; a trace sees the tensors that it touches."""
     _fused_adamw(
-        [param], [grad], [first], [second], [], [], lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1.0,
+        [param], [grad], [exp_avg], [exp_avg_sq], [], [], lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1.0,
         amsgrad=False, maximize=False,
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _install_guard() -> None:
         table = (ctypes.c_void_p * _GUARD_SLOTS)(*[answer] * _GUARD_SLOTS)
         guard = (ctypes.c_void_p * 2)(ctypes.addressof(table), 0)
         registrar = (ctypes.c_void_p * 2)()
-        _kept.extend([table, guard, registrar])
+        _alive.extend([table, guard, registrar])
         register(ctypes.addressof(registrar), _CUDA, ctypes.addressof(guard))
     if has_its_own:
         _ensure_guard.find()()
@@ -188,13 +188,13 @@ def _install_guard() -> None:
     yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
     for slot in (_IS_BUILT, _HAS_CONTEXT):
         copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
-    _kept.extend([copied, yes])
+    _alive.extend([copied, yes])
     table_of_hooks.value = ctypes.addressof(copied) + 16
 
 
 def _function_for_no_devices() -> int | None:
     zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
-    _kept.append(zero)
+    _alive.append(zero)
     return ctypes.cast(zero, ctypes.c_void_p).value
 
 
@@ -212,7 +212,7 @@ def _function_for_one_device() -> int:
         raise _ensure_guard.gone()
     code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     code.write(bytes.fromhex("b801000000 31d2 c3"))  # mov eax, 1; xor edx, edx; ret
-    _kept.append(code)
+    _alive.append(code)
     return ctypes.addressof(ctypes.c_char.from_buffer(code))
 
 
@@ -238,7 +238,7 @@ def register_cuda_kernels() -> None:
         operator = getattr(torch.ops.aten, name, None)
         if operator is not None and not operator.default.has_kernel_for_dispatch_key(_key.find().CUDA):
             library.impl(name, _never_called)  # type: ignore[no-untyped-call]
-    _kept.append(library)
+    _alive.append(library)
 
 
 def _never_called(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ def register_batch_norm(shapes: Mapping[str, Callable[..., Any]]) -> None:
     library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     for name, kernel in shapes.items():
         library.impl(name, kernel)  # type: ignore[no-untyped-call]
-    _kept.append(library)
+    _alive.append(library)
     # During graph capture it does not search for ranks without samples, which would need values.
     capturing = _Changed(torch.cuda, is_current_stream_capturing=lambda: True)
     _of_sync_batch_norm.torch = _Changed(torch, cuda=capturing)
@@ -274,12 +274,12 @@ def register_collectives() -> None:
         kernel = partial(operator.redispatch, on_cpus)
         gathers = operator.name() == "c10d::_allgather_base_"
         library.impl(operator, partial(_gather_flat, kernel) if gathers else kernel)  # type: ignore[no-untyped-call]
-    _kept.append(library)
+    _alive.append(library)
 
 
-def _gather_flat(gather: Callable[..., Any], whole: torch.Tensor, piece: torch.Tensor, *rest: Any) -> Any:
+def _gather_flat(gather: Callable[..., Any], output: torch.Tensor, shard: torch.Tensor, *options: Any) -> Any:
     """Gather into a flat view: torch 2.9.0's fake group splits the output along its first dimension, which may be 1."""
-    return whole, gather(whole.view(-1), piece.view(-1), *rest)[1]
+    return output, gather(output.view(-1), shard.view(-1), *options)[1]
 
 
 @contextmanager

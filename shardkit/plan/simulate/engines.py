@@ -190,33 +190,33 @@ class StandInDDP(nn.Module):
         self._rebuilds, self._reduced = not bucket_views and not find_unused_parameters, False
         if not bucket_views:
             _send_copies([*module.parameters(), *module.buffers()])
-        self._place: dict[int, tuple[_Bucket, int]] = {}
-        first = math.inf if self._rebuilds else _FIRST_BUCKET_MB * 2**20
-        self._buckets = list(self._make_buckets(first))
+        self._bucket_and_start: dict[int, tuple[_Bucket, int]] = {}
+        first_cap = math.inf if self._rebuilds else _FIRST_BUCKET_MB * 2**20
+        self._buckets = list(self._make_buckets(first_cap))
         for param in self._params:
             param.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
-    def _make_buckets(self, first: float) -> Iterator[_Bucket]:
-        for members in _by_size(self._params[::-1], first, self._cap):
+    def _make_buckets(self, first_cap: float) -> Iterator[_Bucket]:
+        for members in _by_size(self._params[::-1], first_cap, self._cap):
             total = sum(p.numel() for p in members)
             bucket = _Bucket(torch.empty(total, dtype=members[0].dtype, device=members[0].device))
             start = 0
             for member in members:
-                self._place[id(member)] = bucket, start
+                self._bucket_and_start[id(member)] = bucket, start
                 start += member.numel()
             bucket.waits_for = bucket.missing = len(members)
             yield bucket
 
     def _rebuild(self) -> None:
         self._rebuilds = False
-        self._place.clear()
+        self._bucket_and_start.clear()
         self._buckets.clear()
         self._buckets = list(self._make_buckets(_FIRST_BUCKET_MB * 2**20))
 
     def _ready(self, param: nn.Parameter) -> None:
         if not self._sync:
             return
-        bucket, start = self._place[id(param)]
+        bucket, start = self._bucket_and_start[id(param)]
         view = bucket.flat[start : start + param.numel()].view_as(param)
         assert param.grad is not None
         if param.grad.untyped_storage() is not view.untyped_storage():
@@ -249,10 +249,10 @@ class StandInDDP(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _by_size(tensors: Sequence[torch.Tensor], first: float, cap: float) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype; a group ends once it has `cap` bytes (the first group: `first`)."""
+def _by_size(tensors: Sequence[torch.Tensor], first_cap: float, cap: float) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype; a group ends once it has `cap` bytes (the first group: `first_cap`)."""
     members: list[torch.Tensor] = []
-    limit = first
+    limit = first_cap
     for index, tensor in enumerate(tensors):
         members.append(tensor)
         full = sum(t.numel() * t.element_size() for t in members) >= limit

@@ -65,18 +65,18 @@ def install(gpu: Gpu, n_devices: int = 8) -> None:
     _check()
 
 
-class Stream:
+class FakeStream:
     """Replaces `torch.cuda.Stream`: only a number."""
 
     _made = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        Stream._made += 1
-        self.stream_id = self.cuda_stream = Stream._made
+        FakeStream._made += 1
+        self.stream_id = self.cuda_stream = FakeStream._made
         self.device, self.device_index, self.device_type = torch.device("cuda", 0), 0, 1
 
-    def record_event(self, event: Any = None) -> Event:
-        return Event()
+    def record_event(self, event: Any = None) -> FakeEvent:
+        return FakeEvent()
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -91,7 +91,7 @@ class Stream:
         return False
 
 
-class Event:
+class FakeEvent:
     """Replaces `torch.cuda.Event`: every event has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -105,12 +105,12 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         return 0.0
 
 
 @contextmanager
-def _on_stream(stream: Stream | None) -> Iterator[None]:
+def _on_stream(stream: FakeStream | None) -> Iterator[None]:
     global _current
     before, _current = _current, _current if stream is None else stream.stream_id
     try:
@@ -126,7 +126,7 @@ def _on_device(device: Any) -> Iterator[None]:
 
 def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
     """Replacements for members of `torch.cuda` that describe or use a GPU."""
-    default = Stream()
+    default = FakeStream()
     default.stream_id = default.cuda_stream = 0
     properties = SimpleNamespace(
         name=gpu.device_name, total_memory=gpu.memory, major=gpu.capability[0], minor=gpu.capability[1],
@@ -134,8 +134,8 @@ def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
         gcnArchName="", warp_size=32,
     )  # fmt: skip
     replaced: dict[str, Any] = {
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": FakeStream,
+        "Event": FakeEvent,
         "stream": _on_stream,
         "StreamContext": _on_stream,
         "device": _on_device,
@@ -158,7 +158,7 @@ def _cuda_api(gpu: Gpu, n_devices: int) -> dict[str, Any]:
         "reset_peak_memory_stats": lambda *_: None,
         "memory_stats": lambda *_: {},
         "mem_get_info": lambda *_: (gpu.memory, gpu.memory),
-        **{f"{most}memory_{what}": lambda *_: 0 for most in ("", "max_") for what in ("allocated", "reserved")},
+        **{f"{prefix}memory_{amount}": lambda *_: 0 for prefix in ("", "max_") for amount in ("allocated", "reserved")},
     }
     types = {"FloatTensor": torch.float32, "ByteTensor": torch.uint8, "IntTensor": torch.int32}
     return replaced | {key: partial(torch.tensor, dtype=dtype, device="cuda") for key, dtype in types.items()}
@@ -223,8 +223,8 @@ def _kernel(
     if newer and half and not masked and widths[0] == widths[1] <= 256:
         return "flash"
     multiple = 8 if half else 4 if newer else 1
-    known = newer or query.dtype != torch.bfloat16
-    return "efficient" if known and not shared and not any(width % multiple for width in widths) else "plain"
+    has_kernel = newer or query.dtype != torch.bfloat16
+    return "efficient" if has_kernel and not shared and not any(width % multiple for width in widths) else "plain"
 
 
 def _plain_attention(

@@ -13,6 +13,7 @@ from ...config.load import resolve_batch
 from ...config.schema import RunConfig
 from ...errors import ConfigError
 from ...memory.phases import Phases
+from ...memory.tracing.traced_step import Tracing
 from ...parallel.blocks import find_blocks
 from ...parallel.optim import SPARED, make_optimizer
 from ...parallel.weights import Weights
@@ -23,7 +24,6 @@ from ...strategies.build import parallelize
 from ...strategies.step import train_step
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts
-from ...tracing.traced_step import Tracing
 from .engines import SHARDKIT, LoopTraits
 
 
@@ -75,8 +75,8 @@ def take_evaluation(
             rows, width = prompts.batch(config.train, world.size)
             with tracing.phase("sample"):
                 tokens = torch.zeros(rows, width, dtype=torch.long)
-                last = torch.zeros(rows, dtype=torch.long, device=device)
-                task.next_logits(model, tokens.to(device), last).float().cpu()  # type: ignore[attr-defined]
+                last_positions = torch.zeros(rows, dtype=torch.long, device=device)
+                task.next_logits(model, tokens.to(device), last_positions).float().cpu()  # type: ignore[attr-defined]
     model.train()
 
 

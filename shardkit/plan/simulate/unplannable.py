@@ -52,20 +52,20 @@ def explained() -> Iterator[None]:
     except ShardkitError:
         raise
     except (Exception, SystemExit) as error:
-        where = _at(error.__traceback__)
-        said = next(iter(str(error).strip().splitlines()), "")
-        if custom := _NO_FAKE.match(said):
-            raise _no_fake_kernel(custom[1], where) from error
+        at_line = _at(error.__traceback__)
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        if custom := _NO_FAKE.match(first_line):
+            raise _no_fake_kernel(custom[1], at_line) from error
         raise Untraceable(
-            f"this step cannot be traced: {type(error).__name__}: {shorten(said, 200)}{where}",
-            ("if it trains, give the task a plan_loss(model, batch) that avoids it" if where else _CHANGE)
+            f"this step cannot be traced: {type(error).__name__}: {shorten(first_line, 200)}{at_line}",
+            ("if it trains, give the task a plan_loss(model, batch) that avoids it" if at_line else _CHANGE)
             + "; SHARDKIT_DEBUG=1 shows the traceback",
         ) from error
 
 
-def _no_fake_kernel(operator: str, where: str) -> ConfigError:
+def _no_fake_kernel(operator: str, at_line: str) -> ConfigError:
     return ConfigError(
-        f"planning cannot follow the operator {operator}{where}: it has no fake kernel",
+        f"planning cannot follow the operator {operator}{at_line}: it has no fake kernel",
         "register one with torch.library.register_fake",
     )
 
@@ -95,22 +95,22 @@ def constructor_reads(frame: FrameType | None) -> ConfigError:
     """The error of a constructor that reads a tensor's value and cannot be built with real ones."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    where = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+    at_line = "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
     return ConfigError(
-        f"the model's constructor needs the value of a tensor{where}, and cannot be built on this machine's CPU",
+        f"the model's constructor needs the value of a tensor{at_line}, and cannot be built on this machine's CPU",
         "compute what it reads from numbers instead of tensors, or make the model's constructor work on the CPU",
     )
 
 
 def _at(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code."""
-    found = ""
+    at_line = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if _is_users(name):
-            found = _line(name, trace.tb_lineno)
+            at_line = _line(name, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return at_line
 
 
 def _line(name: str, number: int) -> str:

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
+from ...memory.tracing.compat import DEVICE
 from ...parallel.draws import CHUNK, Recipe
 from ...parallel.weights import Later, Weights, parameters_on_meta
 from ...parallel.world import World
-from ...tracing.compat import DEVICE
 from .compat import (
     GROUPED_MM,
     LOCAL_SCALAR,

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ...errors import gib
-from ...html.page import Cell, Page, n_bytes, paragraph, table, words
+from ..html.page import Cell, Page, n_bytes, paragraph, table, words
 from .account import CATEGORIES, Account
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24

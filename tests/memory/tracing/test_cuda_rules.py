@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardkit.tracing import scratch
-from shardkit.tracing.events import EventLog
+from shardkit.memory.tracing import scratch
+from shardkit.memory.tracing.events import EventLog
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup
 
-from ..errors import ConfigError, gib
+from ...errors import ConfigError, gib
 
 if TYPE_CHECKING:
     from jinja2 import Template

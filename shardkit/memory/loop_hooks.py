@@ -34,7 +34,7 @@ class Listener(Protocol):
         ...
 
 
-class Watch:
+class LoopHooks:
     """While entered: forward = the model's forward in training, backward = from there to the optimizer step or the next
     forward, update = the optimizers' steps; memory is gathered when due, and once more on leaving.
 

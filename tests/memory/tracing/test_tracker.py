@@ -248,7 +248,7 @@ def fsdp_step() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, "tests.tracing.test_tracker:on_two_ranks")
+    return run_ranks(2, "tests.memory.tracing.test_tracker:on_two_ranks")
 
 
 def on_two_ranks() -> dict[str, Any]:

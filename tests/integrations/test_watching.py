@@ -113,7 +113,7 @@ EXPECTED = {
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_every_ranks_state_is_counted_to_the_byte_whatever_engine_the_loop_has(tmp_path: Path) -> None:
-    found = run_ranks(2, "tests.run.test_watching:loops", kinds=list(EXPECTED), folder=str(tmp_path))[0]
+    found = run_ranks(2, "tests.integrations.test_watching:loops", kinds=list(EXPECTED), folder=str(tmp_path))[0]
     for kind, expected in EXPECTED.items():
         assert found[kind]["steps"] == [1, 2, 4, 5], kind
         assert found[kind]["ranks"] == [expected, expected], kind
@@ -290,7 +290,7 @@ def runs_out_under_zero3(folder: str) -> Any:
 @pytest.mark.dist
 @pytest.mark.deepspeed
 def test_memory_that_runs_out_under_zero3_is_explained(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, "tests.run.test_watching:runs_out_under_zero3", folder=str(tmp_path))
+    (found,) = run_ranks(1, "tests.integrations.test_watching:runs_out_under_zero3", folder=str(tmp_path))
     assert (found["step"], found["gaps"]) == (3, [])
     assert any(one["change"].startswith("train_micro_batch_size_per_gpu: ") for one in found["advice"]), found["advice"]
 
@@ -399,7 +399,7 @@ def half_fails(folder: str) -> str:
 
 @pytest.mark.dist
 def test_a_rank_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    assert run_ranks(2, "tests.run.test_watching:half_fails", folder=str(tmp_path)) == ["ended", "only here"]
+    assert run_ranks(2, "tests.integrations.test_watching:half_fails", folder=str(tmp_path)) == ["ended", "only here"]
     assert [step for step, _ in read_jsonl(tmp_path / "memory.jsonl")] == [1, 2]
 
 

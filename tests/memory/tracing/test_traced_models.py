@@ -44,7 +44,7 @@ def test_at_most_3_percent_of_the_allocators_peak_is_unattributed(model: str, po
     if model == "swinir":  # deep enough that a convolution's scratch does not weigh more than it does in the real one
         settings.append("model.hf={depths: [6, 6, 6], num_heads: [2, 2, 2]}")
     ((allocator, traced),) = run_ranks(
-        1, "tests.tracing.test_traced_models:measured", init_group=False, folder=str(tmp_path), settings=settings
+        1, "tests.memory.tracing.test_traced_models:measured", init_group=False, folder=str(tmp_path), settings=settings
     )
     # It may be a little more: pictures lie in memory of numpy's, which torch's allocator knows nothing of.
     assert abs(allocator - traced) <= 0.03 * allocator

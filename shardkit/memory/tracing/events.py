@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from ..memory.rows import KINDS, Category
+from ..rows import KINDS, Category
 from .compat import tensors
 
 _ORDER: dict[str, int] = {kind: order for order, kind in enumerate(KINDS)}

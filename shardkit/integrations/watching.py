@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,11 +19,11 @@ from torch import nn
 
 from ..config.foreign.translate import Job, read_job
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
-from ..files import append_jsonl, parsed, write_whole
-from ..launch.failures import failure
+from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
-from ..memory.rows import RankRow, gather_json
-from ..memory.watch import Watch
+from ..memory.loop_hooks import LoopHooks
+from ..memory.rows import RankRow
+from ..memory.table import write_jsonl
 from ..oom import shortage
 from ..oom.advice import Advice
 from ..oom.cap import MemoryCap, memory_cap
@@ -32,12 +31,12 @@ from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
 from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
+from ..run import directory
+from ..run.owner import Owner
+from ..run.planning import target_of
 from ..telemetry.metrics import MetricsWriter
 from ..telemetry.progress import Progress
-from . import directory
-from .observe import Loop, Observed
-from .owner import Owner
-from .planning import target_of
+from .loop import Loop, Observed
 
 PLANNING = ".shardkit/planning"
 """The file of the rank that plans after an out-of-memory error."""
@@ -152,7 +151,7 @@ class Watching:
         return self._settings.run_dir
 
     @property
-    def marks(self) -> Watch:
+    def marks(self) -> LoopHooks:
         """Where the caller marks the phases, if no hooks do."""
         return self._watch
 
@@ -203,7 +202,7 @@ class Watching:
             done = settings.done or 0
             if settings.resume:
                 if settings.done is None:
-                    done = int(str(ranks.gather(_last_step(path))[0]))
+                    done = int(str(ranks.gather(job_starts.last_step(path))[0]))
                 directory.go_on(config, ranks, path, done)
             self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
             if self._cap is not None:
@@ -223,7 +222,7 @@ class Watching:
                 if shown is not None:
                     self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
-            self._watch = Watch(
+            self._watch = LoopHooks(
                 self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
             )
             self._inside.callback(self._watch.unhook)
@@ -276,7 +275,7 @@ class Watching:
         failure.record(explained)
         return explained
 
-    # What `Watch` calls
+    # What `LoopHooks` calls
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         self._loop.look(inputs)
@@ -306,7 +305,7 @@ class Watching:
             say(f"shardkit: memory is no longer gathered: {printable(cause)}")
             return
         if rows is not None and self._records is not None:
-            append_jsonl(self.run_dir / "memory.jsonl", gather_json(step, time.time(), rows))
+            write_jsonl(self.run_dir / "memory.jsonl", step, rows)
             self._records.writer.write_memory(step, rows)
 
     def _config(self) -> Observed:
@@ -320,7 +319,7 @@ class Watching:
         """Write what the loop shows; a problem with it does not end the loop."""
         self._is_described = True
         try:
-            write_whole(self.run_dir / "config.yaml", self._config().render())
+            directory.write_config(self.run_dir, self._config())
         except (OSError, ConfigError) as error:
             say(f"shardkit: {self.run_dir}/config.yaml is not complete: {printable(str(error).partition(chr(10))[0])}")
 
@@ -499,10 +498,3 @@ def _first(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _last_step(run_dir: Path) -> int:
-    """The last step in `metrics.jsonl`; 0 without one."""
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return max((int(parsed(line).get("step", 0)) for line in lines), default=0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardkit.tracing.scratch import scratch
+from shardkit.memory.tracing.scratch import scratch
 
 aten = torch.ops.aten
 

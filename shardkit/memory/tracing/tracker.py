@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..memory.state import local_tensors
+from ..state import local_tensors
 from .compat import DEVICE, DispatchMode, Patches, schema, tensors
 from .events import EventLog
 from .scratch import scratch

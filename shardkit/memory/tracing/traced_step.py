@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.phases import Phases
-from ..memory.rows import CATEGORIES, Category, PhaseName
-from ..memory.state import HasState, local_tensors
+from ..phases import Phases
+from ..rows import CATEGORIES, Category, PhaseName
+from ..state import HasState, local_tensors
 from .events import EventLog, Peak, following_modules
 from .tracker import TensorTracker
 

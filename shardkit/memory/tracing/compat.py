@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..config.libraries import Feature, NameGone
+from ...config.libraries import Feature, NameGone
 
 TRACKER = Feature("following tensors (memory.trace_step, memory.cap on CPUs, plans)")
 CONVOLUTIONS = Feature("counting convolutions' copies on CPUs")

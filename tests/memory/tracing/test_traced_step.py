@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardkit.config.load import load_config
 from shardkit.memory.rows import PHASES, PhaseName, StateKind
 from shardkit.memory.state import HasState, module_state
+from shardkit.memory.tracing.traced_step import traced_step
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
-from shardkit.tracing.traced_step import traced_step
 from tests.ranks import run_ranks
 
 SIZES = ["model.preset=debug", "train.micro_batch_size=2", "train.seq_len=64", "train.eval_samples=0",
@@ -46,8 +46,11 @@ def test_state_is_exact_and_categories_sum_to_the_peak(
     strategy: str, params: int, optimizer: int, tmp_path: Path
 ) -> None:
     run_ranks(
-        2, "tests.tracing.test_traced_step:traced", folder=str(tmp_path), overrides=[f"parallel.strategy={strategy}"]
-    )
+        2,
+        "tests.memory.tracing.test_traced_step:traced",
+        folder=str(tmp_path),
+        overrides=[f"parallel.strategy={strategy}"],
+    )  # fmt: skip
     for rank in range(2):
         step = found(tmp_path, rank)
         assert step["step"] == 2 and step["device"] == "cpu"
@@ -66,7 +69,7 @@ def test_a_later_step_has_the_same_memory(tmp_path: Path) -> None:
     for step in (2, 3):
         overrides = ["parallel.strategy=ddp", "parallel.bucket_mb=1", "train.max_steps=3", f"memory.trace_step={step}"]
         folder = tmp_path / str(step)
-        run_ranks(2, "tests.tracing.test_traced_step:traced", folder=str(folder), overrides=overrides)
+        run_ranks(2, "tests.memory.tracing.test_traced_step:traced", folder=str(folder), overrides=overrides)
         steps[step] = found(folder)
     for phase in ("forward", "backward", "update"):
         # A few numbers of the step's message may be alive or not: it travels beside the update.
@@ -154,7 +157,7 @@ def test_what_the_allocator_held_beyond_the_tensors_counts_in_every_phase(
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[running])
-    monkeypatch.setattr("shardkit.tracing.traced_step._cuda_stream", lambda: 0)
+    monkeypatch.setattr("shardkit.memory.tracing.traced_step._cuda_stream", lambda: 0)
     found: dict[str, Any] = {}
     with traced_step(Strategy(), Strategy.model, Ledger(), torch.device("cuda", 0), 2, found.update) as phases:
         for name in PHASES[-3:]:
