@@ -11,7 +11,7 @@ from ..checkpoint.base import FrozenBase, check_adapter
 from ..checkpoint.format.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer
-from ..data.sampler import State
+from ..data.order import State
 from ..errors import CheckpointError, ConfigError, DataError, gib
 from ..tasks.base import Task
 from . import directory

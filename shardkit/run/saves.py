@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.format.manifest import RunState
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.schema import RunConfig
-from ..data.sampler import State
+from ..data.order import State
 from ..files import TAIL, append_jsonl, read_objects
 from ..memory.phases import doing
 from .watchdog import Part, Watchdog

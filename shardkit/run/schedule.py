@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.load import resolve_batch
 from ..config.schema import RunConfig
 from ..data.loader import StepLoader
-from ..data.sampler import BatchSchedule, Order, State
+from ..data.order import BatchSchedule, Order, State
 from ..errors import DataError
 from ..parallel.world import World
 from ..tasks.base import Dataset, Task

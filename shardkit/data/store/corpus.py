@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config.schema import DataConfig
-from ..errors import DataError
-from .sources import TextFile, find_text_files, unreadable
-from .tokens import CHUNK, TEXT_DTYPE, cached_entry, tail_size, tokenise
+from ...config.schema import DataConfig
+from ...errors import DataError
+from ..listing import TextFile, find_text_files, unreadable
+from .cache import CHUNK, TEXT_DTYPE, cached_entry, tail_size, tokenise
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ..errors import DataError
-from .records import Kind as FileKind
-from .records import parse_line, refuse_array
-from .sources import TextFile, unreadable
-from .tables import schema
+from ...errors import DataError
+from ..listing import TextFile, unreadable
+from .pieces import Kind as FileKind
+from .pieces import parse_line, refuse_array
+from .tabular import schema
 
 Kind = Literal["text", "messages", "prompt"]
 TOOLS = "tools"

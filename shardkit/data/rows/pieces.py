@@ -17,9 +17,9 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import DataError
-from .sources import RECORDS, TABLES, TextFile, find_files, is_text, unreadable
-from .tables import GroupReader, arrow_batches, damaged, parquet_batches, parquet_file, to_dicts, to_table
+from ...errors import DataError
+from ..listing import RECORDS, TABLES, TextFile, find_files, is_text, unreadable
+from .tabular import GroupReader, arrow_batches, damaged, parquet_batches, parquet_file, to_dicts, to_table
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 PIECE_BYTES = 1 << 23

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import ConfigError, DataError
-from .sampler import generator_of
-from .sources import held_out
+from ...errors import ConfigError, DataError
+from ..listing import held_out
+from ..order import generator_of
 
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3], RGB."""

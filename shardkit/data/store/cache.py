@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError
-from ..files import group_of_new_files, locked, mode_like
-from .sources import TextFile, is_text, split_files, unreadable
+from ...errors import DataError
+from ...files import group_of_new_files, locked, mode_like
+from ..listing import TextFile, is_text, split_files, unreadable
 
 logger = logging.getLogger(__name__)
 

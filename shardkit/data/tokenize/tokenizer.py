@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config.schema import RunConfig
-from ..errors import ConfigError
-from ..files.bounded import in_child
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...files.bounded import in_child
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""

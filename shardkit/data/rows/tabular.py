@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import DataError
+from ...errors import DataError
 
 BATCH_ROWS, BATCH_BYTES = 1024, 1 << 22
 """Most rows of a parquet file that are decoded together, and about how many bytes."""

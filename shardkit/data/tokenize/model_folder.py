@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config.schema import RunConfig
-from ..errors import ConfigError
-from .sources import RECORDS
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ..listing import RECORDS
 from .tokenizer import tokenizer_path
 
 _WEIGHTS = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .tokens import tail_size
+from .cache import tail_size
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,7 @@
 """Tokenise a data set once a node: worker processes of one thread each encode pieces, one process writes them in order.
 
-`python -m shardkit.data.encode` is a worker: it reads lines of JSON (a recipe, then pieces) and answers each with one.
+`python -m shardkit.data.tokenize.encode` is a worker: it reads lines of JSON (a recipe, then
+pieces) and answers each with one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DataError, ShardkitError, printable
-from ..files.children import module_command
-from .chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
-from .columns import Columns, RowError
-from .documents import Writer
-from .records import BadRow, Piece, rows
+from ...errors import DataError, ShardkitError, printable
+from ...files.children import module_command
+from ..chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
+from ..rows.columns import Columns, RowError
+from ..rows.pieces import BadRow, Piece, rows
+from ..store.tokenised import Writer
 
 _LOG = logging.getLogger(__name__)
 SHOWN = 20

@@ -11,18 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config.schema import DataConfig, RunConfig
-from ..errors import ConfigError, DataError
-from .chat import TEMPLATE_S
-from .columns import RowError
-from .corpus import Corpus, unigram_cross_entropy
-from .documents import Documents, LongCounts, Split
-from .encode import Encoder
-from .loader import MapDataset
-from .packing import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
-from .records import BadRow, PieceReader
-from .sampler import MixOrder, WindowOrder
-from .text import Sources, Stream, open_sources, open_stream, reads_documents
+from ...config.schema import DataConfig, RunConfig
+from ...errors import ConfigError, DataError
+from ..chat import TEMPLATE_S
+from ..loader import MapDataset
+from ..order import MixOrder, WindowOrder
+from ..pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
+from ..rows.columns import RowError
+from ..rows.pieces import BadRow, PieceReader
+from ..store.corpus import Corpus, unigram_cross_entropy
+from ..store.tokenised import Documents, LongCounts, Split
+from ..tokenize.encode import Encoder
+from ..tokenize.prepared import Sources, Stream, open_sources, open_stream, reads_documents
 from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows, windows
 
 _LOG = logging.getLogger(__name__)

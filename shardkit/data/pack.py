@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from ..errors import DataError
-from .corpus import Corpus, TokenSpan
-from .tokens import CHUNK, SEPARATOR
-from .windows import IGNORE_INDEX
+from .datasets.windows import IGNORE_INDEX
+from .store.cache import CHUNK, SEPARATOR
+from .store.corpus import Corpus, TokenSpan
 
 Ints = npt.NDArray[np.int64]
 Packing = Literal["packed", "padding_free"]

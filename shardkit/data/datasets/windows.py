@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config.libraries import is_first_rank
-from ..config.schema import RunConfig
-from ..errors import ConfigError, DataError
-from .corpus import Corpus, Tokens, TokenSpan, open_corpus
-from .documents import Documents
-from .sampler import generator_of
-from .tokenizer import FILES
+from ...config.libraries import is_first_rank
+from ...config.schema import RunConfig
+from ...errors import ConfigError, DataError
+from ..order import generator_of
+from ..store.corpus import Corpus, Tokens, TokenSpan, open_corpus
+from ..store.tokenised import Documents
+from ..tokenize.tokenizer import FILES
 
 IGNORE_INDEX = -100
 _BYTE_VOCABULARY = 512

@@ -14,18 +14,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..config.libraries import is_first_rank
-from ..config.load import load_config
-from ..config.schema import DataConfig, RunConfig, SourceConfig
-from ..errors import ConfigError, DataError, ShardkitError, printable, report
-from .chat import READS_CLOCK, LossOn, Template, at_date, no_template
-from .columns import Columns, choose_columns, column_names, names_to_find
-from .documents import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
+from ...config.libraries import is_first_rank
+from ...config.load import load_config
+from ...config.schema import DataConfig, RunConfig, SourceConfig
+from ...errors import ConfigError, DataError, ShardkitError, printable, report
+from ..chat import READS_CLOCK, LossOn, Template, at_date, no_template
+from ..listing import TextFile, find_text_files
+from ..rows.columns import Columns, choose_columns, column_names, names_to_find
+from ..rows.pieces import Kind, Piece, cut, encoded_bytes, find_records, survey
+from ..store.cache import META, build_entry, cached_entry, read_meta
+from ..store.tokenised import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
 from .encode import Recipe, encode_all
-from .records import Kind, Piece, cut, encoded_bytes, find_records, survey
-from .sources import TextFile, find_text_files
 from .tokenizer import check_vocabulary, load_tokenizer, more_rows, n_ids, tokenizer_digest, tokenizer_path
-from .tokens import META, build_entry, cached_entry, read_meta
 
 _LOG = logging.getLogger(__name__)
 _RULES = 2
