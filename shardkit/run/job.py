@@ -16,15 +16,9 @@ from torch import nn
 from ..config import capability, libraries
 from ..config.load import LoadedConfig, load_config, resolve_batch
 from ..config.schema import RunConfig
-<<<<<<< HEAD
-from ..data.model_folder import check_model_folder
-from ..data.tokenizer import with_local_folders
-from ..errors import ConfigError
-=======
 from ..data.tokenize.model_folder import check_model_folder
 from ..data.tokenize.tokenizer import with_local_folders
-from ..errors import ConfigError, TrainingError
->>>>>>> main
+from ..errors import ConfigError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap

@@ -10,29 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-<<<<<<< HEAD
 from ..checkpoint.save import Checkpointer
 from ..config.schema import RunConfig
-from ..data.pack import PackedDocuments
+from ..data.datasets.text_data import Mixed
 from ..data.order import BatchSchedule
-from ..data.datasets.text_data import Mixed
-from ..errors import DataError
-=======
-import torch
-
-from ..checkpoint.base import FrozenBase, check_adapter
-from ..checkpoint.format.manifest import RunState
-from ..checkpoint.resume import candidates
-from ..checkpoint.save import Checkpointer, SaveReport
-from ..config.load import resolve_batch
-from ..data.datasets.text_data import Mixed
-from ..data.loader import StepBatch, StepLoader
-from ..data.order import BatchSchedule, Order, State
 from ..data.pack import PackedDocuments
-from ..errors import CheckpointError, ConfigError, DataError, TrainingError, gib
-from ..files import TAIL, append_jsonl, read_objects, write_whole
-from ..hardware.cards import blas_workspace
->>>>>>> main
+from ..errors import DataError
 from ..launch.failures import failure
 from ..launch.local import restart
 from ..parallel.blocks import describe_blocks
