@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config import capability, libraries
-from ..config.load import LoadedConfig, load_config, resolve_batch
+from ..config.load import LoadedConfig, resolve_batch
 from ..config.schema import RunConfig
 from ..data.tokenize.model_folder import check_model_folder
 from ..data.tokenize.tokenizer import with_local_folders
@@ -33,6 +33,7 @@ from ..strategies.build import parallelize
 from ..strategies.step import one_number
 from .checks import BlockCalls, SumCheck, check_masters, refuse_unused, say_graph_breaks
 from .optimizer_step import OptimizerStep
+from .user_config import load_user_config
 
 T = TypeVar("T")
 
@@ -244,7 +245,7 @@ def start(
         LaunchError: the environment contradicts itself, or ranks cannot find each other.
         OutOfMemoryError: memory ran out inside and the caller did not handle it; `RUN_DIR/oom` has details.
     """
-    loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
+    loaded = config if isinstance(config, LoadedConfig) else load_user_config(config, overrides)
     loaded = replace(loaded, config=with_local_folders(loaded.config))
     check_model_folder(loaded.config)
     env = rank_env()

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from shardkit.cli.foreign import left_out, mapping, misfits, moments, save
 from shardkit.cli.submit_plan import only_for_accelerates_launcher
 from shardkit.config import capability
-from shardkit.config.foreign.translate import read_job
 from shardkit.config.load import load_config
+from shardkit.foreign.show import left_out, mapping, misfits, moments, save
+from shardkit.foreign.translate import read_job
 from shardkit.plan.client import plan
 from shardkit.plan.model.estimate import MemoryEstimate, PeakEstimate
 from shardkit.plan.target import choose_target
-from tests.config.foreign.samples import FSDP2, TRAINER, ZERO3, write
-from tests.config.foreign.test_recipes import AXOLOTL
-from tests.config.foreign.test_translate import MODEL
-
-from .test_main import shardkit
+from tests.cli.test_main import shardkit
+from tests.foreign.samples import FSDP2, TRAINER, ZERO3, write
+from tests.foreign.test_recipes import AXOLOTL
+from tests.foreign.test_translate import MODEL
 
 
 @pytest.fixture

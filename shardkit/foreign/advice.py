@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 import yaml
 
-from ..config.foreign.files import File, flatten
-from ..config.foreign.gather import prefixed
-from ..config.foreign.tools import RECIPES, base
-from ..config.foreign.translate import Job, nested
 from ..config.layers import split_override
 from ..config.load import LoadedConfig
 from ..errors import ConfigError, ShardkitError, gib
 from ..oom.advice import Advice
-from .advise import Change, changes_that_fit
-from .client import Planner
-from .model.estimate import MemoryEstimate
-from .search.ladder import Rung, Step
-from .target import Target
+from ..plan.advise import Change, changes_that_fit
+from ..plan.client import Planner
+from ..plan.model.estimate import MemoryEstimate
+from ..plan.search.ladder import Rung, Step
+from ..plan.target import Target
+from .files import File, flatten
+from .gather import prefixed
+from .tools import RECIPES, base
+from .translate import Job, nested
 
 Tool = Literal["trainer", "trl", "llamafactory", "axolotl", "accelerate", "deepspeed", "lightning", "torch"]
 LIMIT_S = 90.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import shown
+from ..config.errors import shown
 from . import tables
 from .files import File
 from .tables import Problem, Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import shown
+from ..config.errors import shown
 from . import tables
 from .autos import fill
 from .axolotl import AXOLOTL_REMOVED

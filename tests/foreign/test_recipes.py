@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.config.foreign.axolotl import AXOLOTL_REMOVED
-from shardkit.config.foreign.combine import unknown_key
-from shardkit.config.foreign.tools import KEYS, RECIPES, find
-from shardkit.config.foreign.translate import Job, read_job
 from shardkit.errors import ConfigError, NotPlannedError
+from shardkit.foreign.axolotl import AXOLOTL_REMOVED
+from shardkit.foreign.combine import unknown_key
+from shardkit.foreign.tools import KEYS, RECIPES, find
+from shardkit.foreign.translate import Job, read_job
 
 from .samples import TRAINER, ZERO3, write
 from .test_translate import MODEL
@@ -289,7 +289,7 @@ def test_no_key_stands_in_two_groups() -> None:
     """A key that is listed twice would end where the later group puts it."""
     import ast
 
-    import shardkit.config.foreign as package
+    import shardkit.foreign as package
 
     for name in ("axolotl", "llamafactory", "trl"):
         tree = ast.parse((Path(package.__path__[0]) / f"{name}.py").read_text())

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config.foreign import tables, tools
-from shardkit.config.foreign.tools import find
 from shardkit.config.libraries import installed
+from shardkit.foreign import tables, tools
+from shardkit.foreign.tools import find
 
 PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed", "trainer": "transformers", "peft": "peft"}
 pytestmark = pytest.mark.skipif(
@@ -123,7 +123,7 @@ def test_removed_keys_are_those_that_deepspeed_refuses() -> None:
 
 def test_every_converter_names_keys_that_exist_here() -> None:
     from shardkit.config.errors import section_fields
-    from shardkit.config.foreign.together import PSEUDO
+    from shardkit.foreign.together import PSEUDO
 
     known = {f"{section}.{key}" for section, fields in section_fields().items() for key in fields}
     for tool, table in tools.KEYS.items():

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.config.foreign.translate import Job, read_job
+from shardkit.foreign.advice import NoKey, TheirKeys, Tool, climb, phrase, plain, tell
+from shardkit.foreign.translate import Job, read_job
 from shardkit.oom.advice import Advice
 from shardkit.plan.search.ladder import Rung, table
 from shardkit.plan.target import choose_target
-from shardkit.plan.their_keys import NoKey, TheirKeys, Tool, climb, phrase, plain, tell
-from tests.config.foreign.samples import write
+from tests.foreign.samples import write
 
 ENGINES = {
     ("trainer", "zero2"): {"deepspeed": {"zero_optimization": {"stage": 2}}},

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shardkit.cli.foreign import mapping
-from shardkit.config.foreign import tools
-from shardkit.config.foreign.notes import Note
-from shardkit.config.foreign.translate import read_job
 from shardkit.errors import ConfigError
+from shardkit.foreign import tools
+from shardkit.foreign.notes import Note
+from shardkit.foreign.show import mapping
+from shardkit.foreign.translate import read_job
 
 from .samples import BY_FILE, DDP, DUMMIES, FSDP1, FSDP2, TRAINER, ZERO2, ZERO3, write
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, NotPlannedError
-from ..errors import combined, shown
-from ..layers import Layers, split_override
-from ..load import LoadedConfig
-from ..schema import RunConfig
-from ..yaml import Document
+from ..config.errors import combined, shown
+from ..config.layers import Layers, split_override
+from ..config.load import LoadedConfig
+from ..config.schema import RunConfig
+from ..config.yaml import Document
+from ..errors import ConfigError, NotPlannedError
 from . import tables
 from .autos import in_few_lines
 from .combine import combine

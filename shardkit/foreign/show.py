@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..config.foreign.together import Said
-    from ..config.foreign.translate import Job
     from ..config.schema import RunConfig
     from ..plan.model.estimate import MemoryEstimate
+    from .together import Said
+    from .translate import Job
 
 OVERRIDES = ("train.eval_samples=0",)
 """Their evaluation is not shardkit's."""
@@ -20,7 +20,7 @@ _WIDTH = 46
 
 def mapping(job: Job) -> Iterator[str]:
     """Line by line, where every key of the files ended."""
-    from ..config.foreign.files import family
+    from .files import family
 
     for name in dict.fromkeys(said.file for said in job.said):
         keys = [said for said in job.said if said.file == name]
@@ -75,7 +75,7 @@ class Moment:
 def moments(job: Job, config: RunConfig, estimate: MemoryEstimate) -> list[Moment]:
     """Loading and saving in their loop, in bytes of one rank."""
     from ..config.capability import mesh_shape
-    from ..config.foreign.transfers import Sizes
+    from .transfers import Sizes
 
     shards = estimate.world_size
     if config.parallel.strategy == "hsdp":
@@ -152,7 +152,7 @@ def _shown(job: Job, ours: str, value: Any) -> str:
 
 
 def _others(keys: list[Said]) -> Iterator[str]:
-    from ..config.foreign.combine import unknown_key
+    from .combine import unknown_key
 
     plain = [said.key for said in keys if said.fate == "absent" and not said.note]
     yield from (_row(said.key, f"no counterpart: {said.note}") for said in keys if said.fate == "absent" and said.note)
@@ -199,8 +199,8 @@ def save(job: Job, folder: Path) -> Path:
     """Write the job's config as `from.yaml`, for a search over engines: without keys that only some of them take."""
     import yaml
 
-    from ..config.foreign.translate import OF_ONE_ENGINE, nested
     from ..plan.search.trial import writing
+    from .translate import OF_ONE_ENGINE, nested
 
     path = folder / "from.yaml"
     kept = {key: value for key, value in job.settings.items() if not key.startswith(OF_ONE_ENGINE)}

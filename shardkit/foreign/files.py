@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from ...errors import ConfigError
-from ..errors import one_line, section_fields, shown
-from ..yaml import read_yaml
+from ..config.errors import one_line, section_fields, shown
+from ..config.yaml import read_yaml
+from ..errors import ConfigError
 from .llamafactory import V1_MARKS
 from .tools import KEYS, NAMES, RECIPES, RENAMED, find, recipe
 
@@ -246,6 +246,19 @@ def recognise(value: dict[str, Any], name: str) -> str:
             "name one of their files; of another tool, its DeepSpeed or Accelerate file",
         )
     return best
+
+
+def foreign_file_error(name: str, content: dict[str, Any]) -> ConfigError | None:
+    """The error for another tool's file in the place of a config; `None` if no tool has its keys."""
+    try:
+        tool = recognise(content, name)
+    except ConfigError:  # its keys are named as unknown keys of a config
+        return None
+    option = "--model" if tool == "model" else "--peft" if tool == "peft" else "--from"
+    return ConfigError(
+        f"{name} is a file of {family(tool)}, not a config of shardkit",
+        f"pass it as {option} {name}: shardkit plan, ladder and submit take it",
+    )
 
 
 def flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

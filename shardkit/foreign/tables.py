@@ -1,7 +1,7 @@
 """One table per tool: each of its keys, and the keys here that say the same.
 
 A table has every key of a tool's files, dotted. A key without a counterpart is listed too, so that a typo can be
-told from it; `section.*` stands for every key of a section. tests/config/foreign compares the tables with the
+told from it; `section.*` stands for every key of a section. tests/foreign compares the tables with the
 installed packages.
 """
 
