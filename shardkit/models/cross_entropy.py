@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
-from .documents import Documents, Places, check_seen
+from .packed_attention import BatchDocuments, DocumentLayout, check_seen
 
 
 def chunked_cross_entropy(
@@ -172,12 +172,12 @@ def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_i
     return losses.where(counted, 0)
 
 
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += left @ right, where `total` may be wider than the factors."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
     else:
-        total += left @ right
+        total += a @ b
 
 
 def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
@@ -196,14 +196,14 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     [n, vocab] are returned. documents: of a packed batch.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    own_forward, project = model.forward, head.forward
-    wanted: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+    model_forward, project = model.forward, head.forward
+    requests: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
 
     def losses(hidden: torch.Tensor) -> torch.Tensor:
-        if not wanted:
+        if not requests:
             logits: torch.Tensor = project(hidden)
             return logits
-        targets, positions = wanted[-1]
+        targets, positions = requests[-1]
         if positions is not None:
             hidden = hidden.flatten(0, -2).index_select(0, positions)
         if targets is None:
@@ -211,13 +211,13 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
             return chosen
         if loss_chunk_size:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
-        return _whole(project(hidden), targets)
+        return _summed_loss(project(hidden), targets)
 
-    def outputs_of(tokens: torch.Tensor, documents: Places | None) -> Any:
+    def outputs_of(tokens: torch.Tensor, documents: DocumentLayout | None) -> Any:
         if documents is None:
-            return own_forward(input_ids=tokens)
-        inside = Documents(*documents[1:])
-        outputs = own_forward(input_ids=tokens, position_ids=documents[0], documents=inside)
+            return model_forward(input_ids=tokens)
+        inside = BatchDocuments(*documents[1:])
+        outputs = model_forward(input_ids=tokens, position_ids=documents[0], documents=inside)
         check_seen(inside, model)
         return outputs
 
@@ -225,25 +225,25 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        documents: Places | None = None,
+        documents: DocumentLayout | None = None,
     ) -> torch.Tensor:
         if positions is None and (targets is None or not loss_chunk_size):
             outputs = outputs_of(tokens, documents)  # kept until the loss is known, as in transformers' own forward
             logits: torch.Tensor = outputs.logits
-            return logits if targets is None else _whole(logits, targets)
-        wanted.append((targets, positions))
+            return logits if targets is None else _summed_loss(logits, targets)
+        requests.append((targets, positions))
         try:
-            found: torch.Tensor = outputs_of(tokens, documents).logits
-            return found
+            logits_at: torch.Tensor = outputs_of(tokens, documents).logits
+            return logits_at
         finally:
-            wanted.pop()
+            requests.pop()
 
     head.forward = losses
     model.forward = forward
     return model
 
 
-def _whole(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
 
 
@@ -261,8 +261,8 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
     name = type(model).__name__
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
-        found = f"its output projection is {type(head).__name__}, not a linear layer"
-        raise ConfigError(f"{name} cannot compute its loss in chunks: {found}", fix)
+        problem = f"its output projection is {type(head).__name__}, not a linear layer"
+        raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     returned: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: returned.append(output))
@@ -271,13 +271,13 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
         with _without_backbone(model, torch.empty(1, 2, width, device="meta")), torch.no_grad():
             logits = model(input_ids=tokens).logits
     except Exception as error:
-        found = f"its forward cannot be followed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        raise ConfigError(f"{name} cannot compute its loss in chunks: {found}", fix) from error
+        problem = f"its forward cannot be followed ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix) from error
     finally:
         hook.remove()
     if len(returned) != 1 or logits is not returned[0] or logits.shape[:2] != tokens.shape:
-        found = "its forward changes the logits after the output projection"
-        raise ConfigError(f"{name} cannot compute its loss in chunks: {found}", fix)
+        problem = "its forward changes the logits after the output projection"
+        raise ConfigError(f"{name} cannot compute its loss in chunks: {problem}", fix)
 
 
 class _Hidden(dict[str, Any]):

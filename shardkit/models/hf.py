@@ -94,9 +94,9 @@ class HFModel:
         try:
             self._class = mapping[type(self.config)]
         except KeyError:
-            others = sorted({key.model_type for key in mapping})
-            close = get_close_matches(self.config.model_type, others, n=3)
-            fix = f"set model.hf.model_type to one that has, for example {', '.join(close or others[:5])}"
+            model_types = sorted({key.model_type for key in mapping})
+            close = get_close_matches(self.config.model_type, model_types, n=3)
+            fix = f"set model.hf.model_type to one that has, for example {', '.join(close or model_types[:5])}"
             if model.preset is not None:
                 fix = f"set task.name={task_of(model.preset)}, which model.preset={model.preset} is made for"
             raise ConfigError(
@@ -115,8 +115,8 @@ class HFModel:
         if hasattr(larger, "vocab_size"):
             larger.vocab_size += 1
         with parameters_on_meta():
-            more = from_config(self._class, larger, **self._options)
-        before, after = _shapes(self.reference), _shapes(more)
+            enlarged = from_config(self._class, larger, **self._options)
+        before, after = _shapes(self.reference), _shapes(enlarged)
         changed = {name for name, shape in after.items() if shape != before.get(name)}
         as_rows = before.keys() == after.keys() and all(
             (before[name][:1], after[name]) == ((larger.vocab_size - 1,), (larger.vocab_size, *before[name][1:]))
@@ -163,8 +163,8 @@ class HFModel:
         """The layers that transformers itself would checkpoint one by one."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        found = {type(m): None for m in self.reference.modules() if isinstance(m, GradientCheckpointingLayer)}
-        return tuple(found)
+        classes = {type(m): None for m in self.reference.modules() if isinstance(m, GradientCheckpointingLayer)}
+        return tuple(classes)
 
     def longest_sequence(self) -> int | None:
         """The model's number of positions; None if its config does not say."""
@@ -213,7 +213,7 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
     """The transformers config: `defaults` < the file that describes the model < `model.hf` (a preset adds to it)."""
     keys = {**defaults, **_file_keys(model), **model.hf}
     model_type = keys.pop("model_type", None)
-    known = transformers.CONFIG_MAPPING
+    config_classes = transformers.CONFIG_MAPPING
     if model_type is None and model.init_from is not None and not Path(model.init_from).expanduser().exists():
         raise ConfigError(
             f"model.init_from={model.init_from} does not exist", "name a folder of transformers, a run or a checkpoint"
@@ -223,21 +223,21 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
             "model.hf has no model_type, and neither model.hf_config nor model.init_from names a config.json",
             "set model.preset (gpt2, bert-base, vit-b, swin2sr, …), model.hf.model_type, or model.hf_config",
         )
-    if model_type not in known and "auto_map" in keys:
+    if model_type not in config_classes and "auto_map" in keys:
         raise ConfigError(
             f"model_type={model_type} is not a model of transformers {transformers.__version__}: its code is in its "
             "own folder (auto_map), and is never run",
             "give a model of transformers, or write a task of your own that builds it (task.name=package.module:Class)",
         )
-    if model_type not in known:
-        close = get_close_matches(str(model_type), list(known), n=3)
+    if model_type not in config_classes:
+        close = get_close_matches(str(model_type), list(config_classes), n=3)
         raise ConfigError(
             f"model.hf.model_type={model_type} is not a model of transformers {transformers.__version__}",
             f"did you mean {' or '.join(close)}?" if close else "see the model types in transformers' documentation",
         )
-    _refuse_unknown(known[model_type], model_type, model.hf)
+    _refuse_unknown(config_classes[model_type], model_type, model.hf)
     try:
-        config = known[model_type](**keys)
+        config = config_classes[model_type](**keys)
     except Exception as error:  # transformers' validators raise anything
         raise ConfigError(
             f"transformers refuses the {model_type} config: {' '.join(str(error).split())}",
@@ -292,22 +292,22 @@ def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
 def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
     """Refuse ids of special tokens, set in the file or by the user, that the vocabulary does not have."""
     vocab_size = getattr(config, "vocab_size", None)
-    given = {**_file_keys(model), **model.hf}
+    keys = {**_file_keys(model), **model.hf}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = given.get(key)
-        for found in ids if isinstance(ids, list) else [ids]:
-            if isinstance(found, int) and vocab_size is not None and found >= vocab_size:
+        ids = keys.get(key)
+        for token_id in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token_id, int) and vocab_size is not None and token_id >= vocab_size:
                 raise ConfigError(
-                    f"{key}={found} of the model's config is outside its vocabulary of {vocab_size} tokens",
+                    f"{key}={token_id} of the model's config is outside its vocabulary of {vocab_size} tokens",
                     f"set model.hf.{key} below {vocab_size}, or a larger model.hf.vocab_size",
                 )
 
 
-def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -> None:
+def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any]) -> None:
     """Refuse unknown keys: transformers keeps any key, so it would ignore a misspelt one."""
     defaults = config_class()
     names = {*defaults.to_dict(), *config_class.attribute_map, *(n for n in dir(defaults) if not n.startswith("_"))}
-    for key in given:
+    for key in user_keys:
         if key != "model_type" and key not in names:
             close = get_close_matches(key, names, n=1)
             raise ConfigError(
@@ -319,6 +319,6 @@ def _refuse_unknown(config_class: Any, model_type: str, given: dict[str, Any]) -
 def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
     """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would put positions off by whole turns."""
     for module, key, buffer in fixed:
-        held = getattr(module, key)
-        if held.dtype != buffer.dtype:
-            setattr(module, key, buffer.to(held.device))
+        current = getattr(module, key)
+        if current.dtype != buffer.dtype:
+            setattr(module, key, buffer.to(current.device))

@@ -23,7 +23,7 @@ _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
 TREES = Feature("nested outputs in fp32 (precision.output_dtype)")
 PRODUCTS = Feature("activation.policy=selective_op")
-KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
+KEEP_RESULTS = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")
 BREAKS = Feature("the warning of graph breaks under compile.enabled")
 SEGMENTS = Feature("activation.policy=sqrt")
@@ -130,9 +130,9 @@ _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
 _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
 
-_products = [KEPT.use("torch.ops.aten._scaled_mm")]
+_products = [KEEP_RESULTS.use("torch.ops.aten._scaled_mm")]
 _attentions = [
-    KEPT.use(f"torch.ops.aten.{name}")
+    KEEP_RESULTS.use(f"torch.ops.aten.{name}")
     for name in (
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
@@ -155,7 +155,7 @@ def _operators(names: Sequence[Private]) -> Iterator[Any]:
         try:
             yield private.find()
         except NameGone:
-            KEPT.lost(private, f"keeping {private.path}")
+            KEEP_RESULTS.lost(private, f"keeping {private.path}")
 
 
 def schema(op: Any) -> Any:
@@ -205,11 +205,11 @@ def graph_breaks() -> dict[str, int]:
     except NameGone:
         BREAKS.lost(_counters)
         return {}
-    found = dict(counted["graph_break"])
+    breaks = dict(counted["graph_break"])
     if counted["frames"]["total"] > counted["frames"]["ok"]:
-        found |= {reason: number for reason, number in counted["unimplemented"].items() if reason not in found}
+        breaks |= {reason: number for reason, number in counted["unimplemented"].items() if reason not in breaks}
     named: Counter[str] = Counter()
-    for reason, number in found.items():
+    for reason, number in breaks.items():
         named[reason.strip().partition("\n")[0]] += number
     return dict(named)
 
@@ -305,17 +305,17 @@ def backward_inside_forward(root: Any, units: Sequence[Any]) -> Iterator[list[An
     entered: list[Any] = []
     states = [unit._get_fsdp_state() for unit in units]
     parts = [(state, *([state._fsdp_param_group] if state._fsdp_param_group else [])) for state in states]
-    before = [[part._training_state for part in both] for both in parts]
+    before = [[part._training_state for part in group_states] for group_states in parts]
     context = root._get_fsdp_state()._state_ctx
     queued, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, True
     try:
         yield entered
     finally:
         context.post_backward_final_callback_queued = queued
-        for unit, both, earlier in zip(units, parts, before, strict=True):
-            if [part._training_state for part in both] != earlier:
+        for unit, group_states, earlier in zip(units, parts, before, strict=True):
+            if [part._training_state for part in group_states] != earlier:
                 entered.append(unit)
-            for part, state in zip(both, earlier, strict=True):
+            for part, state in zip(group_states, earlier, strict=True):
                 part._training_state = state
 
 
@@ -362,10 +362,10 @@ def scaled_product(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tor
 def nccl_trace() -> bytes | None:
     """NCCL's last collectives from its flight recorder, pickled; None in builds without it."""
     try:
-        found: bytes = _trace_nccl.find()()
+        trace: bytes = _trace_nccl.find()()
     except NameGone:
         return None
-    return found
+    return trace
 
 
 def copy_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -432,12 +432,12 @@ def ties_only() -> Iterator[None]:
     """Transformers models built inside tie their weights but do not initialise them."""
     from transformers import PreTrainedModel
 
-    whole = PreTrainedModel.init_weights
+    init_weights = PreTrainedModel.init_weights
     PreTrainedModel.init_weights = lambda self: self.tie_weights(recompute_mapping=False)
     try:
         yield
     finally:
-        PreTrainedModel.init_weights = whole
+        PreTrainedModel.init_weights = init_weights
 
 
 @contextmanager
@@ -447,21 +447,21 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
     From torch 2.13 on it rejects values and reads which are left, so its operators do not show what it does.
     """
     try:
-        whole = _truncated.find()
+        original = _truncated.find()
     except NameGone:
         META.lost(_truncated, "drawing a part of nn.init.trunc_normal_", "each rank draws such parameters whole")
         yield
         return
-    torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, whole)
+    torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, original)
     try:
         yield
     finally:
-        torch.nn.init._no_grad_trunc_normal_ = whole
+        torch.nn.init._no_grad_trunc_normal_ = original
 
 
-def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two objects stand for one generator: torch makes a new object for each operator that it dispatches."""
-    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+    return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..checkpoint.format import layout
+from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
 from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib

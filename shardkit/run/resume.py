@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.base import FrozenBase, check_adapter
-from ..checkpoint.format.manifest import RunState
+from ..checkpoint.native.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer
 from ..data.order import State

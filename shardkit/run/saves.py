@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.format.manifest import RunState
+from ..checkpoint.native.manifest import RunState
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.schema import RunConfig
 from ..data.order import State

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shardkit.checkpoint.format import layout
-from shardkit.checkpoint.format.manifest import _canonical, _digest
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native.manifest import _canonical, _digest
 from shardkit.cli.__main__ import main
 from shardkit.cli.checkpoint import app
 from shardkit.errors import CheckpointError

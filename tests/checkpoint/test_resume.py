@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.native import layout
 from shardkit.config.load import load_config
 from shardkit.errors import ShardkitError, report
 from shardkit.run.job import start

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardkit.checkpoint.format import layout, writer
+from shardkit.checkpoint.native import layout, writer
 
 PHASES = ("start-up", "training", "evaluation", "saving")
 

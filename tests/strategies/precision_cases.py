@@ -197,7 +197,7 @@ def matrix(
 
 def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> dict[str, dict[str, float]]:
     """Square sums on this rank of what `saver` wrote and each loader read, `ema.` and `model.` apart."""
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -224,7 +224,7 @@ def averages_through_a_checkpoint(root: str, saver: str, loaders: list[str]) -> 
 
 def resumed_curve(root: str, extra: dict[str, Any]) -> tuple[Curve, Curve]:
     """Steps 3 to 5 of a run that went through, and of one that was saved after step 3 and resumed."""
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()

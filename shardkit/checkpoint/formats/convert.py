@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..format.layout import fsync_folder
-from ..format.manifest import CorruptCheckpoint
-from ..format.writer import check_space
+from ..native.layout import fsync_folder
+from ..native.manifest import CorruptCheckpoint
+from ..native.writer import check_space
 from . import targets
 from .adapter import SavedAdapter, merged, saved_adapter, write_peft
+from .detect import open_source
 from .hub_names import reference_of, ties_of
-from .source import Source
-from .sources import open_source
 from .targets import ModelInfo, model_info
+from .tensor_source import Source
 
 TARGETS = ("safetensors", "torch", "shardkit", "peft")
 

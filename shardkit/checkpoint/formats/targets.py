@@ -20,15 +20,15 @@ from ...config.schema import RunConfig
 from ...errors import CheckpointError, ShardkitError
 from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
-from ..format.layout import read_manifest
-from ..format.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from ..format.planner import dtype_name
-from ..format.reader import TensorInfo
-from ..format.writer import _version, byte_view, data_file_name, write_file
-from .folder import copy_tokenizer, kept_dtype, write_card, write_configs
-from .hub_names import Place, published, reference_of, ties_of
+from ..native.layout import read_manifest
+from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
+from ..native.planner import dtype_name
+from ..native.reader import TensorInfo
+from ..native.writer import _version, byte_view, data_file_name, write_file
+from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
+from .hub_names import Region, published, reference_of, ties_of
 from .safetensors import INDEX, header_of
-from .source import Source
+from .tensor_source import Source
 from .torch_writer import write_state_dict
 
 
@@ -106,8 +106,8 @@ def _pretrained(model: nn.Module) -> tuple[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel):
             prefix = f"{name}." if name else ""
-            whole = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
-            return (prefix, module) if whole else ("", None)
+            has_all = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
+            return (prefix, module) if has_all else ("", None)
     return "", None
 
 
@@ -132,21 +132,21 @@ def parse_size(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Weights:
+class Export:
     """Weights and buffers of a source under the names they are exported by.
 
     Attributes:
         names: exported name → name in the source.
         tensors: exported name → its shape and exported dtype.
         ties: other exported name → exported name.
-        places: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
+        regions: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
     """
 
     source: Source
     names: dict[str, str]
     tensors: dict[str, TensorInfo]
     ties: dict[str, str]
-    places: dict[str, Place] = field(default_factory=dict)
+    regions: dict[str, Region] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -154,20 +154,20 @@ class Weights:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, in the exported dtype."""
-        held, dtype = self.names[name], self.tensors[name].dtype
-        if name not in self.places:
-            yield from self.source.pieces(held, dtype)
+        source_name, dtype = self.names[name], self.tensors[name].dtype
+        if name not in self.regions:
+            yield from self.source.pieces(source_name, dtype)
             return
-        starts, run = self.places[name].runs()
+        starts, run = self.regions[name].runs()
         for start in starts.tolist():
-            yield from self.source.range_of(held, start, run, dtype)
+            yield from self.source.range_of(source_name, start, run, dtype)
 
 
 def size_of(info: TensorInfo) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Weights:
+def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Export:
     """The weights (or their moving average) and saved buffers to export, floats in `dtype` (None keeps theirs).
 
     Raises:
@@ -178,21 +178,21 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
             f"{source.path} holds no moving average of the weights", "leave --ema out; train.ema_decay keeps one"
         )
     names, tensors = {}, {}
-    for name, found in source.tensors.items():
+    for name, tensor in source.tensors.items():
         kind, _, fqn = name.partition(".")
         if kind not in ("ema" if average else "model", "buffer"):
             continue
         plain = fqn.removeprefix(info.prefix)
         names[plain] = name
-        cast = dtype is not None and found.dtype.is_floating_point
-        tensors[plain] = TensorInfo(found.shape, dtype if cast and dtype is not None else found.dtype)
+        cast = dtype is not None and tensor.dtype.is_floating_point
+        tensors[plain] = TensorInfo(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
     ties = {**info.ties, **source.ties}
-    return Weights(
+    return Export(
         source, names, tensors, {a.removeprefix(info.prefix): n.removeprefix(info.prefix) for a, n in ties.items()}
     )
 
 
-def as_published(weights: Weights, info: ModelInfo) -> tuple[Weights, list[str]]:
+def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
     """The weights under the names and in the shapes of the model's published folders, and what is not so, a line each.
 
     transformers 5 fuses some tensors of a folder when it loads it (experts); other tools read the folder's form alone.
@@ -203,22 +203,26 @@ def as_published(weights: Weights, info: ModelInfo) -> tuple[Weights, list[str]]
     layout = published(reference)
     if not layout.differs and not layout.unknown:
         return weights, []
-    names = {name: weights.names[place.name] for name, place in layout.places.items() if place.name in weights.names}
-    tensors = {
-        name: TensorInfo(layout.places[name].shape, weights.tensors[layout.places[name].name].dtype) for name in names
+    names = {
+        name: weights.names[region.name] for name, region in layout.regions.items() if region.name in weights.names
     }
-    kept = [name for name in weights.names if name in layout.unknown]
-    notes = [f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in kept]
-    names |= {name: weights.names[name] for name in kept}
-    tensors |= {name: weights.tensors[name] for name in kept}
-    return Weights(weights.source, names, tensors, weights.ties, dict(layout.places)), notes
+    tensors = {
+        name: TensorInfo(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
+    }
+    unchanged = [name for name in weights.names if name in layout.unknown]
+    notes = [
+        f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in unchanged
+    ]
+    names |= {name: weights.names[name] for name in unchanged}
+    tensors |= {name: weights.tensors[name] for name in unchanged}
+    return Export(weights.source, names, tensors, weights.ties, dict(layout.regions)), notes
 
 
 def _transformers() -> str:
     return str(sys.modules["transformers"].__version__)
 
 
-def write_safetensors(weights: Weights, folder: Path, max_shard: int) -> None:
+def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
@@ -236,7 +240,7 @@ def write_safetensors(weights: Weights, folder: Path, max_shard: int) -> None:
         (folder / INDEX).write_text(text + "\n")
 
 
-def write_rest(weights: Weights, info: ModelInfo, folder: Path) -> list[str]:
+def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
     """Write what a folder needs beside its weights to be loaded and served; returns what it lacks, a line each."""
     if info.pretrained is None:
         return []
@@ -249,25 +253,26 @@ def write_rest(weights: Weights, info: ModelInfo, folder: Path) -> list[str]:
     return [lacking] if lacking else []
 
 
-def other_type(weights: Weights, info: ModelInfo) -> list[str]:
+def other_type(weights: Export, info: ModelInfo) -> list[str]:
     """A line if the folder that the run began with keeps its weights in another type."""
-    kept = kept_dtype(info.config) if info.config is not None else None
-    wanted = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{kept}"), None)
-    found = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
-    if wanted is None or found == DTYPES[wanted]:
+    folder_type = folder_dtype(info.config) if info.config is not None else None
+    flag = next((name for name, flag_dtype in DTYPES.items() if str(flag_dtype) == f"torch.{folder_type}"), None)
+    dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
+    if flag is None or dtype == DTYPES[flag]:
         return []
     return [
-        f"these weights are {str(found).removeprefix('torch.')}; the run's model folder keeps {kept}: --dtype {wanted}"
+        f"these weights are {str(dtype).removeprefix('torch.')}; "
+        f"the run's model folder keeps {folder_type}: --dtype {flag}"
     ]
 
 
-def _parameters(weights: Weights) -> int:
+def _parameters(weights: Export) -> int:
     return sum(
         math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
     )
 
 
-def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
+def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
     """Names per file, in order; within a file wider types come first, so every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -280,7 +285,7 @@ def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
     return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
 
 
-def write_torch(weights: Weights, folder: Path) -> None:
+def write_torch(weights: Export, folder: Path) -> None:
     """Write one state dict, `model.pt`, with every name of a tied weight."""
     write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
@@ -320,9 +325,9 @@ def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo
         )
     tensors = {}
     for name, info in source.tensors.items():
-        kept = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        dtype_name(kept)
-        tensors[name] = TensorInfo(info.shape, kept)
+        saved_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        dtype_name(saved_dtype)
+        tensors[name] = TensorInfo(info.shape, saved_dtype)
     return tensors
 
 

@@ -18,9 +18,9 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular
-from ..format.manifest import RunState
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.manifest import RunState
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
@@ -35,12 +35,12 @@ def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
     Raises:
         ValueError: a value is not such a number, or there are more than any tensor has.
     """
-    found = tuple(values)
-    if len(found) > 64:
-        raise ValueError(f"{len(found)} dimensions")
-    if not all(type(number) is int and 0 <= number < 2**62 for number in found):
+    numbers = tuple(values)
+    if len(numbers) > 64:
+        raise ValueError(f"{len(numbers)} dimensions")
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError("a size or an offset that is not a whole number below 2**62")
-    return found  # type: ignore[return-value]
+    return numbers  # type: ignore[return-value]
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Extent:
     run: int
 
     @cached_property
-    def first(self) -> npt.NDArray[np.int64]:
+    def run_starts(self) -> npt.NDArray[np.int64]:
         return np.asarray(self.starts, dtype=np.int64)
 
 
@@ -160,8 +160,8 @@ class FileTensors:
         for extent in tensor.extents:
             if not extent.run:
                 continue
-            low = max(0, int(np.searchsorted(extent.first, start, side="right")) - 1)
-            high = int(np.searchsorted(extent.first, stop, side="left"))
+            low = max(0, int(np.searchsorted(extent.run_starts, start, side="right")) - 1)
+            high = int(np.searchsorted(extent.run_starts, stop, side="left"))
             if high - low == 1:
                 self._read_run(name, extent, low, start, stop, size, target)
             elif extent.run * size >= _LONG_RUN:
@@ -173,11 +173,13 @@ class FileTensors:
     def _read_run(
         self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        begin = int(extent.first[index])
-        first, last = max(start, begin), min(stop, begin + extent.run)
-        if first < last:
-            offset = extent.offset + (index * extent.run + first - begin) * size
-            self._pread(name, extent.file, offset, target[(first - start) * size : (last - start) * size])
+        begin = int(extent.run_starts[index])
+        overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+        if overlap_start < overlap_end:
+            offset = extent.offset + (index * extent.run + overlap_start - begin) * size
+            self._pread(
+                name, extent.file, offset, target[(overlap_start - start) * size : (overlap_end - start) * size]
+            )
 
     def _read_runs(
         self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
@@ -186,23 +188,25 @@ class FileTensors:
         stretch = memoryview(bytearray((high - low) * extent.run * size))
         self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
         for index in range(low, high):
-            begin = int(extent.first[index])
-            first, last = max(start, begin), min(stop, begin + extent.run)
-            at = (index - low) * extent.run + first - begin
-            if first < last:
-                target[(first - start) * size : (last - start) * size] = stretch[at * size : (at + last - first) * size]
+            begin = int(extent.run_starts[index])
+            overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+            at = (index - low) * extent.run + overlap_start - begin
+            if overlap_start < overlap_end:
+                target[(overlap_start - start) * size : (overlap_end - start) * size] = stretch[
+                    at * size : (at + overlap_end - overlap_start) * size
+                ]
 
     def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
+        n_read = 0
+        while n_read < len(out):
             try:
-                count = os.preadv(self._open(file), [out[done:]], offset + done)
+                count = os.preadv(self._open(file), [out[n_read:]], offset + n_read)
             except OSError as error:
                 raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
             if count == 0:
                 raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-            done += count
-        self.bytes_read += done
+            n_read += count
+        self.bytes_read += n_read
 
     def _open(self, file: Path) -> int:
         with self._lock:
@@ -213,11 +217,11 @@ class FileTensors:
 
 def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
     """Weights may be views of one array, but a small file must not become a large one."""
-    asked: Counter[Path] = Counter()
+    n_used: Counter[Path] = Counter()
     for tensor in tensors.values():
         for extent in tensor.extents:
-            asked[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
-    for file, n_bytes in asked.items():
+            n_used[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
+    for file, n_bytes in n_used.items():
         size = file.stat().st_size
         if n_bytes > 2 * size:
             raise CheckpointError(
@@ -227,8 +231,10 @@ def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _check_complete(name: str, tensor: FileTensor) -> None:
-    starts = np.concatenate([extent.first for extent in tensor.extents] or [np.empty(0, np.int64)])
-    runs = np.concatenate([np.full(len(e.first), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)])
+    starts = np.concatenate([extent.run_starts for extent in tensor.extents] or [np.empty(0, np.int64)])
+    runs = np.concatenate(
+        [np.full(len(e.run_starts), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)]
+    )
     starts, runs = starts[runs > 0], runs[runs > 0]
     order = np.argsort(starts, kind="stable")
     ends = np.cumsum(runs[order])
@@ -240,12 +246,12 @@ def _check_complete(name: str, tensor: FileTensor) -> None:
         raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
 
 
-def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **more: object) -> Source:
+def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: object) -> Source:
     """A source whose tensors lie in files."""
     files = FileTensors(tensors)
     return Source(
         kind, path, tensors, files.read_into, files.close,
-        bytes_read=lambda: files.bytes_read, **more,  # type: ignore[arg-type]
+        bytes_read=lambda: files.bytes_read, **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -255,10 +261,10 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
     """Map each name to itself without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
-    found = list(names)
-    wrapped = bool(found) and all(name.startswith("module.") for name in found)
+    all_names = list(names)
+    wrapped = bool(all_names) and all(name.startswith("module.") for name in all_names)
     out = {}
-    for name in found:
+    for name in all_names:
         plain = name.removeprefix("module.") if wrapped else name
         for wrapper in _WRAPPERS:
             plain = plain.replace(wrapper, "")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...files.bounded import in_child
-from ..format import layout
-from ..format.manifest import FILE_NAME
-from ..format.reader import CheckpointReader
+from ..native import layout
+from ..native.manifest import FILE_NAME
+from ..native.reader import CheckpointReader
 from ..resume import candidates
 from .dcp import METADATA, open_dcp
 from .deepspeed import is_deepspeed, open_deepspeed
 from .safetensors import INDEX, open_safetensors
-from .source import Source
+from .tensor_source import Source
 from .torch_file import SUFFIXES, is_torch_folder, open_torch
 
 KINDS = (
@@ -44,8 +44,8 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         raise CheckpointError(f"{path} holds no weights", f"name {KINDS}")
     if not weights_only:
         return source
-    kept = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
-    return replace(source, tensors=kept, scalars={})
+    weights = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
+    return replace(source, tensors=weights, scalars={})
 
 
 def _size_of(path: Path) -> int:
@@ -92,17 +92,17 @@ def _chosen(path: Path, step: str) -> Path:
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
         tag = path / layout.LATEST
-        wanted = (
+        tag_name = (
             (tag.read_text(errors="replace").strip() if tag.is_file() else "")
             if step == "latest"
             else f"global_step{step}"
         )
-        if wanted not in tags:
+        if tag_name not in tags:
             raise CheckpointError(
-                f"{path} has no checkpoint {wanted or 'that a file `latest` names'}",
+                f"{path} has no checkpoint {tag_name or 'that a file `latest` names'}",
                 f"name one with --step, or its folder: {', '.join(sorted(tags))}",
             )
-        return tags[wanted]
+        return tags[tag_name]
     if step != "latest":
         raise CheckpointError(
             f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
@@ -118,20 +118,20 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
         if best is None:
             raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
         return best
-    found = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
-    if not found:
-        there = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
+    matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
+    if not matching:
+        steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
         raise CheckpointError(
-            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {there}"
+            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {steps}"
         )
-    return found[0]
+    return matching[0]
 
 
 def _open_shardkit(path: Path) -> Source:
     reader = CheckpointReader(path)
     manifest = reader.manifest
-    kept = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
+    tensors = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
     return Source(
-        "shardkit", path, kept, reader.read_into, reader.close,
+        "shardkit", path, tensors, reader.read_into, reader.close,
         scalars=dict(manifest.scalars), step=manifest.run.step, run=manifest.run,
     )  # fmt: skip
