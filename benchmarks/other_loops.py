@@ -286,8 +286,8 @@ def _environment(loop: Loop) -> dict[str, str]:
 
 def predict(loop: Loop, folder: Path) -> dict[str, Any]:
     """Peaks that `shardkit plan --from` predicts, or the reason why it does not."""
-    from shardkit.config.foreign.translate import read_job
     from shardkit.errors import ShardkitError
+    from shardkit.foreign.translate import read_job
     from shardkit.plan.client import plan
     from shardkit.plan.target import choose_target
 

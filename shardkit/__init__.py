@@ -38,6 +38,8 @@ _FORMER = {
         "watch": _PUBLIC["watch"],
         "Watching": ("shardkit.integrations.watching", "Watching"),
     },
+    "shardkit.config.foreign": {},
+    "shardkit.config.foreign.translate": {"read_job": ("shardkit.foreign.translate", "read_job")},
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from .config.load import LoadedConfig, load_config
+from .config.load import LoadedConfig
 from .errors import ConfigError, OutOfMemoryError, ShardkitError, report
 from .files import outlive_full_disks
 from .launch.failures import failure
@@ -18,6 +18,7 @@ from .launch.ranks import affinity
 from .launch.ranks.env import detect
 from .launch.ranks.gpus import grow_segments
 from .run.preemption import note_early
+from .run.user_config import load_user_config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(argv)
         debug = args.debug
-        loaded = load_config(args.config, args.overrides)
+        loaded = load_user_config(args.config, args.overrides)
         again = restart.overrides(loaded.config.run.dir, loaded.config.run.resume)
         if again:
-            loaded = load_config(args.config, [*args.overrides, *again])
+            loaded = load_user_config(args.config, [*args.overrides, *again])
         if args.print_config:
             with suppress(BrokenPipeError):  # `| head` has read enough
                 print(loaded.render(), end="")

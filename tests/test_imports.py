@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"activation", "hardware", "models", "oom"},
     {"strategies", "tasks"},
     {"checkpoint", "plan", "telemetry"},
-    {"report"},
+    {"report", "foreign"},
     {"run"},
     {"train", "cli", "integrations"},
 ]
@@ -113,7 +113,7 @@ def test_the_map_stays_small_enough_to_know() -> None:
     assert len(files) <= 6, f"shardkit/ has more than six files: {sorted(files)}"
     assert len(found) <= 23, f"more than 23 files and packages: {sorted(found)}"
     edges = sorted(f"{own} → {other}" for own, others in found.items() for other in others)
-    assert len(edges) <= 103, f"{len(edges)} imports between them: {edges}"
+    assert len(edges) <= 109, f"{len(edges)} imports between them: {edges}"
 
 
 def test_packages_form_no_cycle() -> None:
@@ -183,6 +183,8 @@ def test_import_shardkit_takes_less_than_50_ms() -> None:
         ("shardkit.memory", "TensorTracker"),
         ("shardkit.memory", "read_jsonl"),
         ("shardkit.activation", "checkpoint_activations"),
+        ("shardkit.config.foreign.translate", "read_job"),
+        ("shardkit.foreign.translate", "read_job"),
         ("shardkit.launch.batch", "main"),  # batch scripts that users copied call it
     ],
 )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 if TYPE_CHECKING:
-    from ..config.foreign.translate import Job
     from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
+    from ..foreign.translate import Job
     from ..plan.search.ladder import Step
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
@@ -98,13 +98,14 @@ def plan(
 
     from ..config.load import load_config
     from ..errors import ConfigError, printable
+    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.files import foreign_file_error
+    from ..foreign.show import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments, show_notes
     from ..plan.advise import changes_that_fit
     from ..plan.client import Planner
     from ..plan.show import first_look, show, show_changes
     from ..plan.target import choose_target
-    from ..plan.their_keys import changes_in_their_keys
     from .auto import plan_automatically
-    from .foreign import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments, show_notes
     from .progress import Waiting, say
 
     if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
@@ -113,7 +114,7 @@ def plan(
     ours = [*OVERRIDES, *given]
 
     def load(more: Sequence[str] = ()) -> LoadedConfig:
-        return job.load([*ours, *more]) if job else load_config(path, [*given, *more])
+        return job.load([*ours, *more]) if job else load_config(path, [*given, *more], foreign_file_error)
 
     if job and not json_output:
         typer.echo("\n".join(mapping(job)) + "\n")
@@ -176,8 +177,8 @@ def asked(
     config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None, peft: str | None
 ) -> tuple[Job | None, str | None, list[str]]:
     """The job of other tools' files or the path of a config (`None`: the defaults), and the overrides."""
-    from ..config.foreign.translate import read_job
     from ..errors import ConfigError
+    from ..foreign.translate import read_job
 
     if not theirs:
         if model is not None:
@@ -226,6 +227,7 @@ def ladder(
     of axolotl, LLaMA-Factory or TRL, describe, each as a change of these files. Their loop is not run.
     """
     from ..config.load import load_config
+    from ..foreign.files import foreign_file_error
     from ..plan.search import ladder as ladders
     from ..plan.target import cap_setting, choose_target, target_here
 
@@ -236,7 +238,7 @@ def ladder(
     gpus = 1 if gpus is None else gpus
 
     def load(more: Sequence[str]) -> RunConfig:
-        return load_config(path, [*given, *more]).config
+        return load_config(path, [*given, *more], foreign_file_error).config
 
     rungs = [ladders.parse_rung(text) for text in rung or []] or ladders.default_rungs(gpus, load([]))
     first = load(rungs[0].settings)
@@ -254,10 +256,10 @@ def _ladder_of_theirs(
     out: Path,
 ) -> None:  # fmt: skip
     """Predict the rungs of a job of other tools."""
+    from ..foreign.advice import climb
+    from ..foreign.show import OVERRIDES
     from ..plan.search import ladder as ladders
     from ..plan.target import choose_target
-    from ..plan.their_keys import climb
-    from .foreign import OVERRIDES
 
     ours = [*OVERRIDES, *given]
     job.refuse_unplanned()
@@ -313,6 +315,7 @@ def max_model(
     """Find the largest model, or micro-batch, that CONFIG's settings can train, by prediction or real steps."""
     from ..config.load import load_config, resolve_batch
     from ..errors import ConfigError, gib
+    from ..foreign.files import foreign_file_error
     from ..plan.search.ladder import tried
     from ..plan.search.max_model import batch_sizes, largest, model_sizes
     from ..plan.target import cap_setting, choose_target, target_here
@@ -322,7 +325,7 @@ def max_model(
     path, given = (None if config == "-" else config), list(overrides or [])
 
     def load(more: Sequence[str]) -> RunConfig:
-        return load_config(path, [*given, *more]).config
+        return load_config(path, [*given, *more], foreign_file_error).config
 
     start = load([])
     if find == "model" and (start.task.factory is not None or start.task.name != "causal_lm"):

@@ -133,8 +133,9 @@ class Program:
 def load(config: str, overrides: Sequence[str]) -> LoadedConfig:
     """A YAML file, or the defaults for `-`, with overrides."""
     from ..config.load import load_config
+    from ..foreign.files import foreign_file_error
 
-    return load_config(None if config == "-" else config, list(overrides))
+    return load_config(None if config == "-" else config, list(overrides), foreign_file_error)
 
 
 def read_program(

@@ -191,6 +191,7 @@ def _prepare(program: Program, cluster: ClusterOptions) -> Submission:
     }
     if program.script is not None:
         return prepare_script(program.script, program.run_dir, **settings)
+    program.load()  # an error here names another tool's file, which `prepare` does not know
     return prepare(str(program.config), program.overrides, **settings)
 
 

@@ -13,9 +13,11 @@ from .plan import Model, Peft
 from .program import OPTION_WORDS, SCRIPT_WORDS, Program, Text, Words, index_of_script, missing_dashes
 
 if TYPE_CHECKING:
-    from ..config.foreign.translate import Job as TheirJob
     from ..config.schema import RunConfig
+    from ..foreign.translate import Job as TheirJob
     from ..launch.spec import JobSpec
+    from ..plan.advise import Change
+    from ..plan.client import Planner
     from ..plan.model.estimate import MemoryEstimate
 
 
@@ -97,6 +99,7 @@ def plan_job(
         NotPlannedError: a key of the files changes memory, and no plan models it.
     """
     from ..errors import ConfigError
+    from ..plan.advise import changes_that_fit
     from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
 
@@ -109,7 +112,11 @@ def plan_job(
     config = program.load().config
     n_ranks = spec.nproc_per_node * spec.nodes[1]
     target = choose_target(config, n_ranks, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory)
-    return refuse_misfit(lambda changes: program.load(changes).config, target), config
+
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
+        return changes_that_fit(config, estimate, target, lambda changes: planner.predict(program.load(changes).config))
+
+    return refuse_misfit(config, target, advisor), config
 
 
 def verdict(estimate: MemoryEstimate) -> str:
@@ -123,11 +130,12 @@ def _plan_by_files(
     files: ScriptFiles, spec: JobSpec, options: PlanOptions, host_memory: str | None
 ) -> tuple[MemoryEstimate, RunConfig]:
     """Plan a script's job by the files of its trainer: its steps, its loading and its saving."""
-    from ..config.foreign.translate import read_job
     from ..errors import ConfigError
-    from ..plan.submit_check import refuse_their_misfit
+    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.show import OVERRIDES, left_out, misfits, moments
+    from ..foreign.translate import read_job
+    from ..plan.submit_check import refuse_misfit
     from ..plan.target import choose_target
-    from .foreign import OVERRIDES, left_out, misfits, moments
 
     settings = [setting for setting in files.settings if "%a" not in setting]
     job = read_job(files.files, files.model, spec.nproc_per_node * spec.nodes[1], files.peft, settings)
@@ -137,7 +145,11 @@ def _plan_by_files(
     target = choose_target(
         config, job.gpus, spec.nproc_per_node, options.gpu, options.gpu_memory, host_memory, expandable=job.expandable
     )
-    estimate = refuse_their_misfit(job, overrides, target)
+
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
+        return changes_in_their_keys(job, overrides, estimate, planner)
+
+    estimate = refuse_misfit(config, target, advisor, job.loop)
     misfit_lines = list(misfits(moments(job, config, estimate), estimate, target.ranks_per_node))
     if misfit_lines:
         fix = next((line.strip().removeprefix("fix: ") for line in misfit_lines[1:2]), "")

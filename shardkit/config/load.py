@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
@@ -73,6 +73,8 @@ def _scalar(value: Any) -> str:
 __all__ = ["LoadedConfig", "json_schema", "load_config", "resolve_batch"]
 
 Overrides = Sequence[str] | Mapping[str, Any]
+Recognise = Callable[[str, dict[str, Any]], ConfigError | None]
+"""(a file's name, its content) → the error that names the tool whose config it is; `None` if it is no other tool's."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,17 @@ class LoadedConfig:
         return render(self.config, self.sources)
 
 
-def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -> LoadedConfig:
+def load_config(
+    path: str | FilePath | None = None, overrides: Overrides = (), recognise: Recognise | None = None
+) -> LoadedConfig:
     """Read a config file (None: defaults) and apply overrides.
 
     Args:
         path: a YAML file; an empty one gives the defaults.
         overrides: `["optim.lr=1e-3", "parallel.ds_config.zero_optimization.overlap_comm=false"]`, values parsed as
             YAML, or a mapping `{"optim.lr": 1e-3}` of dotted keys to values.
+        recognise: names another tool's file, as `shardkit.foreign.files.foreign_file_error` does; without it, the keys
+            of such a file are unknown.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML or is another tool's, or it or an override sets an invalid
@@ -108,7 +114,10 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
     layers = Layers()
     if path is not None:
         document = _read(FilePath(path))
-        _refuse_another_tools(one_line(str(path)), document.value)
+        if recognise is not None and _has_few_sections(document.value):
+            error = recognise(one_line(str(path)), document.value)
+            if error is not None:
+                raise error
         layers.add_file(str(path), document)
     if isinstance(overrides, str):
         overrides = [overrides]
@@ -118,20 +127,9 @@ def load_config(path: str | FilePath | None = None, overrides: Overrides = ()) -
     return LoadedConfig(*layers.resolve())
 
 
-def _refuse_another_tools(name: str, value: Any) -> None:
-    if not isinstance(value, dict) or 2 * sum(key in section_fields() for key in value) >= len(value):
-        return
-    from .foreign import files
-
-    try:
-        tool = files.recognise(value, name)
-    except ConfigError:  # no tool's: its keys are named as those of a config here
-        return
-    kind = "--model" if tool == "model" else "--peft" if tool == "peft" else "--from"
-    raise ConfigError(
-        f"{name} is a file of {files.family(tool)}, not a config of shardkit",
-        f"pass it as {kind} {name}: shardkit plan, ladder and submit take it",
-    )
+def _has_few_sections(content: Any) -> bool:
+    """Whether most keys at the top of a mapping are no sections of a config."""
+    return isinstance(content, dict) and 2 * sum(key in section_fields() for key in content) < len(content)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> int:

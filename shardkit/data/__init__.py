@@ -1,1 +1,1 @@
-"""Corpora, token files and the order in which samples are drawn."""
+"""A run's data, in the order of their way: listing, rows, chat, tokenize, store, pack, datasets, order, loader."""

@@ -20,7 +20,7 @@ from string import ascii_letters
 from typing import Any, Literal
 
 from ..errors import DataError
-from .columns import TOOLS, Columns, RowError, plain
+from .rows.columns import TOOLS, Columns, RowError, plain
 
 LossOn = Literal["all", "assistant", "completion"]
 Span = tuple[int, int]

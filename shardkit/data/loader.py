@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ..errors import ShardkitError
-from .sampler import BatchSchedule, State
+from .order import BatchSchedule, State
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]

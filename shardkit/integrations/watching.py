@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config.foreign.translate import Job, read_job
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
+from ..foreign.advice import LIMIT_S, TheirKeys, Tool
+from ..foreign.translate import Job, read_job
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
 from ..memory.loop_hooks import LoopHooks
@@ -30,7 +31,6 @@ from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
 from ..parallel.world import rank_env
-from ..plan.their_keys import LIMIT_S, TheirKeys, Tool
 from ..run import directory
 from ..run.owner import Owner
 from ..run.planning import target_of

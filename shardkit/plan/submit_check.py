@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from ..config.foreign.translate import Job
 from ..config.schema import RunConfig
 from ..errors import ConfigError
-from .advise import Change, changes_that_fit
+from .advise import Change
 from .client import Planner
 from .model.estimate import MemoryEstimate
 from .show import show_changes
 from .target import Target
-from .their_keys import changes_in_their_keys
+
+Advisor = Callable[[MemoryEstimate, Planner], list[Change]]
+"""(the estimate of a job that does not fit, its planner) → changes that need less memory, each planned."""
 
 
-def refuse_misfit(changed: Callable[[Sequence[str]], RunConfig], target: Target) -> MemoryEstimate:
-    """Plan a config, given as a function of more overrides; returns the estimate.
+def refuse_misfit(
+    config: RunConfig, target: Target, advisor: Advisor, loop: Mapping[str, Any] | None = None
+) -> MemoryEstimate:
+    """Plan a job, and return the estimate if the job fits.
+
+    Args:
+        config: the job as a config.
+        advisor: plans changes of the job, in the keys of the files that describe it.
+        loop: for the planner: how another tool's loop differs from shardkit's.
 
     Raises:
         ConfigError: the job does not fit; changes that would make it fit are printed on stderr.
     """
-    config = changed([])
-    with Planner(target) as planner:
+    with Planner(target, loop=loop) as planner:
         estimate = planner.predict(config)
         if estimate.verdict == "does not fit":
-            changes = changes_that_fit(config, estimate, target, lambda overrides: planner.predict(changed(overrides)))
-            raise _refused(estimate, changes)
-        return estimate
-
-
-def refuse_their_misfit(job: Job, overrides: Sequence[str], target: Target) -> MemoryEstimate:
-    """Plan a job of other tools; returns the estimate.
-
-    Args:
-        overrides: settings that no file has.
-
-    Raises:
-        ConfigError: its files leave something open; or it does not fit, and changes of its files that would make it
-            fit are printed on stderr.
-    """
-    config = job.load(overrides).config
-    with Planner(target, loop=job.loop) as planner:
-        estimate = planner.predict(config)
-        if estimate.verdict == "does not fit":
-            raise _refused(estimate, changes_in_their_keys(job, overrides, estimate, planner))
+            raise _refused(estimate, advisor(estimate, planner))
         return estimate
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config.schema import RunConfig, TrainConfig
-from ..data.packing import PackedDocuments
-from ..data.sampler import BatchSchedule, State
-from ..data.samples import Mixed, Streamed
-from ..data.windows import DocumentWindows, MaskedWindows, Samples, Windows
+from ..data.datasets.text_data import Mixed, Streamed
+from ..data.datasets.windows import DocumentWindows, MaskedWindows, Samples, Windows
+from ..data.order import BatchSchedule, State
+from ..data.pack import PackedDocuments
 from ..tasks.base import Dataset
 
 MANY_PASSES = 20

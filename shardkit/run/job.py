@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ..config import capability, libraries
-from ..config.load import LoadedConfig, load_config, resolve_batch
+from ..config.load import LoadedConfig, resolve_batch
 from ..config.schema import RunConfig
-from ..data.model_folder import check_model_folder
-from ..data.tokenizer import with_local_folders
+from ..data.tokenize.model_folder import check_model_folder
+from ..data.tokenize.tokenizer import with_local_folders
 from ..errors import ConfigError, TrainingError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
@@ -32,6 +32,7 @@ from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import Meanwhile, one_number, train_step
 from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused, say_graph_breaks
+from .user_config import load_user_config
 
 T = TypeVar("T")
 
@@ -255,7 +256,7 @@ def start(
         LaunchError: the environment contradicts itself, or ranks cannot find each other.
         OutOfMemoryError: memory ran out inside and the caller did not handle it; `RUN_DIR/oom` has details.
     """
-    loaded = config if isinstance(config, LoadedConfig) else load_config(config, overrides)
+    loaded = config if isinstance(config, LoadedConfig) else load_user_config(config, overrides)
     loaded = replace(loaded, config=with_local_folders(loaded.config))
     check_model_folder(loaded.config)
     env = rank_env()

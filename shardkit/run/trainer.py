@@ -20,10 +20,10 @@ from ..checkpoint.native.manifest import RunState
 from ..checkpoint.resume import candidates
 from ..checkpoint.save import Checkpointer, SaveReport
 from ..config.load import resolve_batch
+from ..data.datasets.text_data import Mixed
 from ..data.loader import StepBatch, StepLoader
-from ..data.packing import PackedDocuments
-from ..data.sampler import BatchSchedule, Order, State
-from ..data.samples import Mixed
+from ..data.order import BatchSchedule, Order, State
+from ..data.pack import PackedDocuments
 from ..errors import CheckpointError, ConfigError, DataError, TrainingError, gib
 from ..files import TAIL, append_jsonl, read_objects, write_whole
 from ..hardware.cards import blas_workspace

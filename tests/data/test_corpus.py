@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import DataConfig, RunConfig
-from shardkit.data.corpus import Corpus, open_corpus
-from shardkit.data.sources import find_text_files, split_files
-from shardkit.data.windows import IGNORE_INDEX, Windows, open_covered
+from shardkit.data.datasets.windows import IGNORE_INDEX, Windows, open_covered
+from shardkit.data.listing import find_text_files, split_files
+from shardkit.data.store.corpus import Corpus, open_corpus
 from shardkit.errors import ConfigError, DataError
 
 

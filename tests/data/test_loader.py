@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardkit.data.loader import StepLoader, eval_batches
-from shardkit.data.sampler import BatchSchedule, State
+from shardkit.data.order import BatchSchedule, State
 from shardkit.errors import DataError
 
 

@@ -11,7 +11,7 @@ import pytest
 from shardkit.checkpoint.formats.detect import open_source
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
-from shardkit.data.model_folder import check_model_folder
+from shardkit.data.tokenize.model_folder import check_model_folder
 from shardkit.errors import CheckpointError, ConfigError
 from tests.commands import python_m
 from tests.data.chats import conversation, write_lines, write_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.data.tokenizer import load_tokenizer
+from shardkit.data.tokenize.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
 from tests.commands import python_m
 
@@ -203,7 +203,7 @@ def test_a_template_that_writes_the_date_takes_it_from_the_config(tmp_path: Path
     ]
     assert len({*digests, *streams}) == 4, "the date is part of the data that a checkpoint was trained with"
     command = [
-        "shardkit.data.text",
+        "shardkit.data.tokenize.prepared",
         str(path),
         str(tmp_path / "out"),
         str(tmp_path / "tok"),

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.data import records, samples
+from shardkit.data.datasets import text_data as samples
+from shardkit.data.datasets.text_data import Streamed
+from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.loader import StepLoader
-from shardkit.data.sampler import BatchSchedule, State, WindowOrder
-from shardkit.data.samples import Streamed
-from shardkit.data.tokenizer import load_tokenizer
-from shardkit.data.windows import IGNORE_INDEX
+from shardkit.data.order import BatchSchedule, State, WindowOrder
+from shardkit.data.rows import pieces as records
+from shardkit.data.tokenize.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
 from tests.commands import python_m
 
@@ -289,7 +290,7 @@ def test_a_template_that_does_not_end_is_stopped_while_streaming(
 
 @pytest.mark.parametrize("keys", [{"packing": "packed"}, {"long_samples": "split"}, {"val_path": None}])
 def test_settings_that_streaming_cannot_have_are_refused(keys: dict[str, Any], tmp_path: Path) -> None:
-    from shardkit.data.samples import TextData
+    from shardkit.data.datasets.text_data import TextData
 
     path = write_lines(tmp_path / "chat.jsonl", ({"messages": conversation(i)} for i in range(9)))
     settings = config(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
@@ -305,7 +306,7 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from shardkit.data import tables
+    from shardkit.data.rows import tabular as tables
 
     rows = [{"messages": conversation(i)} for i in range(300)]
     path = tmp_path / "rows.parquet"
@@ -343,7 +344,7 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
 
 _STREAMED = """
 import json, os, resource, sys
-from shardkit.data.records import Piece, PieceReader, cut, find_records
+from shardkit.data.rows.pieces import Piece, PieceReader, cut, find_records
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
 files, kind = find_records(sys.argv[1])
 pieces = cut(files, kind, split_groups=sys.argv[2] == "parts")

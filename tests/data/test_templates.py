@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.data import chat, encode
+from shardkit.data import chat
 from shardkit.data.chat import RowError, Template, limits
 from shardkit.data.loader import StepLoader
-from shardkit.data.sampler import BatchSchedule
+from shardkit.data.order import BatchSchedule
+from shardkit.data.tokenize import encode
 from shardkit.errors import DataError
 
 from .chats import PLAIN, conversation, write_lines, write_tokenizer

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from shardkit.config.schema import RunConfig
-from shardkit.data import records
-from shardkit.data.sampler import MixOrder
-from shardkit.data.samples import TextData
-from shardkit.data.text import open_source
-from shardkit.data.tokenizer import load_tokenizer, tokenizer_path
-from shardkit.data.windows import IGNORE_INDEX
+from shardkit.data.datasets.text_data import TextData
+from shardkit.data.datasets.windows import IGNORE_INDEX
+from shardkit.data.order import MixOrder
+from shardkit.data.rows import pieces as records
+from shardkit.data.tokenize.prepared import open_source
+from shardkit.data.tokenize.tokenizer import load_tokenizer, tokenizer_path
 from shardkit.errors import ConfigError, DataError
 
 from .chats import MARKED, PLAIN, conversation, write_lines, write_tokenizer
@@ -52,7 +52,7 @@ def opened(tmp_path: Path, path: Path | None, **keys: Any) -> TextData:
 def everything(data: TextData) -> list[tuple[list[int], list[bool]]]:
     """Tokens and targets of all documents, in the order of the file."""
     assert data.sources is not None
-    from shardkit.data.documents import Documents
+    from shardkit.data.store.tokenised import Documents
 
     whole = Documents(data.sources.train)
     return [
@@ -148,7 +148,7 @@ def test_windows_of_text_hold_each_token_once(tmp_path: Path) -> None:
 
 def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are cut into pieces, and a document that spans several, are the same whoever encodes them."""
-    from shardkit.data import encode
+    from shardkit.data.tokenize import encode
 
     folder = tmp_path / "text"
     folder.mkdir()
@@ -177,7 +177,12 @@ def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
 def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Workers take longer to start than the bar waits between two drawings."""
     path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 400} for i in range(700)))
-    command = ["shardkit.data.text", str(path), str(tmp_path / "out"), str(write_tokenizer(tmp_path / "tok"))]
+    command = [
+        "shardkit.data.tokenize.prepared",
+        str(path),
+        str(tmp_path / "out"),
+        str(write_tokenizer(tmp_path / "tok")),
+    ]
     ours, terminal = os.openpty()
     shown = b""
     with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=terminal) as process:
@@ -199,7 +204,7 @@ def test_tokenising_draws_a_bar_on_a_terminal(tmp_path: Path) -> None:
 def test_tokenising_writes_a_line_every_half_minute_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardkit.data.encode import _Progress
+    from shardkit.data.tokenize.encode import _Progress
 
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.data.tokenizer import load_tokenizer
+from shardkit.data.tokenize.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError
 from tests.data.chats import write_tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.config.foreign.translate import read_job
+from shardkit.foreign.translate import read_job
 
 REPO = Path(__file__).resolve().parents[2]
 WHOLE = (REPO / "docs" / "integrations.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardkit.config.foreign.transfers import Sizes
-from shardkit.config.foreign.translate import read_job
+from shardkit.foreign.transfers import Sizes
+from shardkit.foreign.translate import read_job
 from tests.commands import python_m
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.config.foreign.translate import read_job
+from shardkit.foreign.translate import read_job
 from shardkit.memory.tracing.events import EventLog
 from shardkit.memory.tracing.tracker import TensorTracker
 from shardkit.plan.client import plan

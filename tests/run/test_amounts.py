@@ -9,7 +9,7 @@ import pytest
 
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig, TrainConfig
-from shardkit.data.sampler import BatchSchedule, State
+from shardkit.data.order import BatchSchedule, State
 from shardkit.report.measure import status
 from shardkit.report.read import read_run
 from shardkit.run import amounts

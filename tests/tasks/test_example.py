@@ -12,7 +12,7 @@ import yaml
 
 from shardkit.config.schema import RunConfig
 from shardkit.data.loader import StepLoader
-from shardkit.data.sampler import BatchSchedule
+from shardkit.data.order import BatchSchedule
 from shardkit.tasks.base import Task
 from shardkit.tasks.load import load_task
 

@@ -1,0 +1,1 @@
+"""Samples of a task: windows, documents, rows tokenised while they are read, pictures."""

@@ -1,0 +1,398 @@
+"""The samples of a task on text: windows over a stream of tokens, documents one by one, or packed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...config.schema import DataConfig, RunConfig
+from ...errors import ConfigError, DataError
+from ..chat import TEMPLATE_S
+from ..loader import MapDataset
+from ..order import MixOrder, WindowOrder
+from ..pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
+from ..rows.columns import RowError
+from ..rows.pieces import BadRow, PieceReader
+from ..store.corpus import Corpus, unigram_cross_entropy
+from ..store.tokenised import Documents, LongCounts, Split
+from ..tokenize.encode import Encoder
+from ..tokenize.prepared import Sources, Stream, open_sources, open_stream, reads_documents
+from .windows import IGNORE_INDEX, DocumentWindows, Samples, Windows, open_covered, pad_batch, plan_windows, windows
+
+_LOG = logging.getLogger(__name__)
+_SEVERAL = (
+    "the chat template changes earlier turns once later ones follow, so that it makes {} samples, and data.streaming "
+    "takes one of a row: train without data.streaming, or with data.loss_on=completion"
+)
+
+
+class Mixed:
+    """Several data sets, one behind the other, of which an epoch takes `weights` passes in an order of `MixOrder`."""
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
+        self.parts, self.weights = list(parts), list(weights)
+        self._stops = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        of = int(np.searchsorted(self._stops, index, side="right"))
+        return self.parts[of][index - (int(self._stops[of - 1]) if of else 0)]
+
+    def describe(self) -> str:
+        """How the parts are packed; empty if they are not."""
+        return "; ".join(part.describe() for part in self.parts if isinstance(part, PackedDocuments))
+
+    def order(self, seed: int, shuffle: bool) -> MixOrder:
+        """The order in which a run takes the samples."""
+        return MixOrder([len(part) for part in self.parts], self.weights, seed, shuffle)
+
+
+class Streamed:
+    """The rows of a `Stream`, each tokenised when it is asked for: {"tokens": int64 [L - 1], "targets": int64 [L - 1]}.
+
+    A row that cannot be used is a sample without targets, up to a share of the rows that this process has read. What
+    became of rows that are too long is said at the first, and in counts after 100, 1,000, 10,000 … rows.
+
+    Args:
+        max_tokens: longest document; longer ones are truncated, or with `drop` have no targets.
+
+    Raises (from `[]`):
+        DataError: more rows are bad than `max_bad_rows` allows; the first is named. Or all rows that were read are too
+            long to have a target.
+    """
+
+    JUDGED_AFTER = 1000
+
+    def __init__(self, stream: Stream, max_tokens: int, drop: bool, max_bad_rows: float) -> None:
+        self.stream, self.max_tokens, self.drop, self.max_bad_rows = stream, max_tokens, drop, max_bad_rows
+        self._sizes = np.array(stream.sizes, dtype=np.int64)
+        self._stops = np.cumsum(self._sizes)
+        self._reader: PieceReader | None = None
+        self._encoder: Encoder | None = None
+        self._n_read = self._n_bad = 0
+        self._long = LongCounts()
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def order(self, seed: int, shuffle: bool) -> WindowOrder:
+        """The order in which a run takes the rows."""
+        goes_on = np.array([piece.goes_on for piece in self.stream.pieces], dtype=np.bool_)
+        return WindowOrder(self._sizes, seed, shuffle, goes_on)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = int(np.searchsorted(self._stops, index, side="right"))
+        if self._reader is None or self._encoder is None:
+            self._reader = PieceReader(self.stream.pieces, self.stream.recipe.columns.read, WindowOrder.WINDOW)
+            self._encoder = Encoder(self.stream.recipe)
+        at, row = self._reader.row(number, index - int(self._stops[number] - self._sizes[number]))
+        self._n_read += 1
+        problem = row.reason if isinstance(row, BadRow) else ""
+        tokens, targets = np.zeros(1, np.int64), np.zeros(0, np.bool_)
+        if not problem:
+            try:
+                with self._encoder.limits(TEMPLATE_S):
+                    texts = self._encoder.texts(row)
+                if len(texts) > 1:
+                    raise RowError(_SEVERAL.format(len(texts)))
+                found = self._encoder.encode(texts)
+                tokens = found.tokens[: self.max_tokens].astype(np.int64)
+                mask = found.is_target if found.is_target is not None else np.ones(len(found.tokens), np.bool_)
+                if not mask[1:].any():
+                    raise RowError("no token to predict in it")
+                too_long = len(found.tokens) > self.max_tokens
+                targets = mask[1 : self.max_tokens] & (not self.drop or not too_long)
+                if too_long:
+                    self._count_long(number, at, len(found.tokens), bool(targets.any()))
+            except RowError as error:
+                problem = str(error)
+        if problem:
+            self._note(number, at, problem)
+        self._say_counts()
+        if len(tokens) < 2:
+            return {"tokens": torch.zeros(1, dtype=torch.int64), "targets": torch.full((1,), IGNORE_INDEX)}
+        return {
+            "tokens": torch.from_numpy(tokens[:-1]),
+            "targets": torch.from_numpy(np.where(targets, tokens[1:], IGNORE_INDEX)),
+        }
+
+    def _note(self, number: int, at: int, problem: str) -> None:
+        where = self._where(number, at)
+        self._n_bad += 1
+        if self._n_bad > self.max_bad_rows * max(self._n_read, self.JUDGED_AFTER):
+            raise DataError(
+                f"{where}: {problem} ({self._n_bad:,} of the {self._n_read:,} rows that were read are bad); "
+                f"data.max_bad_rows={self.max_bad_rows:g}",
+                "correct the rows, or raise data.max_bad_rows",
+            )
+        _LOG.warning("%s is left out: %s", where, problem)
+
+    def _count_long(self, number: int, at: int, n_tokens: int, has_target: bool) -> None:
+        counts, longest = self._long, self.max_tokens - 1
+        is_first = not str(counts)
+        counts.dropped += self.drop
+        counts.truncated += not self.drop
+        counts.without_target += not self.drop and not has_target
+        counts.tokens_left_out += n_tokens - (self.max_tokens if has_target else 0)
+        n_useless = counts.dropped + counts.without_target
+        if n_useless == self._n_read >= min(self.JUDGED_AFTER, len(self)):
+            raise DataError(
+                f"{self.stream.source}: none of the {self._n_read:,} rows that were read has a token to predict within "
+                f"train.seq_len={longest}",
+                "raise train.seq_len, or give shorter rows",
+            )
+        if is_first:
+            done = "left out" if self.drop else "truncated" if has_target else "left out: no target would remain"
+            where = self._where(number, at)
+            _LOG.warning(
+                "%s is longer than %s tokens and is %s; further such rows are counted", where, longest + 1, done
+            )
+
+    def _say_counts(self) -> None:
+        if self._n_read >= 100 and str(self._n_read).strip("0") == "1" and str(self._long):
+            _LOG.warning(
+                "%s rows longer than %s tokens, of %s that this process has read: %s",
+                self.stream.source, self.max_tokens, f"{self._n_read:,}", self._long,
+            )  # fmt: skip
+
+    def _where(self, number: int, at: int) -> str:
+        piece = self.stream.pieces[number]
+        if piece.n_rows is not None:
+            return f"{piece.path}, row {piece.first_row + at + 1} of group {piece.start}"
+        return f"{piece.path}, row {at + 1} from {'byte' if piece.kind == 'jsonl' else 'group'} {piece.start} on"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None, "_encoder": None}
+
+
+class TextData:
+    """The data of a text task: documents of a tokenizer's tokens, or one stream of bytes or of a `.bin` file's tokens.
+
+    Data are opened on first use: a task can be made for its model alone.
+
+    Args:
+        key: the setting that holds the model's vocabulary size.
+        reserved: ids at the vocabulary's end that the data may not use.
+
+    Attributes:
+        context: positions that a token's attention goes over on average, later ones included: `train.seq_len`, or once
+            training documents are packed, their mean length as its tokens see it.
+
+    Raises (on first use of the data):
+        ConfigError: the data or the tokenizer have ids that the model does not have; no tokenizer fits the weights.
+        DataError: see `open_corpus` and `open_sources`.
+    """
+
+    def __init__(self, config: RunConfig, vocab_size: int, key: str, reserved: int = 0) -> None:
+        self.config = config
+        self.context: float = config.train.seq_len
+        self._vocabulary = vocab_size, key, reserved
+
+    @cached_property
+    def stream(self) -> Stream | None:
+        """The training data, if they are tokenised while they are read."""
+        if not self.config.data.streaming:
+            return None
+        _refuse_beside_streaming(self.config)
+        vocab_size, key, reserved = self._vocabulary
+        return open_stream(self.config, vocab_size - reserved, key)
+
+    @cached_property
+    def _opened(self) -> Corpus | Sources:
+        vocab_size, key, reserved = self._vocabulary
+        if reads_documents(self.config):
+            return open_sources(self.config, vocab_size - reserved, key)
+        _refuse_keys_of_tokenizers(self.config.data)
+        return open_covered(self.config, vocab_size, key, reserved)
+
+    @property
+    def corpus(self) -> Corpus | None:
+        """The stream; None with documents."""
+        return self._opened if isinstance(self._opened, Corpus) else None
+
+    @property
+    def sources(self) -> Sources | None:
+        """The documents; None with a stream."""
+        return self._opened if isinstance(self._opened, Sources) else None
+
+    def documents(self, split: Split, max_tokens: int | None = None) -> Documents:
+        """A split's documents, none longer than `max_tokens`.
+
+        Raises:
+            DataError: the data are a stream without bounds.
+        """
+        if self.sources is None:
+            assert self.corpus is not None
+            raise DataError(
+                f"{self.corpus.source} is a stream of tokens without the bounds of its documents",
+                "set data.tokenizer, or make a corpus with bounds: shardkit tokenize SOURCE FOLDER",
+            )
+        return self.sources.documents(split, max_tokens)
+
+    def dataset(self, split: Split) -> MapDataset:
+        """Windows over plain text, a document a sample where only parts of it are to be predicted, or packed documents.
+
+        Raises:
+            DataError: too few tokens, or no documents where they are asked for.
+        """
+        if self.stream is not None and split == "train":
+            data = self.config.data
+            longest = self.config.train.seq_len + 1
+            return Streamed(self.stream, longest, data.long_samples == "drop", data.max_bad_rows)
+        if self.sources is None:
+            assert self.corpus is not None
+            found: list[MapDataset] = [self._of_stream(self.corpus, split)]
+        else:
+            parts = self.sources.by_weight(self.documents(split, self._max_tokens), split)
+            found = [self._of_documents(part, split) for part in parts]
+        if split == "train" and self._packing != "none":
+            packed = [part for part in found if isinstance(part, PackedDocuments)]
+            self.context = sum(part.context * len(part) for part in packed) / sum(map(len, packed))
+        return found[0] if len(found) == 1 or self.sources is None else Mixed(found, self.sources.weights)
+
+    def val_parts(self) -> dict[str, MapDataset]:
+        """The validation data of each source, where there are several."""
+        if self.sources is None or len(self.sources.manifests) == 1:
+            return {}
+        whole = self.documents("val", self._max_tokens)
+        every = [whole.of_source(index) for index in range(len(whole.sources))]
+        return {part.sources[0]: self._of_documents(part, "val") for part in every if len(part)}
+
+    @property
+    def _packing(self) -> str:
+        return self.config.data.packing
+
+    @property
+    def _max_tokens(self) -> int | None:
+        """The longest document that a sample holds; None for windows, which may begin and end within one."""
+        windows = self._packing == "none" and self.sources is not None and self.sources.plain_text
+        return None if windows else self.config.train.seq_len + 1
+
+    def _of_stream(self, corpus: Corpus, split: Split) -> Windows | PackedDocuments:
+        packing, seq_len = self.config.data.packing, self.config.train.seq_len
+        if packing == "none":
+            return windows(corpus, split, seq_len)
+        return PackedDocuments(corpus_documents(corpus, split), seq_len, packing, _called(split, corpus.source))
+
+    def _of_documents(self, documents: Documents, split: Split) -> DocumentWindows | Samples | PackedDocuments:
+        assert self.sources is not None
+        packing, seq_len = self.config.data.packing, self.config.train.seq_len
+        what = _called(split, ", ".join(documents.sources))
+        if packing != "none":
+            return PackedDocuments(documents, seq_len, packing, what)
+        if self.sources.plain_text:
+            return DocumentWindows(documents, seq_len, what, None if split == "train" else 2)
+        if not len(documents):
+            raise nothing_left(f"{what} has no document", documents, seq_len)
+        return Samples(documents)
+
+    @property
+    def n_ids(self) -> int:
+        """One more than the largest id that the data may hold."""
+        if self.corpus is not None:
+            return self.corpus.max_token + 1
+        assert self.sources is not None
+        return max(int(manifest["n_ids"]) for manifest in self.sources.manifests)
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """A micro-batch; samples of several lengths are padded, or laid in one row."""
+        seq_len = self.config.train.seq_len
+        if self._packing == "none":
+            return pad_batch(samples, seq_len, self.config.compile.enabled)
+        return collate_packed(samples, seq_len if self._packing == "packed" else None)
+
+    def plan_batch(self, n: int) -> dict[str, Any]:
+        """A micro-batch of `n` samples without data, in its largest form."""
+        packing, seq_len = self.config.data.packing, self.config.train.seq_len
+        return plan_windows(n, seq_len) if packing == "none" else plan_packed(n, seq_len, packing)
+
+    def digests(self) -> dict[str, str]:
+        """The tokenizer's, if there is one, and the data's, for checkpoints."""
+        if self.stream is not None:
+            return self.stream.digests()
+        if self.corpus is not None:
+            return {"data": self.corpus.digest}
+        return {} if self.sources is None else self.sources.digests()
+
+    def describe(self) -> dict[str, float]:
+        """The baseline a model must beat: validation cross-entropy of the training unigrams, nats per target."""
+        if self.stream is not None:
+            return {}  # the training counts would take a pass over all data
+        if self.corpus is not None:
+            return {"unigram_cross_entropy": self.corpus.unigram_cross_entropy()}
+        train, val = (target_counts(self.documents(split)) for split in ("train", "val"))
+        return {"unigram_cross_entropy": unigram_cross_entropy(train, val)}
+
+
+def _refuse_beside_streaming(config: RunConfig) -> None:
+    data = config.data
+    for key, refused, why in (
+        ("packing", data.packing != "none", "packing needs the lengths of all documents"),
+        ("sources", bool(data.sources), "it reads one set"),
+        ("long_samples", data.long_samples == "split", "a row is one sample"),
+        ("val_path", data.val_path is None and config.train.eval_samples > 0, "it holds out no rows"),
+    ):
+        if refused:
+            fix = f"remove data.streaming, or change data.{key}"
+            if key == "val_path":
+                fix = "set data.val_path to validation data, or train.eval_samples=0"
+            given = f"data.{key}={getattr(data, key)}" if getattr(data, key) is not None else f"data.{key} unset"
+            raise ConfigError(f"data.streaming=true with {given}: {why}", fix)
+
+
+def _called(split: Split, source: str) -> str:
+    return f"the {'training' if split == 'train' else 'validation'} split of {source}"
+
+
+_COUNTED = 1 << 24
+
+
+def target_counts(documents: Documents, most: int = _COUNTED) -> npt.NDArray[np.int64]:
+    """How often each token is a target in the first documents of a split, up to `most` tokens or little more."""
+    counts = np.zeros(0, dtype=np.int64)
+    seen = 0
+    for index in range(len(documents)):
+        tokens, is_target = documents.piece(index, 0, min(int(documents.lengths[index]), most))
+        found = np.bincount(tokens[is_target])
+        size = max(len(counts), len(found))
+        counts = np.pad(counts, (0, size - len(counts))) + np.pad(found, (0, size - len(found)))
+        seen += len(tokens)
+        if seen >= most:
+            break
+    return counts
+
+
+def _refuse_keys_of_tokenizers(data: DataConfig) -> None:
+    """Refuse keys that only documents read."""
+    defaults = type(data).model_fields
+    for key in (
+        "chat_template",
+        "chat_date",
+        "columns",
+        "loss_on",
+        "add_eos",
+        "long_samples",
+        "max_bad_rows",
+        "tokenize_workers",
+    ):
+        if getattr(data, key) != defaults[key].default:
+            raise ConfigError(
+                f"data.{key}={getattr(data, key)} would be ignored: the data are read without a tokenizer",
+                f"set data.tokenizer, or remove data.{key}",
+            )
+    if data.sources:
+        raise ConfigError(
+            "data.sources needs a tokenizer, and the run has none", "set data.tokenizer, or one data.path instead"
+        )

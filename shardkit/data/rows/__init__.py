@@ -1,0 +1,1 @@
+"""Rows of a data set: formats, pieces of files, columns."""

@@ -1,0 +1,1 @@
+"""Tokens on disk: the cache, tokenised corpora, and streams of bytes."""

@@ -1,0 +1,257 @@
+"""The tokenizer of a run: a fast one from local files, and whether it fits the model. No code in its folder ever runs.
+
+`tokenizers` and `transformers` are imported where they are used: a run on bytes needs neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ...config.schema import RunConfig
+from ...errors import ConfigError
+from ...files.bounded import in_child
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""Any of these makes a folder one with a tokenizer; tokenizer_config.json alone holds no vocabulary."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FIX = "set data.tokenizer to a tokenizer.json, or to a folder that holds one"
+
+
+def tokenizer_path(config: RunConfig) -> Path | None:
+    """Where the run's tokenizer is: `data.tokenizer`, else the folder of `model.init_from` or `model.hf_config`.
+
+    Returns:
+        A folder or a tokenizer.json; None if the run has no tokenizer and text is read as bytes.
+
+    Raises:
+        ConfigError: `data.tokenizer` does not exist.
+    """
+    given = config.data.tokenizer
+    if given is not None:
+        path = Path(given).expanduser()
+        if path.exists():
+            return path
+        if _HUB_NAME.fullmatch(given):
+            return _from_hub(given)
+        raise ConfigError(f"data.tokenizer={given} does not exist", _FIX)
+    if config.task.factory is not None or config.task.name == "causal_lm":
+        return None  # the reference transformer has no folder
+    for beside in (config.model.init_from, config.model.hf_config):
+        folder = None if beside is None else Path(beside).expanduser()
+        if folder is not None and folder.is_file():
+            folder = folder.parent
+        if folder is not None and any((folder / name).is_file() for name in FILES):
+            return folder
+    return None
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The fast tokenizer of a folder or a tokenizer.json, as transformers makes it (`PreTrainedTokenizerFast`).
+
+    Nothing is downloaded, and code in the folder does not run.
+
+    Raises:
+        ConfigError: transformers is not installed; the folder names code of its own, holds no fast tokenizer, or its
+            files are damaged.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            f"the tokenizer in {path} needs transformers, which does not import: {error}", "pip install shardkit[hf]"
+        ) from error
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"the tokenizer {path} does not exist", _FIX)
+    folder = path if path.is_dir() else path.parent
+    settings = _settings(folder / "tokenizer_config.json")
+    if "AutoTokenizer" in (settings.get("auto_map") or {}):
+        raise ConfigError(
+            f"the tokenizer in {folder} is code of its own (auto_map in tokenizer_config.json), which never runs here",
+            "save it as a tokenizer.json with the library it came from, and set data.tokenizer to that file",
+        )
+    alone = path.is_file() or not (settings or (folder / "config.json").is_file())
+    file = path if path.is_file() else folder / "tokenizer.json"
+    if file.is_file():
+        in_child("tokenizer", str(file), file.stat().st_size, lambda: _read_alone(file), ConfigError)
+    try:
+        if alone:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **_special(settings))
+            tokenizer.chat_template = tokenizer.chat_template or _template_beside(folder, settings)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries raise anything
+        raise ConfigError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())}", _FIX) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"the tokenizer in {path} is a slow one ({type(tokenizer).__name__})", _FIX)
+    return tokenizer
+
+
+def _read_alone(file: Path) -> None:
+    """Read a tokenizer.json with the library that transformers reads it with, and use it once."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file)).encode("a b")
+    except Exception as error:  # the library raises nothing else; a panic of its patterns is no Exception
+        raise ConfigError(f"the tokenizer in {file} cannot be read: {' '.join(str(error).split())}", _FIX) from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A hash of everything that decides which ids a text gets: vocabulary, merges, rules, and the special tokens."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    for key in ("truncation", "padding"):  # settings of the last call
+        rules.pop(key, None)
+    text = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id], sort_keys=True)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def n_ids(tokenizer: Any) -> int:
+    """The size of a vocabulary that holds every id: the largest id plus one."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def embedding_rows(config: RunConfig) -> int | None:
+    """The number of embedding rows that `model.resize_embeddings` asks for; None if it does not.
+
+    Raises:
+        ConfigError: the run has no tokenizer, or one that cannot be used.
+    """
+    if not config.model.resize_embeddings:
+        return None
+    where = tokenizer_path(config)
+    if where is None:
+        raise ConfigError(
+            "model.resize_embeddings=true, but the run has no tokenizer whose ids could be counted",
+            "set data.tokenizer, or remove model.resize_embeddings",
+        )
+    return n_ids(load_tokenizer(where))
+
+
+def check_vocabulary(tokenizer: Any, config: RunConfig, vocab_size: int, key: str) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for, or whose texts start or end with another id.
+
+    A padded, larger embedding is fine, and so are several end tokens of which the tokenizer has one.
+
+    Args:
+        key: the setting that holds the model's vocabulary size.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    needed = n_ids(tokenizer)
+    if needed > vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {tokenizer_path(config)} has {needed} ids, but {key}={vocab_size}: "
+            "they do not belong together",
+            f"use the model's own tokenizer, or {more_rows(config, key, needed)}",
+        )
+    for name in ("eos_token_id", "bos_token_id"):
+        own, stated = getattr(tokenizer, name), _stated_ids(config, name)
+        if own is not None and stated and own not in stated:
+            raise ConfigError(
+                f"{name} of the tokenizer in {tokenizer_path(config)} is {own}, but the model's is "
+                f"{' or '.join(map(str, stated))}: they do not belong together",
+                f"use the model's own tokenizer, or change the model's config: model.hf.{name}={own}",
+            )
+
+
+def _stated_ids(config: RunConfig, name: str) -> list[int]:
+    """The ids of a special token in `model.hf`, else in the files that describe the model; none if neither has any."""
+    file = config.model.described_by
+    if name in config.model.hf:
+        found = [config.model.hf[name]]
+    elif file is not None:
+        found = [_settings(one).get(name) for one in (file, file.with_name("generation_config.json"))]
+    else:
+        found = []
+    flat = [one for ids in found for one in (ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(one for one in flat if isinstance(one, int)))
+
+
+def more_rows(config: RunConfig, key: str, needed: int) -> str:
+    """How to give the run's model rows for `needed` ids; `key` is the setting that holds its vocabulary size."""
+    if key != "model.hf.vocab_size":
+        return f"set {key}={needed}"
+    if config.adapter.type != "none":
+        return "train the model without an adapter and with model.resize_embeddings=true first"
+    beside = "" if config.data.tokenizer or tokenizer_path(config) else " and data.tokenizer"
+    return f"add the missing rows: model.resize_embeddings=true{beside}"
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """The keys of a tokenizer_config.json; empty without one."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "copy the tokenizer's files again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a mapping of keys", "copy the tokenizer's files again")
+    return found
+
+
+def _special(settings: dict[str, Any]) -> dict[str, Any]:
+    """The special tokens of a tokenizer_config.json, as arguments of `PreTrainedTokenizerFast`."""
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "sep_token", "cls_token")
+    found = {name: settings.get(name) for name in names}
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in found.items()
+        if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+    }
+
+
+def _template_beside(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def with_local_folders(config: RunConfig) -> RunConfig:
+    """The config with a folder on this machine in place of a hub's name in `model.init_from` or `model.hf_config`.
+
+    The folder has the model's files as the hub's library keeps them: downloaded once a node, never code.
+
+    Raises:
+        ConfigError: no folder here has that name, and no hub that can be reached.
+    """
+    found = {}
+    for key in ("init_from", "hf_config"):
+        name = getattr(config.model, key)
+        local = name is None or Path(name).expanduser().exists() or not _HUB_NAME.fullmatch(name)
+        if not local and config.task.factory is None and config.task.name.startswith("hf_"):
+            weights = ["*.safetensors"] if key == "init_from" else []
+            found[key] = str(_from_hub(name, f"model.{key}", [*_TEXTS, *weights]))
+    if not found:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update=found)})
+
+
+_TEXTS = (*FILES, "*.json", "*.jinja", "merges.txt", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+def _from_hub(name: str, key: str = "data.tokenizer", patterns: Sequence[str] = _TEXTS) -> Path:
+    """A model's files on a hub, downloaded once; only where a hub can be reached."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # no network, no such name, no permission: each has an exception of its own
+        reason = " ".join(str(error).split())
+        fix = _FIX if key == "data.tokenizer" else f"set {key} to a folder of transformers, a run or a checkpoint"
+        folders = [str(path) for path in Path(name).parent.glob("*/")]
+        if near := get_close_matches(name, folders, 1):
+            fix = f"did you mean {key}={near[0]}?"
+        raise ConfigError(
+            f"{key}={name} is not a folder here, and no hub has it: {type(error).__name__}: {reason}", fix
+        ) from error

@@ -1,0 +1,280 @@
+"""Put the files of one job together: settle each value, find contradictions, fill in `auto`."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from ..config.errors import shown
+from . import tables
+from .autos import fill
+from .axolotl import AXOLOTL_REMOVED
+from .files import File, family
+from .recipes import check_recipe, defaults, ignored_in_a_recipe, refuse_unnamed_layers
+from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue
+from .together import PSEUDO, Fate, Said, Together
+from .tools import ALIASES, KEYS, RECIPES, RENAMED, VERSIONS, base, find
+from .trl import OWN
+from .unplanned import effect_of, is_off
+
+_NO_FSDP = "on CPUs Accelerate shards nothing and trains with DDP"
+_FSDP1_ONLY = ("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "forward_prefetch")
+
+
+SCRIPTS_OWN = ", unless the script has such an argument"
+"""Ends the message about an unknown key in a Trainer's file: a script (TRL's) may read arguments of its own there."""
+
+
+def combine(
+    files: list[File], model: dict[str, Any], problems: list[Problem], command_line: Settings | None = None
+) -> Together:
+    """Sort every key of the files, settle each key here, and fill in `auto`.
+
+    Args:
+        model: the model's `config.json`; empty if there is none.
+        problems: those found while the files were gathered.
+        command_line: dotted keys here that the command line sets.
+    """
+    job = Together(files, model, problems, dict(command_line or {}))
+    for file in files:
+        if file.tool != "model":
+            job.said += [_sorted(job, file, key, value) for key, value in file.values.items() if value is not None]
+    _add_defaults(job)
+    _settle(job)
+    check_recipe(job)
+    fill(job)
+    return job
+
+
+def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
+    """Where one key of one file ends."""
+
+    def ended(fate: Fate, ours: Settings | None = None, note: str = "") -> Said:
+        return Said(file.name, file.tool, key, value, fate, ours or {}, note)
+
+    entry, effect = find(file.tool, key), "" if file.tool == "peft" else effect_of(key, value)
+    if entry is not None and entry.effect and not is_off(key, value):
+        effect = effect or entry.effect
+    if entry is None:
+        if effect:
+            return ended("unplanned", note=effect)
+        if file.tool == "trainer" and key in OWN:
+            return ended("absent", note="an argument of the script, such as TRL's have")
+        return ended("unknown", note=meant(file.tool, key))
+    reason = "it does nothing any more" if entry.dead else _ignored(job, file.tool, key)
+    if reason:
+        return ended("ignored", note=reason)
+    if effect and entry.ours is None:
+        return ended("unplanned", note=effect)
+    if entry.ours is None:
+        return ended("absent", note=entry.note)
+    if value == AUTO and file.tool not in RECIPES:
+        return ended("auto")
+    try:
+        return ended("mapped", entry.ours(value), entry.note)
+    except NoCounterpart as error:
+        ours, wrong = _key_for(file.tool, key), isinstance(error, WrongValue)
+        if file.tool in RECIPES and not wrong:
+            if entry.only in job.command_line:
+                return ended("ignored", note=f"the command line sets {entry.only}")
+            return ended("unplanned", note=str(error))
+        kind = "wrong value" if wrong else "no counterpart"
+        if file.tool == "peft" and not ours:
+            job.problem(kind, f"{file.name}: {key}={shown(value)} cannot be planned: {error}",
+                        "plan without it: remove the key from a copy of the file", "", (key,))  # fmt: skip
+            return ended("absent", note=str(error))
+        cause = f"{file.name}: {key}={shown(value)} {'is wrong' if wrong else 'has no counterpart here'}: {error}"
+        job.problem(kind, cause, f"correct it, or set {ours} on the command line", ours, (key,))
+        return ended("absent", note=str(error))
+
+
+def _ignored(job: Together, tool: str, key: str) -> str:
+    """Why their tool does not read the key in this job; empty if it does."""
+    section, _, name = key.partition(".")
+    if tool == "accelerate":
+        return _ignored_by_accelerate(job, section, name)
+    if base(tool) == "trainer":
+        return ignored_in_a_recipe(job, key) or _ignored_by_trainer(job, section, key)
+    belongs = key.startswith(("zero_optimization.stage3_", "zero_optimization.offload_param"))
+    if job.stage is not None and job.stage < 3 and (belongs or name == "sub_group_size"):
+        return f"it belongs to stage 3, and the stage is {job.stage}"
+    return ""
+
+
+def _ignored_by_accelerate(job: Together, section: str, name: str) -> str:
+    if section == "fsdp_config" and job.on_cpu:
+        return _NO_FSDP
+    wanted = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}.get(section)
+    if wanted is not None and job.kind != wanted:
+        return f"distributed_type is {job.kind}"
+    if section == "fsdp_config" and name.removeprefix("fsdp_") in _FSDP1_ONLY and job.fsdp_version() == 2:
+        return "FSDP2 has no such setting"
+    entry = find("accelerate", f"{section}.{name}")
+    if section == "deepspeed_config" and job.has("deepspeed") and entry and entry.ours:
+        return "the DeepSpeed file decides it"
+    if name.startswith("offload_param") and job.stage is not None and job.stage < 3:
+        return f"it belongs to stage 3, and the stage is {job.stage}"
+    return ""
+
+
+def _ignored_by_trainer(job: Together, section: str, key: str) -> str:
+    if section in ("fsdp", "fsdp_config") and job.on_cpu:
+        return _NO_FSDP
+    if section == "fsdp_config" and "." in key and not job.value("trainer", "fsdp"):
+        return "fsdp is off"
+    if key.removeprefix("fsdp_config.") in _FSDP1_ONLY and job.fsdp_version() == 2:
+        return "FSDP2 has no such setting"
+    if job.has("deepspeed"):
+        key = next((name for name, own in ALIASES.get(job.recipe, {}).items() if own == key), key)
+        if key == "max_grad_norm" and job.value("deepspeed", "gradient_clipping") is None:
+            return "DeepSpeed clips only if its own file has gradient_clipping"
+        filled = job.value("deepspeed", "scheduler.params.warmup_num_steps") == AUTO
+        if job.value("deepspeed", "scheduler.type") and key in ("lr_scheduler_type", "warmup_steps"):
+            return "" if filled and key == "warmup_steps" else "the DeepSpeed file has a scheduler"
+        if key == "optim" and job.value("deepspeed", "optimizer.type"):
+            return "the DeepSpeed file has an optimizer"
+    return ""
+
+
+def _add_defaults(job: Together) -> None:
+    """Defaults of their tools, for keys here that no file sets."""
+    chosen: list[tuple[str, Settings]] = []
+    trainer = job.file("trainer")
+    if trainer is not None:
+        values = defaults(job)
+        chosen.append((trainer.tool, {k: v for k, v in values.items() if not _ignored(job, trainer.tool, k)}))
+    if job.kind == "FSDP" and not job.on_cpu:
+        chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["fsdp"]))
+    if job.kind == "DEEPSPEED" and not job.has("deepspeed"):
+        chosen.append(("accelerate", tables.ACCELERATE_DEFAULTS["deepspeed"]))
+    if job.stage:
+        values = {**tables.DEEPSPEED_DEFAULTS, "zero_optimization.overlap_comm": job.stage == 3}
+        if job.stage == 3:
+            values |= tables.STAGE3_DEFAULTS
+        if not job.has("deepspeed"):
+            del values["gradient_clipping"]  # Accelerate's own default is auto
+        chosen.append(("deepspeed", values))
+    if job.has("peft"):
+        chosen.append(("peft", tables.PEFT_DEFAULTS))
+        if job.value("peft", "target_modules") is None:
+            refuse_unnamed_layers(job, "target_modules")
+    for tool, values in chosen:
+        named = f"{family(tool)}'s default"
+        for key, value in values.items():
+            entry = find(tool, key)
+            if entry is None or entry.ours is None or any(s.tool == tool and s.key == key for s in job.said):
+                continue
+            if value == AUTO and tool not in RECIPES:
+                job.said.append(Said(named, tool, key, value, "auto"))
+                continue
+            said = {ours for one in job.said if one.fate == "mapped" for ours in one.ours}
+            settings = {ours: v for ours, v in entry.ours(value).items() if ours not in said}
+            if settings:
+                job.said.append(Said(named, tool, key, value, "default", settings))
+
+
+def _settle(job: Together) -> None:
+    """One value for each key here; two different ones are a problem, unless their tools let one win."""
+    _match_the_trainers_defaults(job)
+    for said in job.said:
+        if said.fate == "default":
+            job.settings |= said.ours
+    mapped = [said for said in job.said if said.fate == "mapped"]
+    for said in mapped:
+        job.settings |= said.ours
+    for ours in dict.fromkeys(key for said in mapped for key in said.ours):
+        first, *others = (said for said in mapped if ours in said.ours)
+        other = next((said for said in others if not _same(said.ours[ours], first.ours[ours])), None)
+        if other is None or ours in ("engine", "machines", "gpus") or _precision_wins(job, ours, [first, *others]):
+            continue
+        key = "precision.mode" if ours in PSEUDO else ours.removesuffix(".0").removesuffix(".1")
+        theirs = next((said.key for said in (first, other) if said.tool == "deepspeed"), "")
+        auto = f' or {theirs} "auto"' if theirs else ""
+        fix = f"make them equal{auto}; to plan anyway, set {key} on the command line"
+        job.problem("contradiction", f"{first} contradicts {other}", fix, key, (first.key, other.key))
+
+
+def _match_the_trainers_defaults(job: Together) -> None:
+    """The Trainer compares DeepSpeed's values with its own arguments, those that its file leaves out too."""
+    trainer = job.file("trainer")
+    for said in job.said if trainer else ():
+        theirs = tables.MUST_MATCH.get(said.key) if said.fate == "mapped" else None
+        theirs = ALIASES.get(job.recipe, {}).get(theirs, theirs) if theirs else None
+        if theirs is None or trainer is None or trainer.values.get(theirs) is not None:
+            continue
+        default = defaults(job).get(theirs, False)
+        if said.value != default and default != AUTO:
+            fix = f'write {theirs}: {shown(said.value)} in {trainer.name}, or {said.key} "auto"'
+            whose = family(trainer.tool) if job.recipe else "the Trainer"
+            cause = f"{said} contradicts {whose}'s default {theirs}={shown(default)}"
+            ours = next(iter(said.ours))
+            job.problem("contradiction", cause, fix, "precision.mode" if ours in PSEUDO else ours, (said.key, theirs))
+
+
+def _precision_wins(job: Together, ours: str, claims: list[Said]) -> bool:
+    """Accelerate's `mixed_precision: no` gives way to the script's own arguments."""
+    loud = [said for said in claims if said.tool != "accelerate" or said.value not in ("no", False)]
+    if ours not in ("fp16", "bf16") or len({said.ours[ours] for said in loud}) != 1:
+        return False
+    job.settings[ours] = loud[0].ours[ours]
+    return True
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and both text or neither."""
+    return bool(one == other) and isinstance(one, str) == isinstance(other, str)
+
+
+def _key_for(tool: str, key: str) -> str:
+    """The key here that a value without counterpart would have set."""
+    known = {
+        "optim": "optim.name",
+        "lr_scheduler_type": "optim.schedule",
+        "mixed_precision": "precision.mode",
+        "fsdp": "parallel.strategy",
+        "distributed_type": "parallel.strategy",
+    }
+    entry = find(tool, key)
+    only = entry.only if entry else ""
+    if tool == "peft":
+        return only
+    return known.get(key) or ("precision.mode" if only in PSEUDO else only) or "parallel.strategy"
+
+
+def unknown_key(tool: str, key: str) -> str:
+    """The fate of an unknown key in their tool: refused, or ignored."""
+    section, _, rest = key.partition(".")
+    strict = {
+        "accelerate": not rest,
+        "deepspeed": section in ("zero_optimization", "fp16", "bf16") and bool(rest),
+        "trainer": True,
+        "trl": True,
+        "llamafactory": True,
+        "axolotl": False,
+        "peft": False,
+    }
+    if key in tables.DEEPSPEED_REMOVED or section in tables.DEEPSPEED_REMOVED:
+        return f"removed from DeepSpeed {VERSIONS['deepspeed']}, which refuses it"
+    if tool == "axolotl" and key in AXOLOTL_REMOVED:
+        return f"removed from axolotl {VERSIONS['axolotl']}, which refuses it"
+    if any(name.startswith(f"{key}.") for name in KEYS[tool]):
+        return f"a section of keys, not a value; {family(tool)} refuses it"
+    verb = "refuses" if strict[tool] else "ignores"
+    unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not meant(tool, key) else ""
+    return f"unknown to {family(tool)} {VERSIONS[tool]}, which {verb} it{unless}"
+
+
+def meant(tool: str, key: str) -> str:
+    """The key of their tool that an unknown one was probably meant to be; empty if none is close."""
+    if key in RENAMED[tool]:
+        return RENAMED[tool][key]
+    names = [name.removesuffix(".*") for name in KEYS[tool]]
+    if tool == "trainer" and (inner := f"fsdp_config.{key.removeprefix('fsdp_')}") in names and key.startswith("fsdp_"):
+        return inner
+    if any(name.startswith(f"{key}.") for name in names):
+        return ""
+    close = get_close_matches(key, names, n=1, cutoff=0.85)
+    parts = key.split(".")
+    for part in () if close else (parts[-1], *parts[1:-1]):  # a key, or a whole section, in the wrong section
+        close = close or [name for name in names if name.rpartition(".")[2] == part and name != key]
+    return close[0] if close else ""

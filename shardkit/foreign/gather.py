@@ -1,0 +1,180 @@
+"""The files of one job: those that a user names, those that they name, and the model's own config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config.errors import one_line
+from ..errors import ConfigError
+from .files import File, family, flatten, parse, read, read_object, read_text
+from .tables import DEEPSPEED, Problem
+from .tools import base
+
+_HEADER = 100_000_000
+"""Bytes of a safetensors file's header at most, as its library has it."""
+_TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def gather(names: Iterable[Any]) -> tuple[list[File], list[Problem]]:
+    """The files, those that they name, and configs inside them as files of their own.
+
+    Args:
+        names: of files, or their contents as `files.read_object` takes them.
+
+    Raises:
+        ConfigError: a file cannot be read, or there are two of one tool.
+    """
+    given = [read(str(name)) if isinstance(name, (str, Path)) else read_object(name) for name in names]
+    found: list[File] = []
+    problems: list[Problem] = []
+    for file in given:
+        values, place = dict(file.values), len(found)
+        for key, tool in (("deepspeed", "trainer"), ("deepspeed_config.deepspeed_config_file", "accelerate")):
+            off = tool == "accelerate" and str(values.get("distributed_type")).upper() != "DEEPSPEED"
+            if base(file.tool) != tool or off:
+                continue
+            inner = replace(file, values=values).section(key)
+            if inner:  # a whole DeepSpeed config in place of a path
+                lines = replace(file, values=file.lines).section(key)
+                found.append(
+                    File(f"{file.name}: {key}", "deepspeed", prefixed("deepspeed", inner),
+                         lines=prefixed("deepspeed", lines))
+                )  # fmt: skip
+                values = {name: value for name, value in values.items() if not name.startswith(f"{key}.")}
+            elif values.get(key) and not any(other.tool == "deepspeed" for other in given):
+                _follow(file, key, str(values[key]), found, problems)
+        if base(file.tool) == "trainer" and isinstance(values.get("fsdp_config"), str):
+            values |= _fsdp_file(file, values, problems)
+        found.insert(place, replace(file, values=prefixed(file.tool, values), lines=prefixed(file.tool, file.lines)))
+    for tool in ("accelerate", "deepspeed", "trainer", "model", "peft"):
+        same = [file for file in found if base(file.tool) == tool]
+        if len(same) > 1:
+            names, tools = " and ".join(file.name for file in same), dict.fromkeys(family(file.tool) for file in same)
+            raise ConfigError(
+                f"{names} are both files of {' and '.join(tools)}", "name the files of one job: one of each tool"
+            )
+    return found, problems
+
+
+def _follow(file: File, key: str, path: str, found: list[File], problems: list[Problem]) -> None:
+    for place in (Path(path), file.folder / path):
+        if place.is_file():
+            other = read(str(place))
+            values, lines = prefixed(other.tool, other.values), prefixed(other.tool, other.lines)
+            found.append(replace(other, values=values, lines=lines))
+            return
+    problems.append(_missing(file, key, path))
+
+
+def _missing(file: File, key: str, path: str) -> Problem:
+    return Problem(
+        "missing file", f"{file.name}: {key}={one_line(path)} names a file that does not exist",
+        "correct the path, or pass that file too", keys=(key,),
+    )  # fmt: skip
+
+
+def _fsdp_file(file: File, values: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    path = values.pop("fsdp_config")
+    if path.startswith("{"):
+        return flatten({"fsdp_config": parse(path, f"{file.name}: fsdp_config")})
+    for place in (Path(path), file.folder / path):
+        if place.is_file():
+            return flatten({"fsdp_config": parse(read_text(str(place)), str(place))})
+    problems.append(_missing(file, "fsdp_config", path))
+    return {}
+
+
+def prefixed(tool: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Every key as the tables spell it.
+
+    Accelerate adds the prefixes `fsdp_` and `dynamo_`, the Trainer removes `fsdp_`, and DeepSpeed also takes keys of
+    stage 3 without `stage3_`.
+    """
+
+    def name(key: str) -> str:
+        section, _, rest = key.partition(".")
+        if base(tool) == "trainer" and section == "fsdp_config":
+            return f"{section}.{rest.removeprefix('fsdp_')}" if rest else key
+        if tool == "accelerate" and section in ("fsdp_config", "dynamo_config") and rest:
+            prefix = section.removesuffix("config")
+            return key if rest.startswith(prefix) else f"{section}.{prefix}{rest}"
+        if tool == "deepspeed" and f"{section}.stage3_{rest}" in DEEPSPEED and key not in DEEPSPEED:
+            return f"{section}.stage3_{rest}"
+        return key
+
+    return {name(key): value for key, value in values.items()}
+
+
+def adapter_file(path: str) -> str:
+    """peft's `adapter_config.json`, or the one in a folder.
+
+    Raises:
+        ConfigError: there is none, or it is another tool's file.
+    """
+    place = Path(path).expanduser()
+    name = str(place / "adapter_config.json" if place.is_dir() else place)
+    if place.is_dir() and not Path(name).is_file():
+        raise ConfigError(
+            f"--peft {one_line(path)} has no adapter_config.json", "name peft's file, or the folder that holds one"
+        )
+    try:
+        tool = read(name).tool
+    except ConfigError as error:
+        raise ConfigError(f"--peft: {error.cause}", f"{error.fix}; --peft takes peft's adapter_config.json") from None
+    if tool != "peft":
+        raise ConfigError(
+            f"--peft {one_line(path)} is a file of {family(tool)}: it has no peft_type",
+            "name peft's adapter_config.json; files of other tools belong to --from",
+        )
+    return name
+
+
+def read_model(path: str) -> dict[str, Any]:
+    """A model's `config.json`.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read, or only code of its own could build the model.
+    """
+    place = Path(path).expanduser()
+    file = place / "config.json" if place.is_dir() else place
+    if not file.is_file():
+        fault = "has no config.json" if place.is_dir() else "does not exist"
+        raise ConfigError(
+            f"--model {one_line(path)} {fault}", "name a transformers config.json, or the folder that holds one"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {file} cannot be read: {one_line(str(error))}", "write it anew") from None
+    if not isinstance(config, dict) or not (config.get("model_type") or config.get("architectures")):
+        raise ConfigError(
+            f"--model {file} is no transformers config: it has no model_type", "name the model's own config.json"
+        )
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        found = next((_stored_dtype(one) for one in sorted(file.parent.glob("*.safetensors"))), "")
+        config |= {"dtype": found} if found else {}
+    return config
+
+
+def _stored_dtype(file: Path) -> str:
+    """The type of a safetensors file's first floating weight, which from_pretrained takes for a config without one.
+
+    Raises:
+        ConfigError: the file has no header that can be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > _HEADER:
+                raise ValueError("its header is too long")
+            header = json.loads(stream.read(size))
+            types = [_TYPES.get(one.get("dtype")) for name, one in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--model: {file} cannot be read: {one_line(str(error))}", "copy the file again, or remove it"
+        ) from None
+    return next(filter(None, types), "")
