@@ -36,7 +36,7 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
-    # Opening reads all names and shapes, but no weights. A child process does it first, within limits of memory and time.
+    # Opening reads all names and shapes, but no weights. A child does it first, with limits on memory and time.
     in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
     source = _open(path, step, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):

@@ -175,7 +175,7 @@ class FileTensors:
     def _read_run(
         self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        """Read the elements of one run that lie in [start, stop) to their place in `target`, which begins at `start`."""
+        """Read the elements of run `index` that lie in [start, stop) into `target`, which holds that range."""
         begin = int(extent.run_starts[index])
         overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
         if overlap_start < overlap_end:
