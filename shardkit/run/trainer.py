@@ -623,7 +623,7 @@ class Trainer:
         if interval := self.checkpoints.describe_default():
             self._say(interval)
         limit_s = self.checkpoints.standstill_s()
-        self._say(f"a save that writes nothing for {limit_s:.0f} s ends the job (checkpoint.timeout_s)")
+        self._say(f"if a save makes no progress for {limit_s:.0f} s, the job ends (checkpoint.timeout_s)")
 
     def _stop_asked(self) -> bool:
         """Whether some rank was asked to stop; checked before each micro-batch of an evaluation; collective."""
