@@ -84,13 +84,13 @@ class Run:
 
     def state(self) -> list[memoryview]:
         """The bytes of this rank's share of a checkpoint, in memory."""
-        from shardkit.checkpoint.format.writer import byte_view
+        from shardkit.checkpoint.native.writer import byte_view
 
         shards = [s for s in self.job.strategy.shards() if s.replica == 0 and s.local.numel()]
         return [byte_view(shard.local) for shard in shards]
 
     def save(self, number: int) -> None:
-        from shardkit.checkpoint.format.manifest import RunState
+        from shardkit.checkpoint.native.manifest import RunState
 
         report = self.sync.save(RunState(step=number))
         assert report is not None and report.error is None, report
@@ -162,7 +162,7 @@ def deepspeed_save(run: Run, folder: Path) -> None:
 
 def in_background(run: Run, number: int, steps: int) -> dict[str, float]:
     """A background save: the time that it blocked, and the time that training lost while it was written."""
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
 
     clock = Clock()
 

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint import manage
-from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.native import layout
 from shardkit.launch.local import restart
 from shardkit.launch.local.rendezvous import ReservedPort
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardkit.checkpoint.formats.source import PIECE_BYTES
+from shardkit.checkpoint.formats.tensor_source import PIECE_BYTES
 from shardkit.config.layers import merged
 from tests.ranks import run_ranks
 from tests.strategies.cases import PARTITION_ALL
@@ -56,8 +56,8 @@ def make_folder(folder: Path, sizes: dict[str, Any]) -> int:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardkit.checkpoint.format.reader import TensorInfo
     from shardkit.checkpoint.formats.safetensors import INDEX, header_of
+    from shardkit.checkpoint.native.reader import TensorInfo
 
     folder.mkdir(parents=True)
     config = LlamaConfig(**sizes)

@@ -57,12 +57,12 @@ CHOSEN: dict[str, list[str]] = {
     "shardkit/memory/rows.py": ["tests/memory/test_rows.py", "tests/memory/test_table.py"],
     "shardkit/plan/model/allocator.py": ["tests/plan/test_allocator.py"],
     "launch/slurm/requeue.py": ["tests/launch/test_requeue.py"],
-    "shardkit/checkpoint/format/reader.py": [
+    "shardkit/checkpoint/native/reader.py": [
         "tests/checkpoint/test_reader.py",
         "tests/checkpoint/test_manage.py",
         "tests/checkpoint/test_checkpointer.py",
     ],
-    "shardkit/checkpoint/format/planner.py": [
+    "shardkit/checkpoint/native/planner.py": [
         "tests/checkpoint/test_planner.py",
         "tests/checkpoint/test_reader.py",
         "tests/checkpoint/test_checkpointer.py",

@@ -1,4 +1,5 @@
-"""The frozen model under an adapter: checkpoints leave it out, and name it by a digest of its weights."""
+"""The frozen model under an adapter. Checkpoints of the adapter leave the model out and identify it by a digest of its
+weights."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _MIX = 0x1E3779B97F4A7C15
 
 
 def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
-    """A number that stands for a range of a flattened tensor; the numbers of its ranges add up, modulo 2^48.
+    """A checksum of a range of a flattened tensor; the checksums of a tensor's ranges add up, modulo 2^48.
 
     Each element's bits are multiplied by an odd number that depends on its index.
 
@@ -31,23 +32,23 @@ def tensor_sum(values: torch.Tensor, start: int = 0) -> int:
     size = values.element_size()
     words = values.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for at in range(0, words.numel(), _CHUNK):
-        bits = words[at : at + _CHUNK].long()
-        keys = torch.arange(start + at, start + at + bits.numel(), device=values.device).mul_(_MIX)
+    for begin in range(0, words.numel(), _CHUNK):
+        bits = words[begin : begin + _CHUNK].long()
+        keys = torch.arange(start + begin, start + begin + bits.numel(), device=values.device).mul_(_MIX)
         total += bits.mul_(keys.bitwise_xor_(keys >> 31).bitwise_or_(1)).sum()
-    found: int = int(total.item()) % 2**_BITS
-    return found
+    checksum: int = int(total.item()) % 2**_BITS
+    return checksum
 
 
 def digest_of(sums: Mapping[str, int]) -> str:
-    """One digest for all tensors, by name."""
+    """One digest of all tensors, from each tensor's name and checksum."""
     text = "\n".join(f"{name} {value % 2**_BITS}" for name, value in sorted(sums.items()))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @torch.no_grad()
 def base_digest(strategy: Strategy, names: Mapping[str, str], group: dist.ProcessGroup) -> str:
-    """Digest of a wrapped model's frozen weights, in the types that it keeps them in; collective.
+    """The digest of a wrapped model's frozen weights, in the types in which the model stores them; collective.
 
     Args:
         names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
@@ -63,7 +64,7 @@ def base_digest(strategy: Strategy, names: Mapping[str, str], group: dist.Proces
 
 
 def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
-    """The same digest of tensors that come as consecutive 1-D pieces."""
+    """The digest, as of `base_digest`, of tensors that come as consecutive 1-D pieces."""
     sums = dict[str, int]()
     for name, pieces in tensors:
         at = 0
@@ -75,11 +76,12 @@ def digest_of_pieces(tensors: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> s
 
 
 class FrozenBase:
-    """The frozen parameters of a run that trains an adapter, and the entry about them in its checkpoints.
+    """Identifies the frozen parameters of a run that trains an adapter, and checks them against a checkpoint's entry.
 
     Attributes:
         names: `model.<fqn>` of each frozen parameter → its name in the model without the adapter.
-        about: the adapter's settings and, once `identify` was called, the base's digest, type and source.
+        about: entry for checkpoints: the adapter's settings and, after `identify`, the base's digest, dtype, source.
+        line: how many of the model's values are trained, as text.
     """
 
     def __init__(
@@ -101,69 +103,71 @@ class FrozenBase:
         self.line = f"{trained:,} of {sum(numel):,} values are trained ({trained / sum(numel):.2%})"
 
     def identify(self, strategy: Strategy, group: dist.ProcessGroup) -> None:
-        """Compute the digest; collective."""
+        """Compute the base's digest and add it to `about`; collective."""
         digest = base_digest(strategy, self.names, group)
         self.about["base"] = {"digest": digest, "dtype": self._dtype, "source": self._source}
 
-    def check(self, found: Mapping[str, Any]) -> None:
+    def check(self, entry: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of another adapter, or of one over another base.
 
         Args:
-            found: what the checkpoint says about its adapter.
+            entry: the `about` of the run that saved the checkpoint.
 
         Raises:
             ConfigError: a setting differs.
             CheckpointError: the base's weights differ.
         """
-        base = found.get("base")
-        if not isinstance(base, dict):
+        saved_base = entry.get("base")
+        if not isinstance(saved_base, dict):
             raise CheckpointError(
                 "the checkpoint does not say which model its adapter is for", "use another checkpoint"
             )
         for key, value in self.about.items():
-            if key not in ("base", "fan_in_fan_out") and found.get(key) != value:
+            if key not in ("base", "fan_in_fan_out") and entry.get(key) != value:
                 raise ConfigError(
-                    f"adapter.{key}={_shown(value)}, but the checkpoint's is {_shown(found.get(key))}",
-                    f"set adapter.{key}={_shown(found.get(key))}",
+                    f"adapter.{key}={_shown(value)}, but the checkpoint's is {_shown(entry.get(key))}",
+                    f"set adapter.{key}={_shown(entry.get(key))}",
                 )
-        mine = self.about["base"]
-        if mine["dtype"] != base.get("dtype"):
+        run_base = self.about["base"]
+        if run_base["dtype"] != saved_base.get("dtype"):
             raise CheckpointError(
-                f"the frozen model is {mine['dtype']} in this run, it was {base.get('dtype')} under the saved adapter",
+                f"the frozen model is {run_base['dtype']} in this run, "
+                f"it was {saved_base.get('dtype')} under the saved adapter",
                 "resume with the precision.mode that it was saved with",
             )
-        if mine["digest"] != base.get("digest"):
-            here, there = (one.get("source") or "initial values" for one in (mine, base))
+        if run_base["digest"] != saved_base.get("digest"):
+            run_source, saved_source = (base.get("source") or "initial values" for base in (run_base, saved_base))
             raise CheckpointError(
-                f"the frozen model is not the one that the saved adapter was trained on: here {here}, there {there}, "
-                "and their weights differ",
-                f"set model.init_from to the weights it was trained on ({there})",
+                f"the frozen model is not the one that the saved adapter was trained on: here {run_source}, "
+                f"there {saved_source}, and their weights differ",
+                f"set model.init_from to the weights it was trained on ({saved_source})",
             )
 
 
 def _shown(value: object) -> str:
-    """A setting as a command line has it."""
+    """A setting's value as one writes it on the command line."""
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value).lower()
 
 
-def check_adapter(base: FrozenBase | None, found: Any) -> None:
-    """Refuse a checkpoint with an adapter in a run without one, and the other way round; see `FrozenBase.check`.
+def check_adapter(base: FrozenBase | None, entry: Any) -> None:
+    """Refuse a checkpoint with an adapter in a run without one, a checkpoint without one in a run with one, and one of
+    another adapter or base (`FrozenBase.check`).
 
     Args:
-        base: the run's; None if it trains the whole model.
-        found: the entry in the checkpoint's manifest; None if it holds a whole model.
+        base: the run's frozen base; None if the run trains the whole model.
+        entry: the adapter's entry in the checkpoint's manifest; None if the checkpoint holds a whole model.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint does not suit the run.
     """
-    if base is None and found is not None:
+    if base is None and entry is not None:
         raise ConfigError(
             "the checkpoint holds an adapter, and this run has none", "set adapter.type and its keys as they were"
         )
-    if base is not None and found is None:
+    if base is not None and entry is None:
         raise ConfigError(
             "the checkpoint holds no adapter, but adapter.type is set",
             "start with its weights instead: model.init_from in place of run.resume",
         )
-    if base is not None and found is not None:
-        base.check(found if isinstance(found, dict) else {})
+    if base is not None and entry is not None:
+        base.check(entry if isinstance(entry, dict) else {})

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError, printable
-from .format import layout
-from .format.manifest import Manifest
+from .native import layout
+from .native.manifest import Manifest
 
 State = Literal["complete", "damaged", "unfinished", "set aside"]
 
@@ -51,12 +51,12 @@ def entries(run: Path) -> list[Entry]:
     root = folder(run)
     complete = layout.checkpoints(root)
     best = layout.best_of(complete)
-    found = [
+    folders = [
         _entry(p, p == best) for p in root.iterdir() if p.is_dir() and layout.step_of(p.with_suffix("")) is not None
     ]
-    usable = [e for e in found if e.state == "complete"]
+    usable = [e for e in folders if e.state == "complete"]
     newest = max(usable, key=_age, default=None)
-    marked = [Entry(**{**vars(e), "is_latest": e is newest}) for e in found]
+    marked = [Entry(**{**vars(e), "is_latest": e is newest}) for e in folders]
     return sorted(marked, key=_age)
 
 
@@ -78,10 +78,10 @@ def _entry(path: Path, is_best: bool) -> Entry:
     return Entry(path, "complete", manifest=manifest, is_best=is_best)
 
 
-def table(found: Sequence[Entry]) -> str:
+def table(listed: Sequence[Entry]) -> str:
     """The entries as text: one line each."""
     lines = [f"{'name':<24} {'state':<11} {'made by':<12} {'GiB':>8} {'val loss':>9}  {'created':<24} note"]
-    for e in found:
+    for e in listed:
         m = e.manifest
         made_by = f"{m.strategy} × {m.world_size}" if m else ""
         size = f"{m.n_bytes / 2**30:.3f}" if m else ""
@@ -105,15 +105,15 @@ def select(run: Path, names: Sequence[str]) -> list[Path]:
     for name in names:
         path = root / (layout.folder_name(int(name)) if name.isdecimal() else name)
         if path.parent != root or layout.step_of(path.with_suffix("")) is None or not path.is_dir():
-            there = ", ".join(e.path.name for e in entries(run))
-            raise CheckpointError(f"{root} has no checkpoint {name}", f"name a step or one of: {there}")
+            available = ", ".join(e.path.name for e in entries(run))
+            raise CheckpointError(f"{root} has no checkpoint {name}", f"name a step or one of: {available}")
         chosen.append(path)
     return chosen
 
 
 def verify(path: Path) -> list[str]:
     """Read a whole checkpoint and compare every checksum; returns the problems, none if it is intact."""
-    from .format.reader import CheckpointReader
+    from .native.reader import CheckpointReader
 
     try:
         with CheckpointReader(path) as checkpoint:
@@ -128,8 +128,8 @@ def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
     Raises:
         CheckpointError: no checkpoint to resume from would be left, and `force` is off; or the files cannot be deleted.
     """
-    left = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
-    if not left and not force:
+    remaining = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
+    if not remaining and not force:
         raise CheckpointError(
             f"{run} would be left without a checkpoint to resume from", "add --force to delete it all"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .format import layout
+from .native import layout
 
 FIRST_S = 1800.0
 """A run's first save may stand still for this long."""

@@ -19,10 +19,10 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import rng
-from .format import layout
-from .format.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
-from .format.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
-from .format.reader import CheckpointReader, RangeReader
+from .native import layout
+from .native.manifest import FILE_NAME, CorruptCheckpoint, Manifest, RunState
+from .native.planner import RangeLoadPlanner, Ranges, by_name, refuse_leftovers
+from .native.reader import CheckpointReader, RangeReader
 from .shared_reads import SharedReads, keys_of
 
 
@@ -43,10 +43,10 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
         try:
             action()
         except OSError as error:
-            where = f"{error.filename}: " if error.filename else "run.dir: "
+            prefix = f"{error.filename}: " if error.filename else "run.dir: "
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             fix = "make room on its disk" if is_full else "check the owner and mode of run.dir"
-            problem = CheckpointError(f"{where}{error.strerror}", fix)
+            problem = CheckpointError(f"{prefix}{error.strerror}", fix)
     agreed(group, problem)
 
 
@@ -58,8 +58,8 @@ def agreed(group: dist.ProcessGroup, problem: CheckpointError | None) -> None:
     """
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    found = [p for p in problems if p is not None]
-    for error in sorted(found, key=lambda p: not isinstance(p, CorruptCheckpoint)):
+    raised = [p for p in problems if p is not None]
+    for error in sorted(raised, key=lambda p: not isinstance(p, CorruptCheckpoint)):
         raise error
 
 
@@ -114,22 +114,22 @@ def resume(
             damaged.append(path)
             if world.is_main:
                 _LOG.warning("%s; trying the checkpoint before it", error.cause)
-            last = error
+            oldest_problem = error
             continue
         if own_root is not None:
             main_only(world, group, partial(_set_aside, own_root, path, damaged))
         return path, run
     raise CheckpointError(
-        f"none of the {len(damaged)} checkpoints in {paths[0].parent} is intact; the oldest: {last.cause}",
+        f"none of the {len(damaged)} checkpoints in {paths[0].parent} is intact; the oldest: {oldest_problem.cause}",
         "restore them from a copy, or start over with run.overwrite=true",
     )
 
 
 def _fix(path: Path) -> str:
-    others = [p.name for p in layout.checkpoints(path.parent) if p != path]
-    if not others:
+    older = [p.name for p in layout.checkpoints(path.parent) if p != path]
+    if not older:
         return "restore it from a copy, or start over with run.overwrite=true"
-    return f"set checkpoint.on_corrupt=previous with run.resume=true, or resume from {path.parent / others[0]}"
+    return f"set checkpoint.on_corrupt=previous with run.resume=true, or resume from {path.parent / older[0]}"
 
 
 def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:

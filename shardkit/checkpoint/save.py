@@ -20,14 +20,14 @@ from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.base import Shard
 from . import rng
-from .format import layout
-from .format.manifest import CHUNK_BYTES, RunState, storable
+from .native import layout
+from .native.manifest import CHUNK_BYTES, RunState, storable
 from .progress import seen_on_disk, standstill_s
 from .staging import Staging, give_way
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import: not before the first save
-    from .format.planner import Ranges
-    from .format.writer import RangeWriter
+    from .native.planner import Ranges
+    from .native.writer import RangeWriter
 
 COST, LEAST_S = 0.02, 600.0
 """Automatic saves take at most this share of the time, and begin at least this many seconds after one another."""
@@ -133,7 +133,7 @@ class Checkpointer:
         """What a rank is doing in the save: this rank knows, another one's files show it."""
         if rank == self._world.rank:
             return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
-        from .format.writer import data_file_name
+        from .native.writer import data_file_name
 
         return seen_on_disk(self.root, rank, data_file_name(rank))
 
@@ -185,7 +185,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
         """
-        from .format.writer import RangeWriter
+        from .native.writer import RangeWriter
 
         began = time.monotonic()
         self.wait()
@@ -234,7 +234,7 @@ class Checkpointer:
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=within_s), wait_all_ranks=True)
 
     def _ranges(self) -> Ranges:
-        from .format.planner import by_name
+        from .native.planner import by_name
 
         ranges = by_name(shard for shard in self._strategy.shards() if shard.name not in self._left_out)
         for kind, state in rng.capture(self._world.device).items():
@@ -255,7 +255,7 @@ class Checkpointer:
         from torch.distributed.checkpoint import state_dict_saver as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from .format.planner import RangeSavePlanner
+        from .native.planner import RangeSavePlanner
         from .resume import first_failure
 
         problem: str | None = None
@@ -332,11 +332,11 @@ class Checkpointer:
         """
         from .resume import resume
 
-        where, on_corrupt = Path(source), self._config.on_corrupt
-        found = resume(self._strategy, self._world, self._group, where, on_corrupt, self.root, accept, self._left_out)
-        if found is not None:
-            self.last_step = found[1].step if found[0].parent.resolve() == self.root.resolve() else None
-        return found
+        folder, on_corrupt = Path(source), self._config.on_corrupt
+        loaded = resume(self._strategy, self._world, self._group, folder, on_corrupt, self.root, accept, self._left_out)
+        if loaded is not None:
+            self.last_step = loaded[1].step if loaded[0].parent.resolve() == self.root.resolve() else None
+        return loaded
 
     def check_last(self) -> None:
         """Wait for the background save and check that the last save succeeded; the same on every rank.
@@ -346,13 +346,13 @@ class Checkpointer:
         """
         self._run_ends = True
         self.wait()
-        last = self.last_report
-        if last is None or last.error is None:
+        report = self.last_report
+        if report is None or report.error is None:
             return
-        left = layout.checkpoints(self.root)
-        goes_on = f"from {left[0].name}" if left else "from the start, as there is no checkpoint"
+        remaining = layout.checkpoints(self.root)
+        goes_on = f"from {remaining[0].name}" if remaining else "from the start, as there is no checkpoint"
         raise SaveError(
-            f"the last save, of step {last.step}, failed: {last.error}",
+            f"the last save, of step {report.step}, failed: {report.error}",
             f"free space or repair the disk, and start again with run.resume=true: it goes on {goes_on}",
         )
 

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from .format.planner import Ranges
+from .native.planner import Ranges
 
 MESSAGE_BYTES = 64 * 2**20
 """Most bytes of a piece that a rank reads and sends at once: what the exchange takes in host memory."""
@@ -62,13 +62,13 @@ class SharedReads:
             if key not in shared:
                 ranges.setdefault(shard.name, []).append(shard)
         for ranks, keys in self._shared.items():
-            for (name, start, numel), first, n_bytes, reader in self._pieces(ranks, keys):
+            for (name, start, numel), offset, n_bytes, reader in self._pieces(ranks, keys):
                 if ranks[reader] != self._rank:
                     continue
                 shard = self._shards[name, start, numel]
                 size = shard.local.element_size()
-                part = shard.local.narrow(0, first // size, n_bytes // size)
-                ranges.setdefault(name, []).append(replace(shard, start=start + first // size, local=part))
+                part = shard.local.narrow(0, offset // size, n_bytes // size)
+                ranges.setdefault(name, []).append(replace(shard, start=start + offset // size, local=part))
         return ranges
 
     def exchange(self, group: dist.ProcessGroup) -> None:
@@ -87,17 +87,17 @@ class SharedReads:
             buffer = torch.empty(sum(n_bytes for _, _, n_bytes, _ in message), dtype=torch.uint8)
             is_reader = ranks[reader] == self._rank
             parts = [
-                self._shards[key].local.view(torch.uint8).narrow(0, first, n_bytes)
-                for key, first, n_bytes, _ in message
+                self._shards[key].local.view(torch.uint8).narrow(0, offset, n_bytes)
+                for key, offset, n_bytes, _ in message
             ]
-            places = torch.split(buffer, [n_bytes for _, _, n_bytes, _ in message])
+            slots = torch.split(buffer, [n_bytes for _, _, n_bytes, _ in message])
             if is_reader:
-                for place, part in zip(places, parts, strict=True):
-                    place.copy_(part)
+                for slot, part in zip(slots, parts, strict=True):
+                    slot.copy_(part)
             dist.broadcast(buffer, src=ranks[reader], group=group)
             if not is_reader:
-                for place, part in zip(places, parts, strict=True):
-                    part.copy_(place)
+                for slot, part in zip(slots, parts, strict=True):
+                    part.copy_(slot)
 
     def _pieces(self, ranks: tuple[int, ...], keys: Sequence[Range]) -> Iterator[Piece]:
         """All bytes of the shared ranges in order; each rank reads an even part of them, to a piece."""
@@ -105,9 +105,9 @@ class SharedReads:
         total, at = sum(sizes), 0
         for key, size in zip(keys, sizes, strict=True):
             step = MESSAGE_BYTES // self._shards[key].local.element_size() * self._shards[key].local.element_size()
-            for first in range(0, size, step):
-                n_bytes = min(size - first, step)
-                yield key, first, n_bytes, (at + n_bytes // 2) * len(ranks) // total
+            for offset in range(0, size, step):
+                n_bytes = min(size - offset, step)
+                yield key, offset, n_bytes, (at + n_bytes // 2) * len(ranks) // total
                 at += n_bytes
 
 

@@ -12,13 +12,13 @@ import torch
 from ..memory.state import page_locked
 
 if TYPE_CHECKING:
-    from .format.planner import Ranges
+    from .native.planner import Ranges
 
 
 def give_way() -> None:
     """Let this thread, and those it starts, use only idle cores: Linux has a niceness per thread."""
-    own = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + 10))
+    thread_id = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
 
 
 class Staging:

@@ -16,7 +16,7 @@ from torch import nn
 from ..config.schema import ModelConfig
 from ..errors import ConfigError
 from .cross_entropy import chunked_cross_entropy
-from .documents import Documents, Places, document_attention
+from .packed_attention import BatchDocuments, DocumentLayout, document_attention
 
 INIT_STD = 0.02
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.qkv = Linear(config.d_model, 3 * config.d_model)
         self.proj = Linear(config.d_model, config.d_model)
 
-    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: BatchDocuments | None = None) -> torch.Tensor:
         batch, seq, width = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.n_heads, width // self.n_heads)
         dropout = self.dropout if self.training else 0.0
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: torch.Tensor, **documents: Documents) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, **documents: BatchDocuments) -> torch.Tensor:
         x = x + self.dropout(self.attn(self.norm1(x), **documents))
         out: torch.Tensor = x + self.dropout(self.mlp(self.norm2(x)))
         return out
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
         ignore_index: int = -100,
-        documents: Places | None = None,
+        documents: DocumentLayout | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [batch, seq, vocab], or with `targets` the sum of their cross-entropies (fp32 scalar).
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         Args:
             tokens: [batch, seq] integers below `vocab_size`.
             targets: [batch, seq]; positions equal to `ignore_index` are not counted.
-            documents: of a packed batch: positions [batch, seq], bounds and lengths (`Documents`).
+            documents: of a packed batch: positions [batch, seq], bounds and lengths (`BatchDocuments`).
             positions: [n] indices into the flattened batch × seq, whose logits [n, vocab] alone are wanted.
 
         Raises:
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         if documents is None:
             places, inside = torch.arange(seq, device=tokens.device), {}
         else:
-            places, inside = documents[0], {"documents": Documents(*documents[1:])}
+            places, inside = documents[0], {"documents": BatchDocuments(*documents[1:])}
         x = self.dropout(self.tok_emb(tokens) + self.pos_emb(places))
         for block in self.blocks:
             x = block(x, **inside)
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
 # Every parameter of Transformer by its full name: a new layer must be added here before it can be initialised.
 _RESIDUAL = re.compile(r"blocks\.\d+\.(attn|mlp)\.proj\.weight")
 _NORMAL = re.compile(r"(tok_emb|pos_emb|head|blocks\.\d+\.(attn\.qkv|mlp\.fc))\.weight")
-_ONES = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
+_UNIT_NORMS = re.compile(r"(blocks\.\d+\.norm[12]|norm)\.weight")
 
 
 def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
@@ -188,7 +188,7 @@ def init_parameter(config: ModelConfig, fqn: str, full: torch.Tensor, generator:
             full.normal_(0.0, INIT_STD / math.sqrt(2 * config.n_layers), generator=generator)
         elif _NORMAL.fullmatch(fqn):
             full.normal_(0.0, INIT_STD, generator=generator)
-        elif _ONES.fullmatch(fqn):
+        elif _UNIT_NORMS.fullmatch(fqn):
             full.fill_(1.0)
         elif fqn.endswith(".bias"):
             full.zero_()

@@ -125,8 +125,8 @@ def _replace(model: nn.Module, name: str, kind: Any) -> None:
         return
     with torch.device("meta"):
         new = kind(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
-    for held in (old.named_parameters(recurse=False), old.named_buffers(recurse=False)):
-        for key, tensor in held:
+    for named_tensors in (old.named_parameters(recurse=False), old.named_buffers(recurse=False)):
+        for key, tensor in named_tensors:
             setattr(new, key, tensor)
     new.train(old.training)
     parent, _, key = name.rpartition(".")

@@ -130,8 +130,8 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     for modules in holders.values():
         homes = {unit for module in modules for unit in ({module} if module in heads else users[module][1])}
         if len(homes) > 1:
-            group = set(modules).union(*(other for other in groups if other & set(modules)))
-            groups = [other for other in groups if not other & group] + [group]
+            group = set(modules).union(*(earlier for earlier in groups if earlier & set(modules)))
+            groups = [earlier for earlier in groups if not earlier & group] + [group]
     for group in groups:
         if any(inner in group for module in group for inner in module.modules() if inner is not module):
             raise _nested_tie(model, group)
@@ -214,7 +214,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
         return f"{type(model).__name__} has no blocks: it is one unit"
     names = {id(module): name.removeprefix("module.") for name, module in model.named_modules()}  # DDP's
     stacks = Counter((names[id(b)].rpartition(".")[0] or "the model", plain_type(b).__name__) for b in blocks)
-    listed = ", ".join(f"{count} {kind} in {where}" for (where, kind), count in stacks.items())
+    listed = ", ".join(f"{count} {kind} in {path}" for (path, kind), count in stacks.items())
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside: Counter[str] = Counter()
     sizes: dict[str, int] = {}
@@ -225,7 +225,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
     shown = ", ".join(name for name, _ in outside.most_common(3)) + (", …" if len(outside) > 3 else "")
     total = max(sum(sizes.values()), 1)
-    rest = f"{sum(outside.values()) / total:.0%} of the parameters are outside: {shown}"
+    outside_share = f"{sum(outside.values()) / total:.0%} of the parameters are outside: {shown}"
     units = find_units(model, blocks) if is_sharded(model) else []
     apart = "".join(
         f"; {unit.kind}: {' + '.join(names[id(module)] for module in unit.modules)}"
@@ -233,7 +233,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
         for unit in units
         if unit.kind in ("shared", "tied")
     )
-    return f"{listed}; {rest if outside else 'every parameter is in a block'}{apart}"
+    return f"{listed}; {outside_share if outside else 'every parameter is in a block'}{apart}"
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
@@ -258,13 +258,13 @@ def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Activat
             f"activation.block_classes names {', '.join(sorted(missing))}, but {type(model).__name__} has none",
             f"name classes that it has: {_classes(model)}",
         )
-    found = outermost([m for m in model.modules() if type(m).__name__ in names]) if names else list(blocks)
-    if not found:
+    chosen = outermost([m for m in model.modules() if type(m).__name__ in names]) if names else list(blocks)
+    if not chosen:
         raise ConfigError(
             f"{setting}, but {type(model).__name__} has no list of equal blocks",
             f"set activation.block_classes to one of its classes: {_classes(model)}",
         )
-    return found
+    return chosen
 
 
 def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Module]], policy: str) -> list[nn.Module]:
@@ -273,18 +273,18 @@ def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Mod
     Raises:
         ConfigError: a block has no attention module.
     """
-    found = []
+    attention = []
     for block in blocks:
         inside = outermost([m for m in block.modules() if m is not block and _is_attention(m, classes)])
         if not inside:
-            wanted = ", ".join(c.__name__ for c in classes) or "named *attention* or *attn*"
+            criteria = ", ".join(c.__name__ for c in classes) or "named *attention* or *attn*"
             raise ConfigError(
-                f"activation.policy={policy}, but {type(block).__name__} has no module {wanted} "
+                f"activation.policy={policy}, but {type(block).__name__} has no module {criteria} "
                 f"among {_classes(block)}",
                 "give the task an attention_classes attribute, or set activation.policy=selective_op",
             )
-        found += inside
-    return found
+        attention += inside
+    return attention
 
 
 def compile_blocks(

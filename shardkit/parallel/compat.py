@@ -23,15 +23,13 @@ _PYTREE = "https://github.com/pytorch/pytorch/issues/65761"
 
 TREES = Feature("nested outputs in fp32 (precision.output_dtype)")
 PRODUCTS = Feature("activation.policy=selective_op")
-KEPT = Feature("keeping this operator's results under activation.policy=selective_op")
+KEEP_RESULTS = Feature("keeping this operator's results under activation.policy=selective_op")
 BUDGET = Feature("activation.policy=budget")
 BREAKS = Feature("the warning of graph breaks under compile.enabled")
 SEGMENTS = Feature("activation.policy=sqrt")
 OFFLOAD = Feature("activation.offload")
 TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
 ABORT = Feature("leaving a failed job without waiting for its ranks")
-GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
-REACH = Feature("FSDP2 with parameters that are used outside of their unit's forward")
 EMA = Feature("train.ema_decay in one kernel")
 FP8_SPEED = Feature("fp8 in shardkit doctor --calibrate")
 FLIGHT = Feature("NCCL's last collectives in the report of a hang")
@@ -90,24 +88,6 @@ _counters = BREAKS.use("torch._dynamo.utils.counters")
 _set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
 _groups = TIMEOUT.use("torch.distributed.distributed_c10d._world.pg_map")
 _abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_fsdp = [
-    GATHERED.use("torch.distributed.fsdp.FSDPModule._get_fsdp_state"),
-    GATHERED.use(f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group"),
-    GATHERED.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params"),
-    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs"),
-    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad"),
-]
-_reach = [
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._training_state"),
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._state_ctx"),
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPStateContext.post_backward_final_callback_queued"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward"),
-]
-REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
-REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
@@ -130,9 +110,9 @@ _not_persistent = BUFFERS.use("torch.nn.Module._non_persistent_buffers_set")
 _storage_types = PICKLE.use("torch.storage._dtype_to_storage_type_map")
 _rebuild = {2: PICKLE.use("torch._utils._rebuild_tensor_v2"), 3: PICKLE.use("torch._utils._rebuild_tensor_v3")}
 
-_products = [KEPT.use("torch.ops.aten._scaled_mm")]
+_products = [KEEP_RESULTS.use("torch.ops.aten._scaled_mm")]
 _attentions = [
-    KEPT.use(f"torch.ops.aten.{name}")
+    KEEP_RESULTS.use(f"torch.ops.aten.{name}")
     for name in (
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_flash_attention_forward",
@@ -155,7 +135,7 @@ def _operators(names: Sequence[Private]) -> Iterator[Any]:
         try:
             yield private.find()
         except NameGone:
-            KEPT.lost(private, f"keeping {private.path}")
+            KEEP_RESULTS.lost(private, f"keeping {private.path}")
 
 
 def schema(op: Any) -> Any:
@@ -205,11 +185,11 @@ def graph_breaks() -> dict[str, int]:
     except NameGone:
         BREAKS.lost(_counters)
         return {}
-    found = dict(counted["graph_break"])
+    breaks = dict(counted["graph_break"])
     if counted["frames"]["total"] > counted["frames"]["ok"]:
-        found |= {reason: number for reason, number in counted["unimplemented"].items() if reason not in found}
+        breaks |= {reason: number for reason, number in counted["unimplemented"].items() if reason not in breaks}
     named: Counter[str] = Counter()
-    for reason, number in found.items():
+    for reason, number in breaks.items():
         named[reason.strip().partition("\n")[0]] += number
     return dict(named)
 
@@ -237,88 +217,6 @@ def abort_groups() -> None:
         dist.group.WORLD.abort()
 
 
-def gathered_params(module: Any) -> Iterator[torch.Tensor]:
-    """The tensors that FSDP2 gathers a module's parameters into; their storages have bytes only while needed."""
-    for param in _fsdp_params(module):
-        yield from getattr(param, "all_gather_outputs", ())
-
-
-def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps while gradient synchronisation is off."""
-    for param in _fsdp_params(module):
-        grad = getattr(param, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            yield grad
-
-
-def reduce_gradients(module: Any) -> None:
-    """Reduce the gradients of FSDP2's unit `module` as the end of its backward does, and free its parameters."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:
-        group.post_backward()
-        group.finalize_backward()
-
-
-def before_reduction(module: Any, note: Callable[[list[Any]], None]) -> None:
-    """Call `note` each time FSDP2 is about to reduce the gradients of its unit `module`.
-
-    Args:
-        note: takes the trained parameters, sharded, that have no gradient to reduce.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    reduce = group.post_backward
-
-    def noted(*unused: Any) -> Any:
-        if group.reduce_grads:
-            note([param.sharded_param for param in group.fsdp_params if _lacks_gradient(param)])
-        return reduce(*unused)
-
-    group.post_backward = noted
-
-
-def _lacks_gradient(param: Any) -> bool:
-    if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
-        return False
-    gathered = getattr(param, "_unsharded_param", None)
-    return gathered is None or gathered.grad is None
-
-
-def was_gathered(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has been gathered yet: before, it has no gradients that could count as zero."""
-    return all(getattr(param, "_unsharded_param", None) is not None for param in _fsdp_params(module))
-
-
-def has_gradients(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has gradients of gathered parameters, which it has not reduced."""
-    params = (getattr(param, "_unsharded_param", None) for param in _fsdp_params(module))
-    return any(param is not None and param.grad is not None for param in params)
-
-
-@contextmanager
-def backward_inside_forward(root: Any, units: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, a backward leaves FSDP2 as it was; at the end the list holds those of `units` that it went through.
-
-    Else torch would end the step with that backward: it would free the model's own parameters in mid-forward.
-    """
-    entered: list[Any] = []
-    states = [unit._get_fsdp_state() for unit in units]
-    parts = [(state, *([state._fsdp_param_group] if state._fsdp_param_group else [])) for state in states]
-    before = [[part._training_state for part in both] for both in parts]
-    context = root._get_fsdp_state()._state_ctx
-    queued, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, True
-    try:
-        yield entered
-    finally:
-        context.post_backward_final_callback_queued = queued
-        for unit, both, earlier in zip(units, parts, before, strict=True):
-            if [part._training_state for part in both] != earlier:
-                entered.append(unit)
-            for part, state in zip(both, earlier, strict=True):
-                part._training_state = state
-
-
 def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """The hooks that change a parameter's gradient, in the order they run."""
     return list((getattr(param, "_backward_hooks", None) or {}).values())
@@ -327,21 +225,6 @@ def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
 def accumulated_hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """The hooks that run when a parameter's gradient is complete."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def _fsdp_params(module: Any) -> Sequence[Any]:
-    try:
-        group = module._get_fsdp_state()._fsdp_param_group
-        params: Sequence[Any] = () if group is None else group.fsdp_params
-        if params:
-            _ = params[0].all_gather_outputs, params[0].unsharded_accumulated_grad
-    except AttributeError:
-        gone = next((name for name in _fsdp if not name.exists()), None)
-        if gone is None:
-            raise
-        GATHERED.lost(gone)
-        return ()
-    return params
 
 
 def lerp_all(averages: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
@@ -362,10 +245,10 @@ def scaled_product(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tor
 def nccl_trace() -> bytes | None:
     """NCCL's last collectives from its flight recorder, pickled; None in builds without it."""
     try:
-        found: bytes = _trace_nccl.find()()
+        trace: bytes = _trace_nccl.find()()
     except NameGone:
         return None
-    return found
+    return trace
 
 
 def copy_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -432,12 +315,12 @@ def ties_only() -> Iterator[None]:
     """Transformers models built inside tie their weights but do not initialise them."""
     from transformers import PreTrainedModel
 
-    whole = PreTrainedModel.init_weights
+    init_weights = PreTrainedModel.init_weights
     PreTrainedModel.init_weights = lambda self: self.tie_weights(recompute_mapping=False)
     try:
         yield
     finally:
-        PreTrainedModel.init_weights = whole
+        PreTrainedModel.init_weights = init_weights
 
 
 @contextmanager
@@ -447,21 +330,21 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
     From torch 2.13 on it rejects values and reads which are left, so its operators do not show what it does.
     """
     try:
-        whole = _truncated.find()
+        original = _truncated.find()
     except NameGone:
         META.lost(_truncated, "drawing a part of nn.init.trunc_normal_", "each rank draws such parameters whole")
         yield
         return
-    torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, whole)
+    torch.nn.init._no_grad_trunc_normal_ = partial(stand_in, original)
     try:
         yield
     finally:
-        torch.nn.init._no_grad_trunc_normal_ = whole
+        torch.nn.init._no_grad_trunc_normal_ = original
 
 
-def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
     """Whether two objects stand for one generator: torch makes a new object for each operator that it dispatches."""
-    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+    return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

@@ -94,16 +94,16 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ConfigError(
                 "optim.name=muon, but the model has no matrix inside repeated blocks", "set optim.name=adamw"
             )
-        both: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        by_kind: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
-            for is_matrix in both:
+            for is_matrix in by_kind:
                 params = [p for p in group["params"] if (id(p) in matrices) is is_matrix]
                 if params:
-                    both[is_matrix].append({**group, "params": params})
+                    by_kind[is_matrix].append({**group, "params": params})
         self._muon = torch.optim.Muon(
-            both[True], lr=settings["lr"], weight_decay=settings["weight_decay"], adjust_lr_fn="match_rms_adamw"
+            by_kind[True], lr=settings["lr"], weight_decay=settings["weight_decay"], adjust_lr_fn="match_rms_adamw"
         )
-        self._adamw = torch.optim.AdamW(both[False], **settings, **kernel) if both[False] else None
+        self._adamw = torch.optim.AdamW(by_kind[False], **settings, **kernel) if by_kind[False] else None
         parts = [self._muon, *([self._adamw] if self._adamw else [])]
         super().__init__([{**group, "muon": part is self._muon} for part in parts for group in part.param_groups], {})
         for part in parts:

@@ -106,8 +106,8 @@ def engine_forward(
         autocast_forward(model, device, config)
         return
     forward: Any = model.forward
-    one = partial(_as_type, compute_dtype(config))
-    cast = partial(tree_map, one) if TREES.works() else one
+    cast_one = partial(_as_type, compute_dtype(config))
+    cast = partial(tree_map, cast_one) if TREES.works() else cast_one
 
     @functools.wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Initial weights: the same values whatever the strategy and the world size; and the exchange of written ranges."""
+"""Initial weights that are the same for any strategy and world size, and the exchange of ranges that ranks wrote."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
 from .compat import copy_grad_hooks
-from .draws import CHUNK, Construction, Recipe, Uncut, record
+from .draws import ConstructionRecorder, Uncut, record
+from .init_recipe import CHUNK, InitRecipe
 from .world import World
 
 _LOG = logging.getLogger(__name__)
 Init = Callable[[str, torch.Tensor, torch.Generator], None]
 Later = Literal["on meta", "unwritten"]
+"""Where parameters wait that are drawn later: on the meta device, or in memory that nobody has touched."""
 
 BUCKET_BYTES = 2**18
-"""Bytes of a message of `exchange` on the CPU that holds several tensors, all ranks' parts together; gloo keeps several
-times that beside it."""
+"""Bytes of a message with several tensors that `exchange` sends on the CPU, summed over the ranks. gloo takes several
+times as much memory for it."""
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside keep their parameters on the meta device, and their buffers real.
+    """Modules built inside have their parameters on the meta device, and real buffers.
 
-    A real parameter is dropped as soon as it is registered: no two exist at once, and untouched memory costs nothing.
-    Buffers hold the values that the constructor computed (rotary frequencies, position ids, statistics).
+    A real parameter is freed as soon as a module registers it, so at most one exists at a time, and memory that is not
+    touched costs nothing. Buffers have the values that the constructor computed: rotary frequencies, position ids,
+    statistics.
     """
     register = nn.Module.register_parameter
     shared = WeakIdKeyDictionary()  # a parameter that is registered twice stays tied
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         refuse_uninitialised(module, name, param)
-        if param is not None and not param.is_meta and not hasattr(param, "ds_id"):  # ZeRO-3's is a partition already
+        if param is not None and not param.is_meta and not hasattr(param, "ds_id"):  # ZeRO-3's are partitions already
             if param not in shared:
                 shared[param] = _on_meta(param)
                 copy_grad_hooks(param, shared[param])
@@ -72,7 +75,7 @@ def refuse_uninitialised(module: nn.Module, name: str, param: nn.Parameter | Non
 
 @contextmanager
 def scalars_as_vectors() -> Iterator[None]:
-    """Modules built inside register 0-d parameters with shape [1]: an engine needs a dimension to shard along."""
+    """Modules built inside register 0-d parameters with shape [1], so that engines have a dimension to shard along."""
     register = nn.Module.register_parameter
     shared = WeakIdKeyDictionary()
 
@@ -80,7 +83,7 @@ def scalars_as_vectors() -> Iterator[None]:
         if param is not None and param.dim() == 0:
             if param not in shared:
                 vector = torch.empty(1, dtype=param.dtype, device=param.device)
-                vector.copy_(param.detach())  # a view of a fake tensor would stay a constant on the CPU
+                vector.copy_(param.detach())  # copied, because a view of a fake tensor would stay a constant on the CPU
                 shared[param] = nn.Parameter(vector, requires_grad=param.requires_grad)
                 shared[param].is_scalar = True
             param = shared[param]
@@ -94,58 +97,62 @@ def scalars_as_vectors() -> Iterator[None]:
 
 
 def show_scalars(model: nn.Module) -> set[str]:
-    """Give the model's 0-d parameters shape [1], but let its own code read them as 0-d; returns their names."""
-    found: set[str] = set()
+    """Give the model's 0-d parameters shape [1], and let the model's own code still read them as 0-d.
+
+    Returns:
+        The parameters' names.
+    """
+    scalar_names: set[str] = set()
     with scalars_as_vectors():
         for prefix, module in model.named_modules():
-            own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            for name, param in own.items():
+            params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, param in params.items():
                 if param.dim() == 0:
                     setattr(module, name, param)
-            names = [name for name in own if hasattr(getattr(module, name), "is_scalar")]
+            names = [name for name in params if hasattr(getattr(module, name), "is_scalar")]
             if names:
-                found |= {f"{prefix}.{name}".lstrip(".") for name in names}
+                scalar_names |= {f"{prefix}.{name}".lstrip(".") for name in names}
                 shown = {name: property(partial(_zero_dimensional, name=name)) for name in names}
                 module.__class__ = type(type(module).__name__, (type(module),), shown)
-    return found
+    return scalar_names
 
 
 def _zero_dimensional(module: nn.Module, name: str) -> Any:
-    """A whole parameter of shape [1] viewed as 0-d; unchanged while an engine holds it in shards."""
+    """The parameter `name` viewed as 0-d, or as it is while an engine holds it in shards."""
     param: Any = nn.Module.__getattr__(module, name)
-    whole = isinstance(param, torch.Tensor) and not hasattr(param, "placements") and param.shape == (1,)
-    return param.view(()) if whole else param
+    is_whole = isinstance(param, torch.Tensor) and not hasattr(param, "placements") and param.shape == (1,)
+    return param.view(()) if is_whole else param
 
 
 class Weights:
-    """Initial values of a model's parameters: functions of the seed and the parameter's name alone.
+    """Builds a model and draws its initial weights, which depend on the seed and the parameters' names alone.
 
-    With `init_parameter` the model is built on the meta device, and a rank draws the values of its shards. Without it
-    the model's constructor runs under the run's seed. The initialisation of its large parameters is recorded there, so
-    that a rank can draw a part of them; small ones are made on every rank.
+    With `init_parameter`, the model is built on the meta device, and each rank draws the values of its own shards.
+    Without it, the model's constructor runs under the run's seed: small parameters are initialised on every rank, and
+    the initialisation of large ones is recorded, so that a rank can draw a part of them.
     """
 
     _strict = False
-    """Raise `Uncut` where a constructor needs the values of a large parameter."""
+    """Whether to raise `Uncut` if a constructor reads the values of a large parameter."""
 
     def __init__(self, seed: int, init_parameter: Init | None = None, drawn: bool = True) -> None:
         """
         Args:
-            drawn: False if the caller overwrites every parameter later; they are zero until then.
+            drawn: False if the caller overwrites every parameter later; until then, all are zero.
         """
         self.seed = seed
         self.init_parameter = init_parameter
         self.scalars: set[str] = set()
-        """Names of the 0-d parameters that are registered with shape [1]."""
+        """Names of the parameters that the model's code made as 0-d, and that are registered with shape [1]."""
         self.values_drawn = 0
-        """Random values that this rank drew for large parameters, and all values of those that it drew whole."""
+        """Number of values that this rank drew: of large parameters drawn in parts, the random ones alone."""
         self._drawn = drawn
-        self._recipes: dict[str, Recipe] = {}
+        self._recipes: dict[str, InitRecipe] = {}
         self._made: dict[str, torch.Tensor] = {}
-        """Parameters that have values although the model's are on meta."""
+        """Values that the constructor gave to parameters that are now on meta, by name."""
         self._made_whole: dict[str, str] = {}
-        """Name of a large parameter that the constructor had to draw → the reason."""
-        self._said_whole = False
+        """Name of a large parameter that could not be left to a later draw → the reason, for a message."""
+        self._has_warned = False
 
     def build(
         self,
@@ -154,17 +161,17 @@ class Weights:
         cut_up: bool = False,
         later: Later | None = None,
     ) -> nn.Module:
-        """Build the model, with its parameters on meta if they can be drawn later.
+        """Build the model. Parameters that can be drawn later get no values yet.
 
         Args:
-            construction: the engine's own context for building a model.
-            cut_up: the engine shards parameters along a dimension; none may be 0-d.
-            later: what becomes of parameters that a constructor makes and that can be drawn later. None: they are drawn
-                at once. "on meta": the engine takes the whole model on meta, and fills its shards. "unwritten": they
-                stay where they are until `materialise`, their memory untouched.
+            construction: a context in which the engine wants the model to be built.
+            cut_up: whether the engine shards parameters along a dimension, so that none may be 0-d.
+            later: where the constructor's parameters wait if they can be drawn later. None: they are drawn at once.
+                "on meta": the whole model moves to meta, and the engine fills its shards. "unwritten": they stay where
+                they are, their memory untouched, until `materialise`.
 
         Raises:
-            ConfigError: the task put buffers on meta, which loses their values.
+            ConfigError: the task put a buffer on meta, where its values are lost.
         """
         if self.init_parameter is None:
             model = self._constructed(make_model, later)
@@ -185,14 +192,14 @@ class Weights:
         return model
 
     def _constructed(self, make_model: Callable[[], nn.Module], later: Later | None) -> nn.Module:
-        """The model as its constructor makes it, but for the large parameters that can be drawn in parts."""
+        """Run the model's constructor, and record the initialisation of large parameters instead of running it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            recorder = Construction(self._seed_of, self._strict)
+            recorder = ConstructionRecorder(self._seed_of, self._strict)
             with recorder:
                 model = make_model()
-            plain = all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
-            self._recipes = recorder.replay(model, later is not None and plain, in_place=later == "unwritten")
+            are_plain = all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+            self._recipes = recorder.replay(model, later is not None and are_plain, in_place=later == "unwritten")
             self.values_drawn += recorder.values_drawn
             self._made_whole = recorder.made_whole
         if self._recipes and later == "on meta":
@@ -203,19 +210,20 @@ class Weights:
         return model
 
     def _seed_of(self, fqn: str) -> int:
+        """The seed of a parameter's first chunk, a hash of the run's seed and the name."""
         digest = hashlib.blake2b(f"{self.seed}\0{fqn}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1  # leaves room to add a chunk's index
 
     @torch.no_grad()
     def fill(self, fqn: str, shape: torch.Size, out: torch.Tensor, start: int = 0) -> None:
-        """Write a range of a parameter's initial values; host memory beside it stays below a few MiB.
+        """Write a range of a parameter's initial values into `out`, with a few MiB of further host memory at most.
 
-        A parameter of more than `CHUNK` values is drawn whole for it if its initialisation cannot be cut: rank 0 says
-        so once.
+        If the initialisation of a large parameter cannot be cut, the parameter is drawn whole, with as much memory;
+        rank 0 warns once.
 
         Args:
-            shape: the whole parameter's.
-            out: takes the values [start, start + out.numel()) of the flattened parameter; 1-d, of any type and device.
+            shape: shape of the whole parameter.
+            out: takes the values [start, start + out.numel()) of the flattened parameter; 1-D, of any type and device.
 
         Raises:
             ConfigError: nothing initialises the parameter.
@@ -226,17 +234,23 @@ class Weights:
             out.zero_()
         elif fqn in self._made:
             if fqn in self._made_whole and out.numel() < shape.numel():
-                self._say_whole(fqn, self._made_whole[fqn])
+                self._warn_drawn_whole(fqn, self._made_whole[fqn])
             out.copy_(self._made.pop(fqn).reshape(-1)[start : start + out.numel()])
-        elif isinstance(recipe := self.recipe(fqn, shape), Recipe):
+        elif isinstance(recipe := self.recipe(fqn, shape), InitRecipe):
             self.values_drawn += recipe.fill(self._seed_of(recipe.key or fqn), out, start)
         else:
             if recipe and out.numel() < shape.numel():
-                self._say_whole(fqn, recipe)
-            out.copy_(self._whole(fqn, shape).view(-1)[start : start + out.numel()])
+                self._warn_drawn_whole(fqn, recipe)
+            out.copy_(self._draw_whole(fqn, shape).view(-1)[start : start + out.numel()])
 
-    def recipe(self, fqn: str, shape: torch.Size) -> Recipe | str:
-        """How to draw a part of a parameter, or the reason to draw it whole; empty if it is small."""
+    def recipe(self, fqn: str, shape: torch.Size) -> InitRecipe | str:
+        """The recipe to draw a part of a parameter, or the reason why it must be drawn whole.
+
+        The reason is empty for a small parameter, which is drawn whole without a warning.
+
+        Raises:
+            ConfigError: nothing initialises the parameter.
+        """
         if self.init_parameter is None:
             if fqn not in self._recipes:
                 raise ConfigError(
@@ -249,18 +263,23 @@ class Weights:
         init, generator = self.init_parameter, torch.Generator()
         try:
             return record(shape, lambda full: init(fqn, full, generator), generator)
-        except Uncut as why:
-            return str(why)
+        except Uncut as error:
+            return str(error)
 
-    def _say_whole(self, fqn: str, why: str) -> None:
-        if not self._said_whole and is_first_rank():
+    def _warn_drawn_whole(self, fqn: str, reason: str) -> None:
+        """Warn, once and on rank 0, that each rank draws a large parameter whole."""
+        if not self._has_warned and is_first_rank():
             _LOG.warning(
-                "%s, and each parameter like it, is drawn whole on every rank: its initialisation %s", fqn, why
+                "%s, and each parameter like it, is drawn whole on every rank: its initialisation %s", fqn, reason
             )
-        self._said_whole = True
+        self._has_warned = True
 
-    def _whole(self, fqn: str, shape: torch.Size) -> torch.Tensor:
-        """Draw a whole parameter in fp32 on CPU."""
+    def _draw_whole(self, fqn: str, shape: torch.Size) -> torch.Tensor:
+        """Draw a whole parameter in fp32 on the CPU.
+
+        Raises:
+            ConfigError: `init_parameter` leaves elements without a value.
+        """
         assert self.init_parameter is not None
         full = torch.full(() if fqn in self.scalars else shape, torch.nan)
         self.init_parameter(fqn, full, torch.Generator().manual_seed(self._seed_of(fqn)))
@@ -273,15 +292,15 @@ class Weights:
         return full
 
     def unwritten(self, fqn: str) -> bool:
-        """Whether a parameter of a constructed model has no values before `materialise`."""
+        """Whether a parameter that a constructor made has no values until `materialise`."""
         return self.init_parameter is None and fqn in self._recipes
 
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
-        """Put a whole, unsharded model on `device`; draw what has no values yet, and keep tied parameters tied.
+        """Move an unsharded model to `device` and draw the parameters without values; tied parameters stay tied.
 
         Args:
-            world: the ranks that call this together. Each draws an even range of a large parameter, and they exchange
-                the ranges.
+            world: the ranks that call this together, if they do. Each then draws an even range of a large parameter,
+                and they exchange the ranges.
         """
         real: dict[int, nn.Parameter] = {}
         shared: list[torch.Tensor] = []
@@ -301,18 +320,18 @@ class Weights:
                 param.data = value
         if world is not None:
             exchange(shared)
-            for fqn, why in list(self._made_whole.items())[: int(world.size > 1)]:
-                self._say_whole(fqn, why)
+            for fqn, reason in list(self._made_whole.items())[: int(world.size > 1)]:
+                self._warn_drawn_whole(fqn, reason)
         replace_parameters(model, lambda param: real.get(id(param), param))
         model.to(device)
 
     def _fill_part(self, fqn: str, shape: torch.Size, out: torch.Tensor, world: World | None) -> bool:
-        """Write a parameter, or this rank's range of a large one; returns whether the other ranks have the rest."""
+        """Write a parameter into `out`; returns True if this rank wrote only its own range of it, not all."""
         alone = world is None or world.size == 1 or not self._drawn
         recipe = "" if alone else self.recipe(fqn, shape)
         if isinstance(recipe, str) or world is None:
             if recipe:
-                self._say_whole(fqn, str(recipe))
+                self._warn_drawn_whole(fqn, str(recipe))
             self.fill(fqn, shape, out)
             return False
         start, end = even_range(out.numel(), world.rank, world.size)
@@ -321,23 +340,23 @@ class Weights:
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    """The parameter without its memory, with what the model's code has noted on it."""
+    """A copy of the parameter on meta, with the attributes that the model's code has set on it."""
     meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    noted = {name: note for name, note in vars(param).items() if name not in vars(meta)}  # a fake tensor's are its own
-    vars(meta).update(noted)
+    # A fake tensor has attributes that belong to it alone: those that the copy has already stay.
+    vars(meta).update({name: attribute for name, attribute in vars(param).items() if name not in vars(meta)})
     return meta
 
 
-def replace_parameters(model: nn.Module, by: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by another of the caller's choice, wherever the model holds it, and keep its hooks."""
+def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Put `replacement(param)` in place of each parameter, wherever the model holds it. Gradient hooks move with it."""
     replaced: set[int] = set()
     for module in model.modules():
-        for name, held in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if (other := by(held)) is not held:
-                if id(other) not in replaced:
-                    copy_grad_hooks(held, other)
-                replaced.add(id(other))
-                setattr(module, name, other)
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if (new_param := replacement(param)) is not param:
+                if id(new_param) not in replaced:
+                    copy_grad_hooks(param, new_param)
+                replaced.add(id(new_param))
+                setattr(module, name, new_param)
 
 
 def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
@@ -346,53 +365,58 @@ def even_range(numel: int, part: int, parts: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def exchange(wholes: Sequence[torch.Tensor]) -> None:
+def exchange(tensors: Sequence[torch.Tensor]) -> None:
     """Give every rank the ranges that the other ranks have written, bit for bit; collective on the default group.
 
-    On CPUs there is at most one message for every `BUCKET_BYTES`, and one more, for any number of tensors and ranks.
+    On CPUs it sends at most one message for every `BUCKET_BYTES`, and one more, for any number of tensors and ranks.
 
     Args:
-        wholes: flat tensors on one device, the same on every rank, of which this rank has written its `even_range`.
+        tensors: flat tensors on one device, the same on every rank. Each rank has written its `even_range` of each.
     """
-    if not wholes:
+    if not tensors:
         return
     size, rank = dist.get_world_size(), dist.get_rank()
-    if wholes[0].device.type != "cpu":
-        for whole in wholes:
-            start, end = even_range(whole.numel(), rank, size)
-            whole[:start].zero_()
-            whole[end:].zero_()
-            dist.all_reduce(whole.view(torch.uint8))  # in place; all other bytes are zero in the sum
+    if tensors[0].device.type != "cpu":
+        for tensor in tensors:
+            start, end = even_range(tensor.numel(), rank, size)
+            tensor[:start].zero_()
+            tensor[end:].zero_()
+            dist.all_reduce(tensor.view(torch.uint8))  # in place; each byte is zero on all ranks but one
         return
-    large = [whole for whole in wholes if whole.nbytes >= size * BUCKET_BYTES]
-    for whole in large:
-        for part in range(size):
-            dist.broadcast(_even_bytes(whole, part, size), src=part)  # in place
-    wholes = [whole for whole in wholes if whole.nbytes < size * BUCKET_BYTES]
-    length = max(sum(_even_bytes(whole, part, size).numel() for whole in wholes) for part in range(size))
+    for tensor in tensors:
+        if tensor.nbytes >= size * BUCKET_BYTES:
+            for part in range(size):
+                dist.broadcast(_even_bytes(tensor, part, size), src=part)  # in place
+    _exchange_small([tensor for tensor in tensors if tensor.nbytes < size * BUCKET_BYTES], size, rank)
+
+
+def _exchange_small(tensors: Sequence[torch.Tensor], size: int, rank: int) -> None:
+    """`exchange` of small CPU tensors, packed into messages; every rank sends equally many bytes in each."""
+    length = max(sum(_even_bytes(tensor, part, size).numel() for tensor in tensors) for part in range(size))
     length = min(length, max(1, BUCKET_BYTES // size))
-    mine, received = torch.empty(length, dtype=torch.uint8), torch.empty(size, length, dtype=torch.uint8)
-    for groups in zip_longest(*(_in_pieces(wholes, part, size, length) for part in range(size)), fillvalue=[]):
-        for piece, place in _placed(groups[rank], mine):
-            place.copy_(piece)
-        dist.all_gather(list(received), mine)
+    message, received = torch.empty(length, dtype=torch.uint8), torch.empty(size, length, dtype=torch.uint8)
+    for groups in zip_longest(*(_in_pieces(tensors, part, size, length) for part in range(size)), fillvalue=[]):
+        for piece, slot in _slots(groups[rank], message):
+            slot.copy_(piece)
+        dist.all_gather(list(received), message)
         for part, group in enumerate(groups):
-            for piece, place in _placed(group, received[part]) if part != rank else ():
-                piece.copy_(place)
+            for piece, slot in _slots(group, received[part]) if part != rank else ():
+                piece.copy_(slot)
 
 
-def _even_bytes(whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-    start, end = even_range(whole.numel(), part, parts)
-    return whole[start:end].view(torch.uint8)
+def _even_bytes(tensor: torch.Tensor, part: int, parts: int) -> torch.Tensor:
+    """The bytes of a tensor's even range number `part`, as a view."""
+    start, end = even_range(tensor.numel(), part, parts)
+    return tensor[start:end].view(torch.uint8)
 
 
-def _in_pieces(wholes: Sequence[torch.Tensor], part: int, parts: int, length: int) -> Iterator[list[torch.Tensor]]:
-    """The bytes of one part's range of each tensor, in groups of `length` bytes."""
+def _in_pieces(tensors: Sequence[torch.Tensor], part: int, parts: int, length: int) -> Iterator[list[torch.Tensor]]:
+    """Cut one part's ranges of all tensors into groups of pieces; a group fills a message of `length` bytes."""
     group, room = list[torch.Tensor](), length
-    for whole in wholes:
-        left = _even_bytes(whole, part, parts)
-        while left.numel():
-            piece, left = left[:room], left[room:]
+    for tensor in tensors:
+        unsent = _even_bytes(tensor, part, parts)
+        while unsent.numel():
+            piece, unsent = unsent[:room], unsent[room:]
             group.append(piece)
             room -= piece.numel()
             if not room:
@@ -402,8 +426,8 @@ def _in_pieces(wholes: Sequence[torch.Tensor], part: int, parts: int, length: in
         yield group
 
 
-def _placed(pieces: Sequence[torch.Tensor], message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece, and its place in the message."""
+def _slots(pieces: Sequence[torch.Tensor], message: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece with the bytes of the message that carry it."""
     at = 0
     for piece in pieces:
         yield piece, message[at : at + piece.numel()]

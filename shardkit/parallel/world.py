@@ -40,14 +40,14 @@ class World:
         device: where the model is trained.
         control_group: gloo group for bookkeeping (token counts, flags, loss), separate from the engine's group.
         ledger: gloo group for the memory ledger; its gathers never interleave with the step's reduction.
-        others: groups that the caller had already made.
+        foreign_groups: groups that the caller had already made.
     """
 
     env: RankEnv
     device: torch.device
     control_group: dist.ProcessGroup
     ledger: dist.ProcessGroup
-    others: tuple[dist.ProcessGroup, ...] = ()
+    foreign_groups: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -86,7 +86,7 @@ class World:
     def set_timeout(self, seconds: float) -> None:
         """Collectives that start from now on fail after `seconds`, in every group of this job and its engine."""
         for group in compat.groups():
-            if group not in self.others:
+            if group not in self.foreign_groups:
                 compat.set_timeout(group, timedelta(seconds=seconds))
 
 
@@ -97,10 +97,10 @@ def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
         ConfigError: `run.device` is cuda, but torch sees no GPU.
         LaunchError: this machine has more ranks than GPUs.
     """
-    wanted = config.run.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
+    kind = config.run.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -158,7 +158,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         torch.cuda.set_device(device)
         os.environ.update(flight_recorder(config.run.dir, os.environ))
     joined_here = not dist.is_initialized()
-    others = () if joined_here else tuple(compat.groups())
+    foreign_groups = () if joined_here else tuple(compat.groups())
     timeout = timedelta(seconds=config.run.init_timeout_s)
     if joined_here:
         _join(config, env, device, timeout)
@@ -168,7 +168,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         if env.rank == 0:  # every rank has found it
             rendezvous.withdraw(_meeting_place(config))
-        yield World(env, device, control_group, ledger, others)
+        yield World(env, device, control_group, ledger, foreign_groups)
         failed = False
     finally:
         if joined_here:
@@ -190,7 +190,7 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
             device_id=device_id,
         )
     except dist.DistNetworkError as error:
-        where = f"{env.master_addr}:{env.master_port}"
+        address = f"{env.master_addr}:{env.master_port}"
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         if taken and env.source == "torchelastic":
             raise  # torchrun picked that port: the next attempt gets another one
@@ -200,7 +200,7 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
                 "start with torchrun --standalone (it picks a free port), or set another MASTER_PORT",
             ) from error
         raise LaunchError(
-            f"rank {env.rank} cannot reach rank 0 at {where}: {str(error).splitlines()[0]}",
+            f"rank {env.rank} cannot reach rank 0 at {address}: {str(error).splitlines()[0]}",
             "check that MASTER_ADDR resolves on every node and that a firewall leaves the port open",
         ) from error
     except dist.DistStoreError as error:
@@ -280,12 +280,12 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
         with suppress(FileNotFoundError):
             address = path.read_text()
             try:
-                found = None if address in elsewhere else _reached(address, timeout)
+                reached = None if address in elsewhere else _reached(address, timeout)
             except TimeoutError:
                 elsewhere.add(address)
                 continue
-            if found is not None:
-                return found
+            if reached is not None:
+                return reached
         time.sleep(0.1)
     raise LaunchError(
         f"rank {env.rank} found no address of rank 0 in {path} within {timeout.total_seconds():g} s",
@@ -301,13 +301,13 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
     Raises:
         TimeoutError: a server listens there but does not answer.
     """
-    found: list[Store] = []
+    stores: list[Store] = []
 
     def ask() -> None:
         with suppress(dist.DistError):
             store = TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
             if store.check([word]):
-                found.append(store)
+                stores.append(store)
 
     try:
         host, port, word = address.split()
@@ -320,7 +320,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
     asking.join(_PATIENCE_S)
     if asking.is_alive():
         raise TimeoutError
-    return found[0] if found else None
+    return stores[0] if stores else None
 
 
 def _leave(failed: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..checkpoint.format import layout
+from ..checkpoint.native import layout
 from ..config.load import LoadedConfig, load_config
 from ..config.schema import RunSection
 from ..errors import ConfigError, ShardkitError, gib
@@ -357,7 +357,8 @@ def listed(path: Path) -> str:
     parts = []
     for entry in sorted(entry for entry in path.iterdir() if entry.name in {*FILES, *FOLDERS, _PLAN}):
         inside = [p.stat().st_size for p in entry.rglob("*") if p.is_file()] if entry.is_dir() else []
-        parts += [f"{entry.name}/ ({len(inside)}, {gib(sum(inside))})"] if inside else []
+        files = f"{len(inside)} file{'s' * (len(inside) > 1)}"
+        parts += [f"{entry.name}/ ({files}, {gib(sum(inside))})"] if inside else []
         parts += [entry.name] if entry.is_file() else []
     return f"{path}: {', '.join(parts)}"
 

@@ -12,11 +12,11 @@ from ..data.datasets.text_data import TextData
 from ..data.pack import documents_of
 from ..data.tokenize.tokenizer import embedding_rows
 from ..errors import ConfigError
-from ..models.adapter import adapter_of, hf_model
 from ..models.cross_entropy import attach_loss, check_loss_fits
-from ..models.documents import refuse_what_crosses_documents, register
 from ..models.flops import hf_flops_per_token
 from ..models.hf import HFModel, import_transformers
+from ..models.lora import adapter_of, hf_model
+from ..models.packed_attention import refuse_what_crosses_documents, register
 from .causal_lm import NextTokens
 
 NO_CHUNKS = "set model.loss_chunk_size=0: whole logits, through the model's own forward"

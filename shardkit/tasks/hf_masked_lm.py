@@ -13,8 +13,8 @@ from ..data.datasets.text_data import TextData
 from ..data.datasets.windows import MaskedWindows, flatten_targets
 from ..data.tokenize.tokenizer import embedding_rows, load_tokenizer, tokenizer_path
 from ..errors import ConfigError
-from ..models.adapter import adapter_of, hf_model
 from ..models.cross_entropy import attach_loss, check_loss_fits
+from ..models.lora import adapter_of, hf_model
 from .hf_causal_lm import refuse_long_sequences
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.run.job import Job, start
 from tests.strategies import cases
@@ -81,7 +81,7 @@ def _exchange(name: str, sources: list[str], saves: bool, folder: Path) -> Itera
 
 def differences(job: Job, path: Path) -> list[str]:
     """Names of this rank's shards that are not bit for bit what the checkpoint holds."""
-    from shardkit.checkpoint.format.reader import CheckpointReader
+    from shardkit.checkpoint.native.reader import CheckpointReader
 
     bad, seen = [], set()
     with CheckpointReader(path) as checkpoint:

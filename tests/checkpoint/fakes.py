@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.config.schema import CheckpointConfig
 from shardkit.launch.ranks.env import RankEnv

@@ -13,7 +13,7 @@ def save_forever(root: str, store: str, rank: int, size: int, said: str, async_s
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from tests.checkpoint import fakes
 
     dist.init_process_group(
@@ -50,7 +50,7 @@ def crash_at(root: str, count: int, resume_from: str, step: int) -> None:
 
     import torch.distributed as dist
 
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from tests.checkpoint import fakes
 
     left = [count]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.run.job import Job, start
 from tests.checkpoint import cases
 from tests.strategies.cases import PARTITION_ALL

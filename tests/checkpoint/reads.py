@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint import shared_reads
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.run.job import Job, start
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.format import layout
-from shardkit.checkpoint.format import writer as writer_module
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native import writer as writer_module
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer, SaveReport
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard

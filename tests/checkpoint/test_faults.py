@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.checkpoint import manage
-from shardkit.checkpoint.format import layout
-from shardkit.checkpoint.format import writer as writer_module
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native import writer as writer_module
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.checkpoint.save import Checkpointer
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes, killed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.checkpoint import progress
-from shardkit.checkpoint.format import layout
+from shardkit.checkpoint.native import layout
 from tests.checkpoint import fakes
 
 

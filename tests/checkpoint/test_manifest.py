@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint.format.manifest import (
+from shardkit.checkpoint.native.manifest import (
     Chunk,
     CorruptCheckpoint,
     DataFile,

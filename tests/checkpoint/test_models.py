@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.errors import CheckpointError
 from tests.ranks import RankError, run_ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-from shardkit.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
-from shardkit.checkpoint.format.planner import (
+from shardkit.checkpoint.native.manifest import Chunk, Manifest, TensorEntry
+from shardkit.checkpoint.native.planner import (
     RangeLoadPlanner,
     RangeSavePlanner,
     by_name,

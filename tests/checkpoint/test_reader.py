@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.checkpoint.format import reader as reader_module
-from shardkit.checkpoint.format.manifest import BLOCK_BYTES, CorruptCheckpoint
-from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.native import reader as reader_module
+from shardkit.checkpoint.native.manifest import BLOCK_BYTES, CorruptCheckpoint
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 
@@ -44,7 +44,7 @@ def test_it_lists_names_shapes_and_types(saved: Path, whole: fakes.Plain) -> Non
 @pytest.fixture
 def large(tmp_path: Path, alone: None) -> tuple[Path, torch.Tensor]:
     """A checkpoint with a tensor of one chunk and eight blocks, and the tensor."""
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
     from shardkit.config.schema import CheckpointConfig
 

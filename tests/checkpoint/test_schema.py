@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from shardkit.checkpoint import manage
-from shardkit.checkpoint.format import manifest
-from shardkit.checkpoint.format.manifest import RunState
+from shardkit.checkpoint.native import manifest
+from shardkit.checkpoint.native.manifest import RunState
 from shardkit.errors import CheckpointError
 from tests.checkpoint import fakes
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardkit.checkpoint.format import layout
-from shardkit.checkpoint.format.manifest import RunState
-from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native.manifest import RunState
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.checkpoint.staging import Staging
 from shardkit.run.job import Job, start
 from tests.checkpoint import cases

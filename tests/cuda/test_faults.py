@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardkit.checkpoint.format import layout
-from shardkit.checkpoint.format.reader import CheckpointReader
+from shardkit.checkpoint.native import layout
+from shardkit.checkpoint.native.reader import CheckpointReader
 from tests.emulated_cuda import needs_emulation
 from tests.faults.test_memory import MIB, post_mortem, settings
 from tests.launch import jobs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.models.documents import Documents, document_attention
+from shardkit.models.packed_attention import BatchDocuments, document_attention
 from tests.emulated_cuda import needs_emulation
 from tests.ranks import run_ranks
 
@@ -24,7 +24,7 @@ def attended(device: str, dtype: torch.dtype, window: int | None, dropout: float
     query, key, value, weight = (torch.randn(2, 96, n, 32, generator=draws).bfloat16() for n in (4, 2, 2, 4))
     leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (query, key, value)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device)
-    documents = Documents(bounds, [end - start for start, end in pairwise(BOUNDS)])
+    documents = BatchDocuments(bounds, [end - start for start, end in pairwise(BOUNDS)])
     torch.manual_seed(1)
     out = document_attention(*leaves, documents, dropout, 0.3, window)
     kernels, node = [], out.grad_fn

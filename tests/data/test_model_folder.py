@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.checkpoint.formats.sources import open_source
+from shardkit.checkpoint.formats.detect import open_source
 from shardkit.config.load import load_config
 from shardkit.config.schema import RunConfig
 from shardkit.data.tokenize.model_folder import check_model_folder

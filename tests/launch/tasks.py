@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardkit.checkpoint.format import writer
+from shardkit.checkpoint.native import writer
 from shardkit.errors import DataError
 from shardkit.parallel.world import World
 from shardkit.run.watchdog import Watchdog

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigError
-from shardkit.parallel.draws import CHUNK
+from shardkit.parallel.init_recipe import CHUNK
 from shardkit.parallel.weights import BUCKET_BYTES, Weights
 from tests.parallel.constructors import MODELS, SEED, digests, large, of_own_generator
 from tests.ranks import run_ranks

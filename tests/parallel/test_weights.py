@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigError
-from shardkit.parallel.draws import CHUNK, Uncut, record
+from shardkit.parallel.draws import Uncut, record
+from shardkit.parallel.init_recipe import CHUNK
 from shardkit.parallel.weights import Weights
 from tests.parallel.drawing import Layers
 from tests.ranks import run_ranks

@@ -187,5 +187,5 @@ def test_planning_replaces_no_function_of_shardkit_by_its_dotted_name() -> None:
     sources = [path.read_text() for path in (REPO / "shardkit" / "plan").rglob("*.py")]
     assert len(sources) > 20
     patched = re.compile(r"""\bpatch(\.\w+)?\(\s*f?["']shardkit\.""")
-    assert patched.search('patch.dict("shardkit.models.adapter.FROZEN", {})')
+    assert patched.search('patch.dict("shardkit.models.lora.FROZEN", {})')
     assert not any(patched.search(text) for text in sources)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardkit.checkpoint.format import layout, writer
+from shardkit.checkpoint.native import layout, writer
 
 PHASES = ("start-up", "training", "evaluation", "saving")
 
@@ -150,7 +150,7 @@ def _phase() -> str:
             return "evaluation"
         if where == ("save.py", "save"):
             return "saving"
-        if where == ("trainer.py", "steps"):
+        if where == ("loop.py", "__iter__"):
             found = "training"
         frame = frame.f_back
     return found

@@ -286,7 +286,7 @@ def resumed(
     """Losses of some steps, from a checkpoint at `source` if any, saved at `target` if given."""
     import torch.distributed as dist
 
-    from shardkit.checkpoint.format.manifest import RunState
+    from shardkit.checkpoint.native.manifest import RunState
     from shardkit.checkpoint.save import Checkpointer
 
     rank, world = dist.get_rank(), dist.get_world_size()

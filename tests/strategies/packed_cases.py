@@ -11,7 +11,7 @@ from shardkit.config.schema import RunConfig
 from shardkit.run.job import start
 from shardkit.strategies.step import to_device
 from shardkit.tasks.load import load_task
-from tests.models.test_documents import MODELS, SEQ, Random, batches
+from tests.models.test_packed_attention import MODELS, SEQ, Random, batches
 from tests.strategies.cases import PARTITION_ALL
 
 LENGTHS = [33, 4, 12, 9, 20, 7, 26, 3, 15, 30, 11, 5, 18, 8, 22, 6]

@@ -1,4 +1,4 @@
-"""Adapters as others load them: a folder of peft, or the whole model with the adapter added to its weights."""
+"""Export an adapter: as a folder for peft, or as the whole model with the adapter added to its weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from ...config.schema import AdapterConfig
 from ...errors import CheckpointError
 from ..base import digest_of_pieces
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
+from .detect import open_source
 from .hub_names import as_the_model_names
+from .prefix import find_prefix, with_prefix
 from .safetensors import header_of
-from .source import Source, cast
-from .sources import open_source
-from .start import _moved, _shift
+from .tensor_source import Source, cast
 
 _NAME = ".default.weight"
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -27,10 +27,10 @@ _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The manifest's entry about an adapter.
+    """A manifest's entry about the adapter that a checkpoint holds.
 
     Attributes:
-        transposed: the adapted layers store [in, out].
+        transposed: whether the adapted layers store their weights as [in, out].
         base: digest, dtype and source of the frozen model.
     """
 
@@ -40,27 +40,27 @@ class SavedAdapter:
 
 
 def saved_adapter(source: Source) -> SavedAdapter | None:
-    """The adapter that a checkpoint holds in place of a model; `None` if it holds a model.
+    """The adapter that a checkpoint holds instead of a whole model; `None` if it holds a model.
 
     Raises:
-        CheckpointError: its manifest says something else about it than this version writes.
+        CheckpointError: the manifest's entry about the adapter is not one that this version writes.
     """
-    found = source.run.extra.get("adapter") if source.run is not None else None
-    if found is None:
+    entry = source.run.extra.get("adapter") if source.run is not None else None
+    if entry is None:
         return None
     try:
-        settings = {key: found[key] for key in ("type", "r", "alpha", "targets", "use_rslora")}
-        base = {key: found["base"][key] for key in ("digest", "dtype", "source")}
+        settings = {key: entry[key] for key in ("type", "r", "alpha", "targets", "use_rslora")}
+        base = {key: entry["base"][key] for key in ("digest", "dtype", "source")}
         if base["dtype"] not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype {base['dtype']}")
-        return SavedAdapter(AdapterConfig(**settings), bool(found["fan_in_fan_out"]), base)
+        return SavedAdapter(AdapterConfig(**settings), bool(entry["fan_in_fan_out"]), base)
     except (LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{source.path} does not describe its adapter: {problem}", "restore it") from error
 
 
 def _layers(source: Source) -> list[str]:
-    """Names of the adapted layers."""
+    """Names of the adapted layers, in the checkpoint's order."""
     end = f".lora_A{_NAME}"
     return [name.removeprefix("model.").removesuffix(end) for name in source.tensors if name.endswith(end)]
 
@@ -69,7 +69,7 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
     """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        dtype: of the weights; None keeps theirs.
+        dtype: type of the written weights; None keeps the saved types.
         model: the transformers model with its adapter, on meta; `None` if it cannot be built.
     """
     tensors: dict[str, tuple[str, TensorInfo]] = {}
@@ -98,13 +98,13 @@ def write_peft(source: Source, adapter: SavedAdapter, folder: Path, dtype: torch
 
 
 def _targets(source: Source, model: Any) -> list[str]:
-    """The ends of the adapted layers' names, or whole names if the ends mean other layers too."""
+    """The last parts of the adapted layers' names (`q_proj`), or the full names if other layers have such parts too."""
     layers = _layers(source)
     ends = sorted({name.rpartition(".")[2] for name in layers})
     if model is None:
         return sorted(layers)
-    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    return ends if len(meant) == len(layers) else sorted(layers)
+    matching = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if len(matching) == len(layers) else sorted(layers)
 
 
 def merged(
@@ -115,53 +115,57 @@ def merged(
     parameters: list[str],
     dtype: torch.dtype | None,
 ) -> Source:
-    """The whole model: the frozen weights, and in the adapted layers W + scaling · B·A, a piece of a tensor at a time.
+    """A source of the whole model, whose adapted layers read as W + scaling · B·A, a piece of a tensor at a time.
 
     Args:
-        base: the frozen model's weights; `None` = where the run read them.
+        base: path of the frozen model's weights; `None` means the path from which the run read them.
         reference: the model without its adapter, a transformers model on meta.
         parameters: names of the frozen model's parameters.
-        dtype: of the merged weights; None keeps those of the base.
+        dtype: type of the merged weights; None keeps the base's types.
 
     Raises:
-        CheckpointError: the base is not known, cannot be read, or is not the one the adapter was trained on.
+        CheckpointError: the base is not known, cannot be read, or is not the one that the adapter was trained on.
     """
-    where = base or adapter.base["source"]
-    if where is None:
+    base_path = base or adapter.base["source"]
+    if base_path is None:
         raise CheckpointError(
             f"{source.path} was trained on a model with drawn weights, which are in no file", "name them with --base"
         )
-    below = open_source(Path(where), weights_only=True)
+    base_source = open_source(Path(base_path), weights_only=True)
     try:
-        below = as_the_model_names(below, reference)
-        return _merged(source, adapter, below, parameters, dtype)
+        base_source = as_the_model_names(base_source, reference)
+        return _merged(source, adapter, base_source, parameters, dtype)
     except BaseException:
-        below.close()
+        base_source.close()
         raise
 
 
 def _merged(
-    source: Source, adapter: SavedAdapter, below: Source, parameters: list[str], dtype: torch.dtype | None
+    source: Source, adapter: SavedAdapter, base_source: Source, parameters: list[str], dtype: torch.dtype | None
 ) -> Source:
-    held = {name.partition(".")[2]: (name, info) for name, info in below.tensors.items()}
-    held |= {alias: held[name] for alias, name in below.ties.items() if name in held}
-    shift = _shift(parameters, held)
-    missing = [name for name in parameters if _moved(name, shift) not in held]
+    """`merged`, once the base is open; checks that it is the one that the adapter was trained on."""
+    saved = {name.partition(".")[2]: (name, info) for name, info in base_source.tensors.items()}
+    saved |= {alias: saved[name] for alias, name in base_source.ties.items() if name in saved}
+    prefix = find_prefix(parameters, saved)
+    missing = [name for name in parameters if with_prefix(name, prefix) not in saved]
     if missing:
-        raise CheckpointError(f"{below.path} has no {missing[0]}", "name the frozen model's weights with --base")
-    there = {name: held[_moved(name, shift)] for name in parameters}
+        raise CheckpointError(f"{base_source.path} has no {missing[0]}", "name the frozen model's weights with --base")
+    base_tensors = {name: saved[with_prefix(name, prefix)] for name in parameters}
     as_trained = getattr(torch, adapter.base["dtype"])
-    digest = digest_of_pieces((name, below.pieces(in_file, as_trained)) for name, (in_file, _) in there.items())
+    digest = digest_of_pieces(
+        (name, base_source.pieces(base_name, as_trained)) for name, (base_name, _) in base_tensors.items()
+    )
     if digest != adapter.base["digest"]:
         raise CheckpointError(
-            f"{below.path} is not the model that the adapter of {source.path} was trained on: their weights differ",
+            f"{base_source.path} is not the model that the adapter of {source.path} was trained on: "
+            "their weights differ",
             f"name it with --base; the run read {adapter.base['source'] or 'no file'}",
         )
     scaling, products = adapter.settings.scaling, _Products(source, adapter.transposed)
     layers = {f"{name}.weight" for name in _layers(source)}
     tensors = {
         f"model.{name}": TensorInfo(info.shape, dtype if dtype and info.dtype.is_floating_point else info.dtype)
-        for name, (_, info) in there.items()
+        for name, (_, info) in base_tensors.items()
     }
 
     def read_into(name: str, start: int, out: torch.Tensor) -> None:
@@ -169,16 +173,16 @@ def _merged(
             source.read_into(name, start, out)
             return
         fqn = name.removeprefix("model.")
-        in_file, info = there[fqn]
+        base_name, info = base_tensors[fqn]
         values = torch.empty(out.numel(), dtype=info.dtype)
-        below.read_into(in_file, start, values)
+        base_source.read_into(base_name, start, values)
         if fqn in layers:
             values = values.float()
             values += scaling * products.piece(fqn, tuple(info.shape), start, out.numel())
         out.copy_(values if values.dtype == out.dtype else cast(values, out.dtype, name))
 
     def close() -> None:
-        below.close()
+        base_source.close()
         source.close()
 
     buffers = {name: info for name, info in source.tensors.items() if name.startswith("buffer.")}
@@ -188,13 +192,14 @@ def _merged(
 
 
 class _Products:
-    """Ranges of flattened products B·A; the factors of one layer are kept, which take little memory."""
+    """Computes ranges of the flattened products B·A. It keeps the factors of one layer, which take little memory."""
 
     def __init__(self, source: Source, transposed: bool) -> None:
         self._source, self._transposed = source, transposed
         self._layer, self._factors = "", (torch.empty(0), torch.empty(0))
 
     def _read(self, layer: str) -> Iterator[torch.Tensor]:
+        """Read a layer's B, then its A, in float32."""
         for part in ("B", "A"):
             name = f"model.{layer}.lora_{part}{_NAME}"
             info = self._source.tensors[name]
@@ -203,11 +208,12 @@ class _Products:
             yield values.view(info.shape).float()
 
     def piece(self, weight: str, shape: tuple[int, ...], start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of the flattened product for a weight of this shape."""
         layer = weight.removesuffix(".weight")
         if layer != self._layer:
             b, a = self._read(layer)
             self._layer, self._factors = layer, (a.t(), b.t()) if self._transposed else (b, a)
-        left, right = self._factors
+        left_factor, right_factor = self._factors
         columns = shape[1]
-        first, last = start // columns, -(-(start + length) // columns)
-        return (left[first:last] @ right).view(-1)[start - first * columns :][:length]
+        first_row, end_row = start // columns, -(-(start + length) // columns)
+        return (left_factor[first_row:end_row] @ right_factor).view(-1)[start - first_row * columns :][:length]

@@ -15,10 +15,20 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import read_regular
-from ..format.reader import TensorInfo
-from .source import PIECE_BYTES, RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
+from ..native.reader import TensorInfo
+from .tensor_source import (
+    PIECE_BYTES,
+    RESTORE,
+    Extent,
+    FileTensor,
+    Source,
+    canonical,
+    file_source,
+    logical,
+    whole_numbers,
+)
 from .torch_file import Archive
-from .unpickle import Record, TensorRef, load
+from .unpickle import PickledObject, TensorRef, load
 
 METADATA = ".metadata"
 _NAME_IT = "save the model under 'model' and its optimizer under 'optim', as get_state_dict names them"
@@ -55,10 +65,10 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
 
 
 class _Folder:
-    def __init__(self, path: Path, metadata: Record) -> None:
+    def __init__(self, path: Path, metadata: PickledObject) -> None:
         self.path = path
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
-        self._entries: dict[str, Record] = {
+        self._entries: dict[str, PickledObject] = {
             key: entry
             for key, entry in metadata.get("state_dict_metadata").items()
             if entry.kind.endswith(".TensorStorageMetadata")
@@ -98,8 +108,8 @@ class _Folder:
         named = [prefix for prefix in branches if prefix and prefix[-1] in ("model", "module", "state_dict")]
         for choice in (fitting, named, list(branches)):
             if len(choice) == 1:
-                left = [_text(p) for p in branches if p != choice[0]]
-                return choice[0], [f"left out: tensors under {', '.join(left)}"] if left else []
+                left_out = [_text(p) for p in branches if p != choice[0]]
+                return choice[0], [f"left out: tensors under {', '.join(left_out)}"] if left_out else []
         if not branches:
             raise CheckpointError(f"{self.path} holds no tensor of a model", _NAME_IT)
         raise CheckpointError(
@@ -140,8 +150,8 @@ class _Folder:
             ref = archive.content
             if not isinstance(ref, TensorRef) or ref.dtype != dtype or ref.numel != math.prod(sizes):
                 raise CheckpointError(f"{archive.file} does not hold what {METADATA} says of {key}", RESTORE)
-            place = archive.place(ref, key)  # checks that all of it is there, so there are no more runs than bytes
-            extents.append(Extent(archive.file, place, *_runs(shape, offsets, sizes)))
+            offset = archive.offset_of(ref, key)  # checks that all of it is there, so there are no more runs than bytes
+            extents.append(Extent(archive.file, offset, *_runs(shape, offsets, sizes)))
         return FileTensor(shape, dtype, tuple(extents))
 
     def _number(self, key: str, name: str) -> float:
@@ -173,9 +183,9 @@ def _state(path: tuple[str | int, ...]) -> _State | None:
     """The optimizer state that a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
     if len(path) >= 3 and path[-3] == "state":
         return _State(str(path[-2]), str(path[-1]))
-    last = str(path[-1])
-    if last.startswith("state.") and last.count(".") >= 2:
-        fqn, _, key = last.removeprefix("state.").rpartition(".")
+    flat_name = str(path[-1])
+    if flat_name.startswith("state.") and flat_name.count(".") >= 2:
+        fqn, _, key = flat_name.removeprefix("state.").rpartition(".")
         return _State(fqn, key)
     return None
 
@@ -200,7 +210,7 @@ def _runs(
     return starts, run
 
 
-def _dtype(properties: Record) -> torch.dtype:
+def _dtype(properties: PickledObject) -> torch.dtype:
     state = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
@@ -219,21 +229,21 @@ def _without_copies(source: Source, trained: set[str]) -> Source:
         original = next((f for f in same if _equal(source, name, f"model.{f}")), None)
         if original is not None:
             ties[fqn] = original
-    kept = {name: info for name, info in source.tensors.items() if name.removeprefix("model.") not in ties}
-    return replace(source, tensors=kept, ties=ties)
+    unique = {name: info for name, info in source.tensors.items() if name.removeprefix("model.") not in ties}
+    return replace(source, tensors=unique, ties=ties)
 
 
-def _alike(info: TensorInfo | None, other: TensorInfo) -> bool:
-    return info is not None and (info.shape, info.dtype) == (other.shape, other.dtype)
+def _alike(info: TensorInfo | None, reference: TensorInfo) -> bool:
+    return info is not None and (info.shape, info.dtype) == (reference.shape, reference.dtype)
 
 
-def _equal(source: Source, name: str, other: str) -> bool:
+def _equal(source: Source, name: str, original: str) -> bool:
     info = source.tensors[name]
     numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
     for start in range(0, numel, step):
         pair = [torch.empty(min(step, numel - start), dtype=info.dtype) for _ in range(2)]
         source.read_into(name, start, pair[0])
-        source.read_into(other, start, pair[1])
+        source.read_into(original, start, pair[1])
         if not torch.equal(pair[0], pair[1]):
             return False
     return numel > 0

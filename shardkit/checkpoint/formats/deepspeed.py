@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, whole_numbers
 from .torch_file import Archive
-from .unpickle import Record, TensorRef
+from .unpickle import PickledObject, TensorRef
 
 _OPTIM = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -59,7 +59,7 @@ class _Folder:
         self.path, self._weights_only = folder, weights_only
         self._models = _by_rank(folder, _MODEL)
         self._optims = _by_rank(folder, _OPTIM)
-        self._found: dict[str, list[Extent]] = {}
+        self._extents: dict[str, list[Extent]] = {}
         self._tensors: dict[str, FileTensor] = {}
         self._scalars: dict[str, float] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -78,9 +78,9 @@ class _Folder:
             shapes = {}  # ZeRO is off: the module holds the weights
         else:
             self._read_partitions(groups)
-        for name, extents in self._found.items():
-            kind, _, rest = name.partition(".")
-            fqn = rest if kind == "model" else rest.rpartition(".")[0]
+        for name, extents in self._extents.items():
+            kind, _, tail = name.partition(".")
+            fqn = tail if kind == "model" else tail.rpartition(".")[0]
             self._tensors[name] = FileTensor(shapes[fqn], self._dtypes[name], tuple(extents))
         ties = dict(model.get("shared_params") or {})
         self._read_module(model, shapes, ties)
@@ -94,8 +94,8 @@ class _Folder:
         )  # fmt: skip
 
     def _read_partitions(self, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
-        first = self._optims[0].content["optimizer_state_dict"]
-        count = first["partition_count"]
+        rank_0 = self._optims[0].content["optimizer_state_dict"]
+        count = rank_0["partition_count"]
         counts = set(count) if isinstance(count, list) else {count}
         if counts != {len(self._optims)} or set(self._optims) != set(range(len(self._optims))):
             raise CheckpointError(
@@ -103,7 +103,7 @@ class _Folder:
                 f"{len(self._optims)} of their *_optim_states.pt are there",
                 "copy all of them; expert-parallel jobs cannot be read",
             )
-        stage3 = _number(first.get("zero_stage", 1)) == 3
+        stage3 = _number(rank_0.get("zero_stage", 1)) == 3
         for rank in range(len(self._optims)):
             archive = self._optims[rank]
             state = archive.content["optimizer_state_dict"]
@@ -122,22 +122,22 @@ class _Folder:
             raise CheckpointError(f"{archive.file} does not hold all of its part of {name}", RESTORE)
         if self._dtypes.setdefault(name, flat.dtype) != flat.dtype:
             raise CheckpointError(f"{name} has two dtypes in {self.path}", RESTORE)
-        offset = archive.place(flat, name) + at * flat.dtype.itemsize
-        self._found.setdefault(name, []).append(Extent(archive.file, offset, (start,), length))
+        offset = archive.offset_of(flat, name) + at * flat.dtype.itemsize
+        self._extents.setdefault(name, []).append(Extent(archive.file, offset, (start,), length))
 
     def _add_states(
         self, archive: Archive, name: str, state: Mapping[str, Any], master: TensorRef, at: int, start: int, length: int
     ) -> None:
         """Moments lie beside the master, element for element; step counters are one number."""
         for key, value in state.items():
-            where = f"optim.{name}.{key}"
+            state_name = f"optim.{name}.{key}"
             if isinstance(value, TensorRef) and value.shape:
                 # Padding of the last partition is kept for moments, not for masters.
                 if len(value.shape) != 1 or value.numel < master.numel:
-                    raise CheckpointError(f"{where} in {archive.file} is not one value per element", _WEIGHTS_ONLY)
-                self._add(archive, where, value, at, start, length)
+                    raise CheckpointError(f"{state_name} in {archive.file} is not one value per element", _WEIGHTS_ONLY)
+                self._add(archive, state_name, value, at, start, length)
             elif value is not None:
-                self._scalars[where] = archive.number(value, where)
+                self._scalars[state_name] = archive.number(value, state_name)
 
     def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
         """Read buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
@@ -158,16 +158,16 @@ class _Folder:
             ref: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
             start = min(numel, rank * ref.numel)
             length = min(ref.numel, numel - start)
-            extents.append(Extent(self._models[rank].file, self._models[rank].place(ref, name), (start,), length))
+            extents.append(Extent(self._models[rank].file, self._models[rank].offset_of(ref, name), (start,), length))
         return FileTensor(shape, ref.dtype, tuple(extents))
 
 
-def _shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: whole_numbers(shape) for name, shape in found.items()}
+def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: whole_numbers(shape) for name, shape in sizes.items()}
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
-    found: dict[int, Archive] = {}
+    archives: dict[int, Archive] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
         if match and int(match.group(2)):
@@ -175,8 +175,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
                 f"{path} is from a tensor-parallel job", "convert the folder to a plain one with DeepSpeed's own tools"
             )
         if match:
-            found[int(match.group(1) or 0)] = Archive(path)
-    return found
+            archives[int(match.group(1) or 0)] = Archive(path)
+    return archives
 
 
 def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
@@ -211,20 +211,20 @@ def _base_state(state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         return {**base[index], **({} if step is None else {"step": step})}
     owners = [(key, group) for group in base["param_groups"] for key in group["params"]]
     key, group = owners[index]
-    found: dict[str, Any] = dict(base["state"].get(key, {}))
-    if "step" in group and "exp_avg" in found:
-        found.setdefault("step", group["step"])
-    return found
+    states: dict[str, Any] = dict(base["state"].get(key, {}))
+    if "step" in group and "exp_avg" in states:
+        states.setdefault("step", group["step"])
+    return states
 
 
 def _number(value: Any) -> int:
     """A number, or the value of an enum's member."""
-    return int(value.args[0] if isinstance(value, Record) else value)
+    return int(value.args[0] if isinstance(value, PickledObject) else value)
 
 
 def _rename(name: str, trained: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
-    kind, _, rest = name.partition(".")
+    kind, _, tail = name.partition(".")
     if kind != "optim":
-        return f"{kind}.{renamed[rest]}"
-    fqn, _, key = rest.rpartition(".")
+        return f"{kind}.{renamed[tail]}"
+    fqn, _, key = tail.rpartition(".")
     return f"optim.{renamed[fqn]}.{key}"

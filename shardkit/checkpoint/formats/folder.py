@@ -17,7 +17,7 @@ from ...config.schema import RunConfig
 from ...errors import CheckpointError, ConfigError
 from ...files import parse_json, read_objects, read_regular
 from ...tasks.load import tokenizer_of
-from ..format.manifest import Manifest
+from ..native.manifest import Manifest
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -41,14 +41,14 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
     Args:
         model: a transformers model, for its config.
     """
-    kept = model.config
-    kept.architectures = [type(model).__name__]
-    kept.dtype = dtype
-    if hasattr(kept, "use_cache"):
-        kept.use_cache = True  # off while training
-    if hasattr(kept, "auto_map"):
-        del kept.auto_map  # names code that is neither run nor copied
-    kept.save_pretrained(folder)
+    model_config = model.config
+    model_config.architectures = [type(model).__name__]
+    model_config.dtype = dtype
+    if hasattr(model_config, "use_cache"):
+        model_config.use_cache = True  # off while training
+    if hasattr(model_config, "auto_map"):
+        del model_config.auto_map  # names code that is neither run nor copied
+    model_config.save_pretrained(folder)
     described = config.model.described_by if config is not None else None
     if config is not None and described is not None and (described.parent / GENERATION).is_file():
         _copy_of(described.parent, GENERATION, folder)
@@ -187,8 +187,8 @@ def _base(config: RunConfig) -> str:
 
 def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:
     records = [r for r in read_objects(run / "metrics.jsonl") if r.get("step") == step]
-    last: Mapping[str, Any] = records[-1] if records else {}
-    if isinstance(loss := last.get("loss"), float):
+    record: Mapping[str, Any] = records[-1] if records else {}
+    if isinstance(loss := record.get("loss"), float):
         yield f"training loss of step {step:,}", loss
     if val_loss is not None:
         yield "validation loss", val_loss
@@ -198,7 +198,7 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def kept_dtype(config: RunConfig) -> str | None:
+def folder_dtype(config: RunConfig) -> str | None:
     """The type in which the folder that describes the model says its weights are kept; None if it does not say."""
     described = config.model.described_by
     if described is None:
@@ -207,5 +207,5 @@ def kept_dtype(config: RunConfig) -> str | None:
         keys = parse_json(read_regular(described))
     except (OSError, ValueError):
         return None  # whoever builds the model has complained
-    said = keys.get("dtype", keys.get("torch_dtype")) if isinstance(keys, dict) else None
-    return said if isinstance(said, str) else None
+    dtype = keys.get("dtype", keys.get("torch_dtype")) if isinstance(keys, dict) else None
+    return dtype if isinstance(dtype, str) else None

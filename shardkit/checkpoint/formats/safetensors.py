@@ -17,8 +17,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular, read_regular
-from ..format.reader import TensorInfo
-from .source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
+from ..native.reader import TensorInfo
+from .tensor_source import RESTORE, Extent, FileTensor, Source, canonical, file_source, logical, whole_numbers
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -39,24 +39,24 @@ def open_safetensors(path: Path) -> Source:
         CheckpointError: damaged, incomplete, or with a dtype that shardkit does not know.
     """
     files = _files(path)
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
-        tensors = _read_header(file)
-        twice = sorted(set(tensors) & set(found))
+        in_file = _read_header(file)
+        twice = sorted(set(in_file) & set(tensors))
         if twice:
             raise CheckpointError(f"{twice[0]} is in {file} and in another file of {path}", "keep one set of files")
-        found |= tensors
-    return weights_source("safetensors", path, found)
+        tensors |= in_file
+    return weights_source("safetensors", path, tensors)
 
 
 def weights_source(
-    kind: str, path: Path, found: Mapping[str, FileTensor], ties: Mapping[str, str] | None = None, **more: Any
+    kind: str, path: Path, tensors: Mapping[str, FileTensor], ties: Mapping[str, str] | None = None, **fields: Any
 ) -> Source:
     """A source of weights and buffers from tensors under their own names."""
     ties = ties or {}
-    plain = canonical([*found, *ties])
-    tensors = {logical(plain[name], tensor.dtype): tensor for name, tensor in found.items()}
-    return file_source(kind, path, tensors, ties={plain[a]: plain[n] for a, n in ties.items()}, **more)
+    plain = canonical([*tensors, *ties])
+    by_logical_name = {logical(plain[name], tensor.dtype): tensor for name, tensor in tensors.items()}
+    return file_source(kind, path, by_logical_name, ties={plain[a]: plain[n] for a, n in ties.items()}, **fields)
 
 
 def listed_files(path: Path, index: str, suffix: str) -> list[Path]:
@@ -103,18 +103,18 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__} in its header: {error}", RESTORE) from error
 
 
-def _entry(file: Path, name: str, entry: Mapping[str, Any], begin: int, size: int) -> FileTensor:
+def _entry(file: Path, name: str, entry: Mapping[str, Any], data_start: int, size: int) -> FileTensor:
     if entry["dtype"] not in _DTYPES:
         raise CheckpointError(
             f"{name} in {file} is {entry['dtype']}, which shardkit does not know", f"use one of {', '.join(_DTYPES)}"
         )
     dtype, shape = _DTYPES[entry["dtype"]], whole_numbers(entry["shape"])
-    first, last = whole_numbers(entry["data_offsets"])
-    if last - first != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name}: {last - first} bytes for {list(shape)} of {entry['dtype']}")
-    if last > size:
+    begin, end = whole_numbers(entry["data_offsets"])
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: {end - begin} bytes for {list(shape)} of {entry['dtype']}")
+    if end > size:
         raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-    return FileTensor(shape, dtype, (Extent(file, begin + first, (0,), math.prod(shape)),))
+    return FileTensor(shape, dtype, (Extent(file, data_start + begin, (0,), math.prod(shape)),))
 
 
 def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
@@ -124,13 +124,13 @@ def header_of(tensors: Iterable[tuple[str, TensorInfo]]) -> bytes:
         CheckpointError: the format has no such dtype.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    begin = 0
     for name, info in tensors:
         if info.dtype not in _NAMES:
             raise CheckpointError(f"{name} is {info.dtype}, which safetensors does not have", "use --to torch")
-        end = at + math.prod(info.shape) * info.dtype.itemsize
-        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [at, end]}
-        at = end
+        end = begin + math.prod(info.shape) * info.dtype.itemsize
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # arrays begin aligned
     return _LENGTH.pack(len(text)) + text

@@ -20,30 +20,30 @@ from ...config.schema import RunConfig
 from ...errors import CheckpointError, ShardkitError
 from ...parallel.weights import parameters_on_meta
 from ...tasks.load import load_task
-from ..format.layout import read_manifest
-from ..format.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
-from ..format.planner import dtype_name
-from ..format.reader import TensorInfo
-from ..format.writer import _version, byte_view, data_file_name, write_file
-from .folder import copy_tokenizer, kept_dtype, write_card, write_configs
-from .hub_names import Place, published, reference_of, ties_of
+from ..native.layout import read_manifest
+from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
+from ..native.planner import dtype_name
+from ..native.reader import TensorInfo
+from ..native.writer import _version, byte_view, data_file_name, write_file
+from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
+from .hub_names import Region, published, reference_of, ties_of
 from .safetensors import INDEX, header_of
-from .source import Source
+from .tensor_source import Source
 from .torch_writer import write_state_dict
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model, found by building it on the meta device.
+    """Facts about a run's model, which is built on the meta device for them.
 
     Attributes:
-        ties: other name of a parameter → the name of its shards.
-        prefix: path of the transformers model in the task's module, with its dot; empty if it is the module itself.
-        pretrained: that transformers model, for its configuration; `None` for any other model.
-        frozen: names of the parameters under an adapter, in the model without it; empty without one.
-        config: the run's config; None without one.
+        ties: further name of a tied parameter → the name under which it is saved.
+        prefix: path of the transformers model in the task's module, with a dot; empty if it is the module itself.
+        pretrained: the transformers model, for its config; `None` for any other model.
+        frozen: names that the parameters under an adapter have in the model without it; empty without an adapter.
+        config: the run's config, if there is a run.
         run: the run's directory.
-        note: the reason why nothing is known; else empty.
+        note: why the facts are missing; empty if they are not.
     """
 
     ties: dict[str, str] = field(default_factory=dict)
@@ -56,9 +56,10 @@ class ModelInfo:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config; links are not followed.
+    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config.
 
-    A config that merely lies near a checkpoint may be a stranger's, and a config is code.
+    Links are not followed, and no other directory counts: a config that merely lies near a checkpoint may be a
+    stranger's, and a config is code.
     """
     folder = checkpoint.absolute().parent
     is_run = folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file()
@@ -66,11 +67,11 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def model_info(path: Path, checkpoint: Path) -> ModelInfo:
-    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible.
+    """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
     Args:
-        path: what the user named. A task of the user's own is imported only if this is the run directory itself.
-        checkpoint: the checkpoint folder that was chosen there.
+        path: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
+        checkpoint: the checkpoint folder that was chosen at this path.
     """
     run = run_of(checkpoint)
     if run is None:
@@ -99,15 +100,15 @@ def model_info(path: Path, checkpoint: Path) -> ModelInfo:
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The transformers model in the task's module, or that module itself, if every parameter is inside it."""
+    """The prefix and the module of the transformers model that holds all parameters; ("", None) if there is none."""
     transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
     if transformers is None:
         return "", None
     for name, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel):
             prefix = f"{name}." if name else ""
-            whole = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
-            return (prefix, module) if whole else ("", None)
+            has_all = all(fqn.startswith(prefix) for fqn, _ in model.named_parameters())
+            return (prefix, module) if has_all else ("", None)
     return "", None
 
 
@@ -132,21 +133,22 @@ def parse_size(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights and buffers of a source under the names they are exported by.
+class Export:
+    """Weights and buffers of a source, under the names by which they are exported.
 
     Attributes:
         names: exported name → name in the source.
         tensors: exported name → its shape and exported dtype.
-        ties: other exported name → exported name.
-        places: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
+        ties: further exported name of a tied weight → its exported name.
+        regions: exported name → the part that it exports of the source's tensor. A name without an entry exports the
+            whole tensor.
     """
 
     source: Source
     names: dict[str, str]
     tensors: dict[str, TensorInfo]
     ties: dict[str, str]
-    places: dict[str, Place] = field(default_factory=dict)
+    regions: dict[str, Region] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -154,21 +156,25 @@ class Weights:
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, in the exported dtype."""
-        held, dtype = self.names[name], self.tensors[name].dtype
-        if name not in self.places:
-            yield from self.source.pieces(held, dtype)
+        source_name, dtype = self.names[name], self.tensors[name].dtype
+        if name not in self.regions:
+            yield from self.source.pieces(source_name, dtype)
             return
-        starts, run = self.places[name].runs()
+        starts, run = self.regions[name].runs()
         for start in starts.tolist():
-            yield from self.source.range_of(held, start, run, dtype)
+            yield from self.source.range_of(source_name, start, run, dtype)
 
 
 def size_of(info: TensorInfo) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Weights:
-    """The weights (or their moving average) and saved buffers to export, floats in `dtype` (None keeps theirs).
+def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Export:
+    """The weights and saved buffers of a source, to export under the names of the run's model.
+
+    Args:
+        dtype: type of the floating tensors; None keeps theirs.
+        average: export the moving average of the weights instead of the weights.
 
     Raises:
         CheckpointError: the source has no moving average.
@@ -178,24 +184,24 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
             f"{source.path} holds no moving average of the weights", "leave --ema out; train.ema_decay keeps one"
         )
     names, tensors = {}, {}
-    for name, found in source.tensors.items():
+    for name, tensor in source.tensors.items():
         kind, _, fqn = name.partition(".")
         if kind not in ("ema" if average else "model", "buffer"):
             continue
         plain = fqn.removeprefix(info.prefix)
         names[plain] = name
-        cast = dtype is not None and found.dtype.is_floating_point
-        tensors[plain] = TensorInfo(found.shape, dtype if cast and dtype is not None else found.dtype)
+        cast = dtype is not None and tensor.dtype.is_floating_point
+        tensors[plain] = TensorInfo(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
     ties = {**info.ties, **source.ties}
-    return Weights(
+    return Export(
         source, names, tensors, {a.removeprefix(info.prefix): n.removeprefix(info.prefix) for a, n in ties.items()}
     )
 
 
-def as_published(weights: Weights, info: ModelInfo) -> tuple[Weights, list[str]]:
-    """The weights under the names and in the shapes of the model's published folders, and what is not so, a line each.
+def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
+    """The weights in the layout of the model's published folders, and a note on each tensor that cannot have it.
 
-    transformers 5 fuses some tensors of a folder when it loads it (experts); other tools read the folder's form alone.
+    transformers 5 fuses some tensors of a folder when it loads it (experts). Other tools read only the published form.
     """
     reference = reference_of(info.pretrained) if info.pretrained is not None else None
     if reference is None or any(name not in reference.state_dict() for name in weights.names):
@@ -203,22 +209,26 @@ def as_published(weights: Weights, info: ModelInfo) -> tuple[Weights, list[str]]
     layout = published(reference)
     if not layout.differs and not layout.unknown:
         return weights, []
-    names = {name: weights.names[place.name] for name, place in layout.places.items() if place.name in weights.names}
-    tensors = {
-        name: TensorInfo(layout.places[name].shape, weights.tensors[layout.places[name].name].dtype) for name in names
+    names = {
+        name: weights.names[region.name] for name, region in layout.regions.items() if region.name in weights.names
     }
-    kept = [name for name in weights.names if name in layout.unknown]
-    notes = [f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in kept]
-    names |= {name: weights.names[name] for name in kept}
-    tensors |= {name: weights.tensors[name] for name in kept}
-    return Weights(weights.source, names, tensors, weights.ties, dict(layout.places)), notes
+    tensors = {
+        name: TensorInfo(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
+    }
+    unchanged = [name for name in weights.names if name in layout.unknown]
+    notes = [
+        f"{name} is written as transformers {_transformers()} holds it, not as its folders do" for name in unchanged
+    ]
+    names |= {name: weights.names[name] for name in unchanged}
+    tensors |= {name: weights.tensors[name] for name in unchanged}
+    return Export(weights.source, names, tensors, weights.ties, dict(layout.regions)), notes
 
 
 def _transformers() -> str:
     return str(sys.modules["transformers"].__version__)
 
 
-def write_safetensors(weights: Weights, folder: Path, max_shard: int) -> None:
+def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
     """Write Hugging Face's layout: shards of at most `max_shard` bytes (one tensor may be larger), and their index."""
     shards = _shards(weights, max_shard)
     count, placed = len(shards), dict[str, str]()
@@ -236,8 +246,8 @@ def write_safetensors(weights: Weights, folder: Path, max_shard: int) -> None:
         (folder / INDEX).write_text(text + "\n")
 
 
-def write_rest(weights: Weights, info: ModelInfo, folder: Path) -> list[str]:
-    """Write what a folder needs beside its weights to be loaded and served; returns what it lacks, a line each."""
+def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
+    """Write the files beside the weights that loading and serving need; returns a note on each that is missing."""
     if info.pretrained is None:
         return []
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
@@ -249,26 +259,28 @@ def write_rest(weights: Weights, info: ModelInfo, folder: Path) -> list[str]:
     return [lacking] if lacking else []
 
 
-def other_type(weights: Weights, info: ModelInfo) -> list[str]:
-    """A line if the folder that the run began with keeps its weights in another type."""
-    kept = kept_dtype(info.config) if info.config is not None else None
-    wanted = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{kept}"), None)
-    found = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
-    if wanted is None or found == DTYPES[wanted]:
+def other_type(weights: Export, info: ModelInfo) -> list[str]:
+    """A note if the folder from which the run started holds its weights in another type."""
+    folder_type = folder_dtype(info.config) if info.config is not None else None
+    flag = next((name for name, flag_dtype in DTYPES.items() if str(flag_dtype) == f"torch.{folder_type}"), None)
+    dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
+    if flag is None or dtype == DTYPES[flag]:
         return []
     return [
-        f"these weights are {str(found).removeprefix('torch.')}; the run's model folder keeps {kept}: --dtype {wanted}"
+        f"these weights are {str(dtype).removeprefix('torch.')}; "
+        f"the run's model folder keeps {folder_type}: --dtype {flag}"
     ]
 
 
-def _parameters(weights: Weights) -> int:
+def _parameters(weights: Export) -> int:
+    """Number of values in the weights, without buffers."""
     return sum(
         math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
     )
 
 
-def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
-    """Names per file, in order; within a file wider types come first, so every array begins aligned."""
+def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
+    """Divide the names among files. Within a file wider types come first, so that every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in weights.tensors.items():
@@ -280,16 +292,16 @@ def _shards(weights: Weights, max_bytes: int) -> list[list[str]]:
     return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
 
 
-def write_torch(weights: Weights, folder: Path) -> None:
-    """Write one state dict, `model.pt`, with every name of a tied weight."""
+def write_torch(weights: Export, folder: Path) -> None:
+    """Write all weights as one state dict, `model.pt`, with every name of a tied weight."""
     write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write a checkpoint folder: masters, moments, buffers and step counters, bit for bit as in the source.
+    """Write a checkpoint folder of shardkit: masters, moments, buffers and step counters, bit for bit as in the source.
 
     Args:
-        dtype: dtype of the floats, if the source has no optimizer state; None keeps theirs.
+        dtype: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
 
     Raises:
         CheckpointError: optimizer state would be cast.
@@ -313,6 +325,11 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
 
 
 def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+    """The source's tensors with the types in which they are written.
+
+    Raises:
+        CheckpointError: optimizer state would be cast, or a type cannot be saved.
+    """
     if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
         raise CheckpointError(
             "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
@@ -320,16 +337,16 @@ def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo
         )
     tensors = {}
     for name, info in source.tensors.items():
-        kept = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
-        dtype_name(kept)
-        tensors[name] = TensorInfo(info.shape, kept)
+        saved_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+        dtype_name(saved_dtype)
+        tensors[name] = TensorInfo(info.shape, saved_dtype)
     return tensors
 
 
 def _manifest(
     source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
 ) -> Manifest:
-    """The folder's manifest. Another tool's data position means nothing here: a resumed run starts its data over."""
+    """The folder's manifest. It has no data position of another tool, so a run that resumes starts its data over."""
     data = data_file_name(0)
     return Manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),

@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointError
 from ...files import open_regular
 from .safetensors import listed_files, weights_source
-from .source import RESTORE, Extent, FileTensor, Source
+from .tensor_source import RESTORE, Extent, FileTensor, Source
 from .unpickle import TensorRef, load
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, then the lengths of name and extra field
@@ -109,7 +109,7 @@ class Archive:
                 f"{self.file} was written by a big-endian machine", "save it again on a little-endian one"
             )
         self._pickle = archive.read(names[0])
-        found: dict[str, tuple[int, int]] = {}
+        records: dict[str, tuple[int, int]] = {}
         for info in entries.values():
             if not info.filename.startswith(f"{root}data/"):
                 continue
@@ -118,10 +118,10 @@ class Archive:
             offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             if signature != b"PK\x03\x04" or offset + info.file_size > self._length:
                 raise ValueError(f"{info.filename} is cut off")
-            found[info.filename.removeprefix(f"{root}data/")] = (self._start + offset, info.file_size)
-        return found
+            records[info.filename.removeprefix(f"{root}data/")] = (self._start + offset, info.file_size)
+        return records
 
-    def place(self, ref: TensorRef, name: str) -> int:
+    def offset_of(self, ref: TensorRef, name: str) -> int:
         """The offset of the tensor's first element in the file, in bytes.
 
         Raises:
@@ -139,7 +139,7 @@ class Archive:
 
     def tensor(self, ref: TensorRef, name: str) -> FileTensor:
         """The tensor's shape, dtype and place in the file."""
-        return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.place(ref, name), (0,), ref.numel),))
+        return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.offset_of(ref, name), (0,), ref.numel),))
 
     def number(self, value: Any, name: str) -> float:
         """A number, or the only element of a tensor.
@@ -149,7 +149,7 @@ class Archive:
         """
         if isinstance(value, TensorRef) and value.numel == 1:
             with open_regular(self.file) as file:
-                file.seek(self.place(value, name))
+                file.seek(self.offset_of(value, name))
                 data = bytearray(file.read(value.dtype.itemsize))
             value = torch.frombuffer(data, dtype=value.dtype).item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -178,21 +178,21 @@ def open_torch(path: Path) -> Source:
         CheckpointError: damaged, hostile, or without a state dict.
     """
     lone = _lone(path) if path.is_dir() and not (path / INDEX).exists() else []
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}
     notes: list[str] = []
     for file in lone or listed_files(path, INDEX, ".bin"):
         archive = Archive(file)
-        weights, left = _state_dict(archive.content, file)
-        notes += [f"left out: {', '.join(left)} of {file.name}"] if left else []
-        first: dict[Any, str] = {}
+        weights, left_out = _state_dict(archive.content, file)
+        notes += [f"left out: {', '.join(left_out)} of {file.name}"] if left_out else []
+        first_names: dict[Any, str] = {}
         for name, ref in weights.items():
-            place = (ref.storage.key, ref.start, ref.shape, ref.stride)
-            if ref.numel and first.setdefault(place, name) != name:
-                ties[name] = first[place]
+            location = (ref.storage.key, ref.start, ref.shape, ref.stride)
+            if ref.numel and first_names.setdefault(location, name) != name:
+                ties[name] = first_names[location]
             else:
-                found[name] = archive.tensor(ref, name)
-    return weights_source("torch", path, found, ties, notes=notes)
+                tensors[name] = archive.tensor(ref, name)
+    return weights_source("torch", path, tensors, ties, notes=notes)
 
 
 def _state_dict(content: Any, file: Path) -> tuple[dict[str, TensorRef], list[str]]:
@@ -201,9 +201,9 @@ def _state_dict(content: Any, file: Path) -> tuple[dict[str, TensorRef], list[st
         for holder in (content, *(content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping))):
             weights = {str(k): v for k, v in holder.items() if isinstance(v, TensorRef)}
             if weights:
-                held = [str(k) for k in holder if str(k) not in weights]
+                skipped = [str(k) for k in holder if str(k) not in weights]
                 outer = [] if holder is content else [str(k) for k, v in content.items() if v is not holder]
-                return weights, held + outer
+                return weights, skipped + outer
     raise CheckpointError(
         f"{file} holds no state dict: {type(content).__name__} without tensors by name",
         "save it with torch.save(model.state_dict(), file)",

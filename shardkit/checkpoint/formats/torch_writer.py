@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ...parallel.compat import rebuild_tensor, storage_types
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
 
 ALIGNMENT = 64
 """Arrays begin at multiples of this many bytes, as in torch.save, so that a memory map is aligned."""

@@ -1,7 +1,7 @@
 """Read other tools' pickles without running them: only a fixed list of names is allowed, and none is imported.
 
-Tensors become `TensorRef`; their data stays in the file. Objects of the tools' own classes become `Record`, which is
-data only. Anything else a pickle asks for is refused.
+Tensors become `TensorRef`; their data stays in the file. Objects of the tools' own classes become `PickledObject`,
+which is data only. Anything else that a pickle asks for is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from .source import RESTORE, whole_numbers
+from .tensor_source import RESTORE, whole_numbers
 
 
 class Refused(Exception):
@@ -73,7 +73,7 @@ class _Storage(_Sealed):
     name: str
 
 
-class Record:
+class PickledObject:
     """An object whose class is not loaded: only the data it was made from."""
 
     kind = ""
@@ -81,7 +81,7 @@ class Record:
     state: Any
     items: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+    def __new__(cls, *args: Any, **kwargs: Any) -> PickledObject:
         self = super().__new__(cls)
         self.args, self.state, self.items = args, kwargs, []
         return self
@@ -115,7 +115,7 @@ class _Call(_Sealed):
         return self._function(*args)
 
 
-def _rebuild(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> TensorRef:
+def _rebuild(storage: Any, start: Any, shape: Any, stride: Any, *unused: Any) -> TensorRef:
     return _tensor(storage, start, shape, stride, getattr(storage, "dtype", None))
 
 
@@ -125,12 +125,12 @@ def _rebuild_v3(storage: Any, start: Any, shape: Any, stride: Any, grad: Any, ho
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, dtype: Any) -> TensorRef:
     try:
-        (first,), sizes, strides = whole_numbers([start]), whole_numbers(shape), whole_numbers(stride)
+        (offset,), sizes, strides = whole_numbers([start]), whole_numbers(shape), whole_numbers(stride)
     except ValueError as error:
         raise Refused(f"a tensor of {error}") from error
     if not isinstance(storage, StorageRef) or not isinstance(dtype, torch.dtype) or len(sizes) != len(strides):
         raise Refused("a malformed tensor")
-    return TensorRef(storage, first, sizes, strides, dtype)
+    return TensorRef(storage, offset, sizes, strides, dtype)
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -155,8 +155,8 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
-    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *rest: data,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *unused: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *unused: data,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("torch", "Size"): lambda sizes: tuple(sizes),
@@ -191,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self._records: dict[str, type[Record]] = {}
+        self._records: dict[str, type[PickledObject]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
         if name in _RECORDS.get(module, ()):
             kind = f"{module}.{name}"
             if kind not in self._records:
-                self._records[kind] = type(name, (Record,), {"kind": kind})
+                self._records[kind] = type(name, (PickledObject,), {"kind": kind})
             return self._records[kind]
         raise Refused(f"{module}.{name}")
 
@@ -216,8 +216,8 @@ class _Unpickler(pickle.Unpickler):
         return StorageRef(key, _STORAGES.get(storage.name), numel)
 
 
-def load(content: bytes, where: str) -> Any:
-    """A pickle's content as dicts, lists, numbers, text, `TensorRef` and `Record`; no code of the file runs.
+def load(content: bytes, file: str) -> Any:
+    """A pickle's content as dicts, lists, numbers, text, `TensorRef` and `PickledObject`; no code of the file runs.
 
     Eighty bytes can stand for 2**40 objects: the caller bounds memory and time, see `files.bounded`.
 
@@ -231,10 +231,10 @@ def load(content: bytes, where: str) -> Any:
         return _Unpickler(content).load()
     except Refused as error:
         raise CheckpointError(
-            f"{where} asks for {error}, which no checkpoint needs: it was not loaded",
+            f"{file} asks for {error}, which no checkpoint needs: it was not loaded",
             "do not trust this file; if it is your own, save plain tensors, numbers, text, lists and dicts",
         ) from error
     except MemoryError:
         raise
     except Exception as error:  # damaged bytes make the unpickler raise whatever the next opcode trips over
-        raise CheckpointError(f"{where} is damaged: {type(error).__name__} while reading it", RESTORE) from error
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__} while reading it", RESTORE) from error

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ...launch.ranks.env import RankEnv
 from ...memory.state import page_locked
 from ...memory.tracing.compat import DEVICE
-from ...parallel.draws import CHUNK, Recipe
+from ...parallel.init_recipe import CHUNK, InitRecipe
 from ...parallel.weights import Later, Weights, parameters_on_meta
 from ...parallel.world import World
 from .compat import (
@@ -384,7 +384,7 @@ class _Probe(Weights):
     _strict = True
 
     @property
-    def recipes(self) -> dict[str, Recipe]:
+    def recipes(self) -> dict[str, InitRecipe]:
         return self._recipes
 
 
@@ -455,7 +455,7 @@ class FakeWeights(Weights):
     def _draw(self, fqn: str, shape: torch.Size) -> None:
         with no_modes():
             recipe = self.recipe(fqn, shape)
-        torch.empty(CHUNK if isinstance(recipe, Recipe) else shape.numel(), dtype=torch.float32)
+        torch.empty(CHUNK if isinstance(recipe, InitRecipe) else shape.numel(), dtype=torch.float32)
 
     def materialise(self, model: nn.Module, device: torch.device, world: World | None = None) -> None:
         """Put the model on the device; `Module.to` cannot swap fake parameters that have weak references."""

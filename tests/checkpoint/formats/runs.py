@@ -89,7 +89,7 @@ def dcp_of_native(folder: Path, root: str) -> Path:
 
 def differing(job: Any, source: str) -> list[str]:
     """Names of this rank's weights that are not what the source holds."""
-    from shardkit.checkpoint.formats.sources import open_source
+    from shardkit.checkpoint.formats.detect import open_source
 
     held = open_source(Path(source), weights_only=True)
     bad = []

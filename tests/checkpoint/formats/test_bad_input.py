@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint.format import writer
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.formats.source import Source
+from shardkit.checkpoint.formats.tensor_source import Source
+from shardkit.checkpoint.native import writer
 from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
 from tests.ranks import REPO

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
 from shardkit.models.transformer import Transformer

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from shardkit.checkpoint.formats import start
 from shardkit.checkpoint.formats.convert import convert
+from shardkit.checkpoint.formats.detect import open_source
 from shardkit.checkpoint.formats.folder import copy_tokenizer, write_configs
-from shardkit.checkpoint.formats.sources import open_source
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError
 from shardkit.strategies.base import Shard
@@ -83,8 +83,8 @@ def test_missing_names_are_all_counted(tmp_path: Path) -> None:
         return SimpleNamespace(load_targets=lambda: [Shard(f"model.{n}", (2,), 0, torch.zeros(2)) for n in names])
 
     with pytest.raises(CheckpointError, match="has no b, c, d and 2 more"):
-        start._wanted(engine(*"abcdef"), source, str)
-    assert list(start._wanted(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
+        start._destinations(engine(*"abcdef"), source, str)
+    assert list(start._destinations(engine("a"), source, str)[0]) == [("model.a", 0, 2)]
     source.close()
 
 

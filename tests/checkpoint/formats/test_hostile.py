@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.formats.sources import open_source
-from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, Record, load
+from shardkit.checkpoint.formats.detect import open_source
+from shardkit.checkpoint.formats.unpickle import _FUNCTIONS, PickledObject, load
 from shardkit.cli.__main__ import main
 from shardkit.errors import CheckpointError
 from shardkit.files.bounded import VARIABLE
@@ -121,7 +121,7 @@ def test_dcp_metadata_cannot_name_a_file_elsewhere(
         b"cdeepspeed\nrunner\n.",
         b"(S'touch was_here'\nios\nsystem\n.",
         b"\x80\x02\x82\x01.",  # an extension code
-        pickle.dumps(Record.get),
+        pickle.dumps(PickledObject.get),
         # Giving state to what the reader itself hands out.
         b"ctorch._utils\n_rebuild_tensor_v2\n}S'_function'\nI1\nsb.",
         b"ctorch._utils\n_rebuild_tensor_v2\n(N}S'_function'\nI1\nstb.",
@@ -129,10 +129,10 @@ def test_dcp_metadata_cannot_name_a_file_elsewhere(
     ],
 )
 def test_what_is_not_on_the_list_is_refused(content: bytes) -> None:
-    before = dict(vars(Record)), dict(_FUNCTIONS)
+    before = dict(vars(PickledObject)), dict(_FUNCTIONS)
     with pytest.raises(CheckpointError, match=r"was not loaded|is damaged"):
         load(content, "x")
-    assert (dict(vars(Record)), dict(_FUNCTIONS)) == before
+    assert (dict(vars(PickledObject)), dict(_FUNCTIONS)) == before
 
 
 def test_a_class_that_a_pickle_changes_is_its_own() -> None:
@@ -140,7 +140,7 @@ def test_a_class_that_a_pickle_changes_is_its_own() -> None:
     content = b"cargparse\nNamespace\n(N}S'get'\nS'x'\nstb."
     with suppress(CheckpointError):
         load(content, "x")
-    assert callable(Record.get) and callable(load(b"cargparse\nNamespace\n)\x81.", "x").get)
+    assert callable(PickledObject.get) and callable(load(b"cargparse\nNamespace\n)\x81.", "x").get)
 
 
 @pytest.mark.dist

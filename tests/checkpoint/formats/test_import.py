@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit.checkpoint.format.reader import CheckpointReader
 from shardkit.checkpoint.formats.convert import convert
-from shardkit.checkpoint.formats.start import _moved, _shift
+from shardkit.checkpoint.formats.prefix import find_prefix, with_prefix
 from shardkit.checkpoint.manage import verify
+from shardkit.checkpoint.native.reader import CheckpointReader
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from tests.checkpoint.formats import foreign, runs
@@ -135,6 +135,6 @@ def test_a_prefix_that_one_side_puts_before_its_names() -> None:
         (list(bare)[:2], dict.fromkeys(head, 1)),
         (head, dict.fromkeys(head)),
     ):
-        shift = _shift(wanted, held)
-        assert {_moved(name, shift) for name in wanted} <= set(held)
-    assert _shift(head, {"other.weight": 1}) == ("", "")
+        shift = find_prefix(wanted, held)
+        assert {with_prefix(name, shift) for name in wanted} <= set(held)
+    assert find_prefix(head, {"other.weight": 1}) == ("", "")

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardkit.checkpoint.formats import buckets
 from shardkit.checkpoint.formats import start as loading
 from shardkit.errors import CheckpointError
 from shardkit.run.job import start
@@ -42,7 +43,7 @@ def loaded(root: str, strategies: list[str], small: bool, local_size: int | None
     """
     from transformers import AutoModelForCausalLM
 
-    sizes = {"_BUFFER_BYTES": BUCKET, "_MESSAGE_BYTES": MESSAGE} if small else {}
+    sizes = {"BUCKET_BYTES": BUCKET, "MESSAGE_BYTES": MESSAGE} if small else {}
     out: dict[str, int] = {}
     if local_size is not None:
         os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "LOCAL_RANK": str(int(os.environ["RANK"]) % local_size)}
@@ -57,7 +58,7 @@ def loaded(root: str, strategies: list[str], small: bool, local_size: int | None
                     partial(build_model, job.config, task), block_classes=task.block_classes,
                     init_parameter=task.init_parameter, drawn=False,
                 )  # fmt: skip
-                with patch.multiple(loading, **sizes) if small else patch.dict({}), messages() as called:
+                with patch.multiple(buckets, **sizes) if small else patch.dict({}), messages() as called:
                     loading.load_weights(job.strategy, job.world, job.world.control_group, folder)
                 out[f"{name} {kind}"] = len(called)
                 for shard in job.strategy.load_targets():

@@ -93,9 +93,9 @@ class RangeWriter(StorageWriter):
                 for item, (offset, crcs) in zip(plan.items, placed, strict=True)
             ]
         self.phase = "waiting for the other ranks' files"
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, once every rank's file is on disk: write the manifest, then give the folder its name."""
@@ -148,8 +148,8 @@ def check_space(folder: Path, needed: int) -> None:
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
     if free < needed + _SPARE_BYTES:
-        wanted = f"{gib(needed)} to write and {gib(_SPARE_BYTES)} to keep free"
-        raise OSError(errno.ENOSPC, f"{wanted}, {gib(free)} free in {folder}")
+        needs = f"{gib(needed)} to write and {gib(_SPARE_BYTES)} to keep free"
+        raise OSError(errno.ENOSPC, f"{needs}, {gib(free)} free in {folder}")
 
 
 def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
@@ -180,9 +180,9 @@ def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, t
 
 
 def _write(descriptor: int, view: bytes | memoryview) -> int:
-    total, done = len(view), 0
-    while done < total:
-        done += os.write(descriptor, view[done:])
+    total, n_written = len(view), 0
+    while n_written < total:
+        n_written += os.write(descriptor, view[n_written:])
     return total
 
 

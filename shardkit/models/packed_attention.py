@@ -1,7 +1,7 @@
 """Causal attention inside each document of a packed batch, without a mask of all positions by all positions.
 
-The reference runs `scaled_dot_product_attention` once per document, on every device and for every type. On GPUs half
-precision takes torch's variable-length flash attention, one kernel for all documents.
+The reference implementation calls `scaled_dot_product_attention` once per document and works on every device and type.
+In half precision on GPUs, torch's variable-length flash attention handles all documents in one kernel.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from ..errors import ConfigError
 from ..parallel.compat import declares_no_masks, flash_by_documents
 
 ATTENTION = "shardkit_documents"
-"""The name under which transformers knows `attend`; without an entry for it in transformers' table of masks, models
-make no mask."""
+"""Name of `attend` in transformers' table of attention functions. Its table of masks has no such name, so models make
+no mask."""
 QUERIES = 256
-"""Queries that a sliding window handles at a time, so that its mask is small."""
-Places = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
-"""A batch's documents on their way to the model: positions [rows, T], and `Documents`' bounds and lengths."""
+"""Queries that a sliding window handles at a time: their mask is small."""
+DocumentLayout = tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]
+"""A batch's documents as tensors that a model can be called with: positions [rows, T], then the bounds and lengths of
+`BatchDocuments`."""
 _NO_PACKING = "set data.packing=none"
 
 
-class Documents:
-    """The documents of a batch of [rows, T] tokens; passed to every layer as one object that no engine looks into.
+class BatchDocuments:
+    """The documents of a batch of [rows, T] tokens. Every layer gets this one object, which no engine looks into.
 
     Attributes:
-        lengths: tokens of each, in the order of the flattened rows, all of which they cover; on the host.
-        bounds: int32 [n + 1], their first places and the end; on the tokens' device.
-        seen: the attention modules that have used it.
+        lengths: tokens of each document, in the order of the flattened rows, which they cover; on the host.
+        bounds: int32 [n + 1], the index of each document's first token, and the end; on the tokens' device.
+        seen: ids of the attention modules that have used this object.
     """
 
     def __init__(self, bounds: torch.Tensor, lengths: Sequence[int]) -> None:
@@ -41,8 +42,8 @@ class Documents:
         self.seen: set[int] = set()
 
     @classmethod
-    def whole_rows(cls, tokens: torch.Tensor) -> Documents:
-        """Every row of [rows, T, …] is one document."""
+    def whole_rows(cls, tokens: torch.Tensor) -> BatchDocuments:
+        """The documents of a batch in which every row of [rows, T, …] is one document."""
         rows, length = tokens.shape[:2]
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=tokens.device)
         return cls(bounds, [length] * rows)
@@ -52,17 +53,17 @@ def document_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: Documents,
+    documents: BatchDocuments,
     dropout: float = 0.0,
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each document to itself.
+    """Causal attention in which a token attends to tokens of its own document alone.
 
     Args:
-        query: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of the query's.
-        scale: of the scores; None = 1 / √width.
-        window: a token attends to this many tokens at most, itself included.
+        query: [rows, T, heads, width]; key and value may have fewer heads, each shared by a group of query heads.
+        scale: factor of the scores; None = 1 / √width.
+        window: most tokens that a token attends to, itself included; None = no limit.
 
     Returns:
         [rows, T, heads, width of a value].
@@ -84,6 +85,7 @@ def document_attention(
 
 
 def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's variable-length flash attention supports these tensors on this device."""
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -103,10 +105,10 @@ def _attend_to_itself(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One document, [L, heads, width]."""
+    """Causal attention of one document, [L, heads, width]."""
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     length, shared = query.shape[2], query.shape[1] != key.shape[1]
-    if shared and query.is_cuda:  # in fp32 no fused kernel there knows shared heads
+    if shared and query.is_cuda:  # no fused fp32 kernel of CUDA supports shared heads
         groups, shared = query.shape[1] // key.shape[1], False
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if window is None or window >= length:
@@ -117,13 +119,13 @@ def _attend_to_itself(
         parts = []
         for start in range(0, length, QUERIES):
             stop = min(start + QUERIES, length)
-            first = max(0, start - window + 1)
+            window_start = max(0, start - window + 1)
             ago = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
-                first, stop, device=query.device
+                window_start, stop, device=query.device
             )
             parts.append(
                 F.scaled_dot_product_attention(
-                    query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop],
+                    query[:, :, start:stop], key[:, :, window_start:stop], value[:, :, window_start:stop],
                     attn_mask=(ago >= 0) & (ago < window), dropout_p=dropout, scale=scale, enable_gqa=shared,
                 )
             )  # fmt: skip
@@ -140,33 +142,35 @@ def attend(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    documents: Documents | None = None,
+    documents: BatchDocuments | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers' models call it: [rows, heads, T, width] to [rows, T, heads, width].
+    """The attention function that transformers' models call: from [rows, heads, T, width] to [rows, T, heads, width].
 
-    Without `documents`, each row is one.
+    Without `documents`, each row is one document.
 
     Raises:
-        ConfigError: the layer asks for what this attention does not compute.
+        ConfigError: the layer asks for a kind of attention that this function does not compute.
     """
-    found = next((name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None), None)
+    obstacle = next((name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None), None)
     if attention_mask is not None:
-        found = "a mask of its own"
+        obstacle = "a mask of its own"
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        found = "attention that is not causal"
-    if found is not None:
-        raise ConfigError(f"data.packing: {type(module).__name__} asks for {found}, which is not packed", _NO_PACKING)
+        obstacle = "attention that is not causal"
+    if obstacle is not None:
+        raise ConfigError(
+            f"data.packing: {type(module).__name__} asks for {obstacle}, which is not packed", _NO_PACKING
+        )
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if documents is None:
-        documents = Documents.whole_rows(query)
+        documents = BatchDocuments.whole_rows(query)
     documents.seen.add(id(module))
     return document_attention(query, key, value, documents, dropout, scaling, sliding_window), None
 
 
 def register() -> str:
-    """Let transformers' models call `attend`; returns its name there."""
+    """Add `attend` to transformers' table of attention functions; returns its name there."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -174,30 +178,30 @@ def register() -> str:
 
 
 def refuse_what_crosses_documents(model: nn.Module) -> None:
-    """Refuse transformers models with other ways from one document to the next than `attend`.
+    """Refuse transformers models in which information can pass between documents outside of `attend`.
 
     Raises:
         ConfigError: the model keeps a state along the sequence, needs masks, or takes no positions.
     """
     config: Any = model.config
-    found = None
+    obstacle = None
     if not declares_no_masks(model):
-        found = "keeps a state along the sequence, or needs a mask of all positions"
+        obstacle = "keeps a state along the sequence, or needs a mask of all positions"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
-        found = "takes no position_ids: its positions would not restart"
+        obstacle = "takes no position_ids: its positions would not restart"
     elif getattr(config.get_text_config(), "attention_chunk_size", None):
-        found = "attends in chunks (attention_chunk_size)"
+        obstacle = "attends in chunks (attention_chunk_size)"
     elif any(isinstance(module, (nn.Conv1d, nn.RNNBase)) for module in model.modules()):
-        found = "mixes neighbouring tokens outside attention"
-    if found is not None:
-        raise ConfigError(f"data.packing: {type(model).__name__} {found}", _NO_PACKING)
+        obstacle = "mixes neighbouring tokens outside attention"
+    if obstacle is not None:
+        raise ConfigError(f"data.packing: {type(model).__name__} {obstacle}", _NO_PACKING)
 
 
-def check_seen(documents: Documents, model: nn.Module) -> None:
-    """After a forward: refuse a model whose layers did not all use the documents.
+def check_seen(documents: BatchDocuments, model: nn.Module) -> None:
+    """Check after a forward that all layers of the model used the documents.
 
     Raises:
-        ConfigError: attention of a layer did not come to `attend`, or came without the documents.
+        ConfigError: a layer did not call `attend`, or called it without the documents.
     """
     config: Any = model.config
     layers = config.get_text_config().num_hidden_layers

@@ -25,7 +25,7 @@ _BASE, _PARTS = ".base_layer", re.compile(r"\.lora_[AB]\.")
 
 
 def base_name(fqn: str) -> str | None:
-    """The name of a parameter in the model without the adapter; `None` for the adapter's own."""
+    """The name of a parameter in the model without the adapter; `None` for a parameter of the adapter."""
     return None if _PARTS.search(fqn) else fqn.replace(f"{_BASE}.", ".")
 
 
@@ -33,7 +33,7 @@ def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: i
     """The task's transformers model, with the adapter that the config asks for.
 
     Args:
-        rows: as `HFModel`'s; never given with an adapter.
+        rows: see `HFModel`; never set together with an adapter.
 
     Raises:
         ConfigError: see `HFModel` and `AdaptedModel`.
@@ -44,7 +44,7 @@ def hf_model(config: RunConfig, task: str, attention: str | None = None, rows: i
 
 
 def adapter_of(model: HFModel) -> AdaptedModel | None:
-    """The model itself if it has an adapter."""
+    """The model itself if it has an adapter, else None."""
     return model if isinstance(model, AdaptedModel) else None
 
 
@@ -72,14 +72,14 @@ class AdaptedModel(HFModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The adapter's settings, of which a checkpoint is kept only if they are the same, and whether its targets
-        store transposed weights."""
+        """The adapter's settings, which must be the same in a checkpoint and the run that resumes it, and whether the
+        targets store transposed weights."""
         values = self._settings.model_dump(exclude={"dropout"})
         return {**values, "fan_in_fan_out": self._transposed}
 
     @property
     def _transposed(self) -> bool:
-        """Whether the targets are transformers' Conv1D, whose weight is [in, out]."""
+        """Whether the targets are transformers' Conv1D layers, whose weights are [in, out]."""
         return all(not isinstance(self.reference.get_submodule(name), nn.Linear) for name in self.targets)
 
     def build(self) -> nn.Module:
@@ -98,7 +98,7 @@ class AdaptedModel(HFModel):
         return model
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter: A as peft draws it, B with zeros, the base as its own code does."""
+        """Fill a whole parameter: A as peft draws it, B with zeros, the base as the model's own code draws it."""
         name = base_name(fqn)
         if name is None and ".lora_A." in fqn:
             nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
@@ -109,13 +109,13 @@ class AdaptedModel(HFModel):
 
     @property
     def trained(self) -> int:
-        """Number of values in the adapter."""
+        """Number of values in the adapter, all of which are trained."""
         sizes = [self.reference.get_parameter(f"{name}.weight").shape for name in self.targets]
         return sum(self._settings.r * (rows + columns) for rows, columns in sizes)
 
 
-def find_targets(model: nn.Module, wanted: str | list[str]) -> list[str]:
-    """Names of the linear layers that `adapter.targets` means, in the model's order.
+def find_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """The names of the linear layers that `adapter.targets` selects, in the model's order.
 
     Raises:
         ConfigError: a target matches nothing (close names are listed), a module that is not linear, or the output head.
@@ -123,17 +123,17 @@ def find_targets(model: nn.Module, wanted: str | list[str]) -> list[str]:
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()  # type: ignore[operator]
     linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
-    if wanted == "all-linear":
+    if targets == "all-linear":
         if not linear:
             raise ConfigError(f"{type(model).__name__} has no linear layers to adapt", "use a model of another type")
         _refuse_stacked_experts(model, linear)
         return _of_one_kind(linear, modules)
-    found = {
+    names = {
         name
-        for target in ([wanted] if isinstance(wanted, str) else wanted)
-        for name in _matching(target, modules, linear, isinstance(wanted, str))
+        for target in ([targets] if isinstance(targets, str) else targets)
+        for name in _matching(target, modules, linear, isinstance(targets, str))
     }
-    for name in sorted(found):
+    for name in sorted(names):
         if modules[name] is head:
             raise ConfigError(
                 f"adapter.targets names the output head {name}, whose weight the loss reads without its adapter",
@@ -144,7 +144,7 @@ def find_targets(model: nn.Module, wanted: str | list[str]) -> list[str]:
                 f"adapter.targets names {name}, a {type(modules[name]).__name__}: only linear layers can be adapted",
                 f"name some of {_listed(linear)}",
             )
-    return _of_one_kind([name for name in modules if name in found], modules)
+    return _of_one_kind([name for name in modules if name in names], modules)
 
 
 def _refuse_stacked_experts(model: nn.Module, linear: list[str]) -> None:
@@ -188,19 +188,23 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _matching(target: str, modules: dict[str, nn.Module], linear: list[str], is_pattern: bool) -> list[str]:
-    """Names that a target means, by peft's rules: a regular expression for whole names, or the ends of names."""
+    """The modules that a target selects by peft's rules: as a regular expression for full names, or as names' ends.
+
+    Raises:
+        ConfigError: it selects none, or is not a regular expression.
+    """
     if is_pattern:
         try:
-            found = [name for name in modules if re.fullmatch(target, name)]
+            matches = [name for name in modules if re.fullmatch(target, name)]
         except re.error as error:
             raise ConfigError(
                 f"adapter.targets={target} is not a regular expression: {error}",
                 "write a list of names, such as 'adapter.targets=[q_proj, v_proj]'",
             ) from error
     else:
-        found = [name for name in modules if name == target or name.endswith(f".{target}")]
-    if found:
-        return found
+        matches = [name for name in modules if name == target or name.endswith(f".{target}")]
+    if matches:
+        return matches
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     near = get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(near)}?" if near else f"name some of {_listed(linear)}"

@@ -1,4 +1,4 @@
-"""The source of a conversion: named tensors, readable range by range without the rest."""
+"""The source of a conversion: named tensors, of which any range can be read alone."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ import torch
 
 from ...errors import CheckpointError
 from ...files import open_regular
-from ..format.manifest import RunState
-from ..format.reader import TensorInfo
-from ..format.writer import byte_view
+from ..native.manifest import RunState
+from ..native.reader import TensorInfo
+from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
-"""Bytes of a tensor that a conversion holds at once."""
+"""Most bytes of a tensor that a conversion holds at once."""
 _LONG_RUN = 2**18
-"""Bytes from which on a run is read by itself: shorter neighbours are read as one stretch."""
+"""Bytes from which on each run is read separately; shorter neighbouring runs are read together."""
 
 
 def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
-    """A shape, strides or offsets from a file.
+    """Check that a file's shape, strides or offsets are integers ≥ 0, and return them as a tuple.
 
     Raises:
-        ValueError: a value is not such a number, or there are more than any tensor has.
+        ValueError: one is not, or there are more than a tensor can have dimensions.
     """
-    found = tuple(values)
-    if len(found) > 64:
-        raise ValueError(f"{len(found)} dimensions")
-    if not all(type(number) is int and 0 <= number < 2**62 for number in found):
+    numbers = tuple(values)
+    if len(numbers) > 64:
+        raise ValueError(f"{len(numbers)} dimensions")
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError("a size or an offset that is not a whole number below 2**62")
-    return found  # type: ignore[return-value]
+    return numbers  # type: ignore[return-value]
 
 
 @dataclass
 class Source:
-    """A checkpoint of any kind under shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
+    """An open checkpoint of any kind, with shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
 
     Attributes:
-        kind: its name in messages and in the manifest of a converted checkpoint.
+        kind: name of the format in messages and in the manifest of a converted checkpoint.
         read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
         scalars: optimizer states that are one number, by name.
-        step: optimizer steps done; 0 if the source does not say.
-        ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
+        step: number of optimizer steps; 0 if the source does not say.
+        ties: further name of a tied weight (`head.weight`) → its name in `tensors`; both without `model.`.
         run: state of the run, if shardkit saved it; `None` for other sources.
-        notes: the parts that are left out, one line each.
-        bytes_read: bytes requested from files of other tools so far.
+        notes: one line on each part of the checkpoint that is left out.
+        bytes_read: returns the bytes requested from files of other tools so far.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Source:
     bytes_read: Callable[[], int] = lambda: 0
 
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
+        """Yield the flattened tensor in order, in pieces of at most `PIECE_BYTES`, each a new 1-D tensor on the CPU.
 
         Raises:
             CheckpointError: a finite value overflows `dtype`.
@@ -79,7 +79,7 @@ class Source:
         return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
 
     def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """`pieces` of the elements [start, start + length)."""
+        """Yield the elements [start, start + length) of the flattened tensor, in pieces as `pieces` does."""
         info = self.tensors[name]
         step = PIECE_BYTES // info.dtype.itemsize
         for at in range(start, start + length, step):
@@ -89,10 +89,10 @@ class Source:
 
 
 def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The values in another type.
+    """Cast a piece of the tensor `name` to another type.
 
     Raises:
-        CheckpointError: a finite value overflows it.
+        CheckpointError: a finite value overflows the type.
     """
     out = piece.to(dtype)
     if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
@@ -106,11 +106,12 @@ def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of a flattened tensor, `run` elements each, stored one after another in a file.
+    """Runs of consecutive elements of a flattened tensor, which a file stores one after another.
 
     Attributes:
-        offset: bytes before the first run in the file.
+        offset: byte of the file at which the first run begins.
         starts: index of each run's first element in the flattened tensor, ascending.
+        run: number of elements in each run.
     """
 
     file: Path
@@ -119,19 +120,20 @@ class Extent:
     run: int
 
     @cached_property
-    def first(self) -> npt.NDArray[np.int64]:
+    def run_starts(self) -> npt.NDArray[np.int64]:
+        """`starts` as an array."""
         return np.asarray(self.starts, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class FileTensor(TensorInfo):
-    """A tensor whose elements lie in files."""
+    """A tensor whose elements lie in files, in one or several extents."""
 
     extents: tuple[Extent, ...] = ()
 
 
 class FileTensors:
-    """Reads ranges of tensors straight from the files that hold them.
+    """Reads ranges of tensors directly from the files that hold them, from any thread.
 
     Raises:
         CheckpointError: an element of a tensor is in no file, or in two; or tensors overlap and together have more than
@@ -160,8 +162,8 @@ class FileTensors:
         for extent in tensor.extents:
             if not extent.run:
                 continue
-            low = max(0, int(np.searchsorted(extent.first, start, side="right")) - 1)
-            high = int(np.searchsorted(extent.first, stop, side="left"))
+            low = max(0, int(np.searchsorted(extent.run_starts, start, side="right")) - 1)
+            high = int(np.searchsorted(extent.run_starts, stop, side="left"))
             if high - low == 1:
                 self._read_run(name, extent, low, start, stop, size, target)
             elif extent.run * size >= _LONG_RUN:
@@ -173,36 +175,46 @@ class FileTensors:
     def _read_run(
         self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        begin = int(extent.first[index])
-        first, last = max(start, begin), min(stop, begin + extent.run)
-        if first < last:
-            offset = extent.offset + (index * extent.run + first - begin) * size
-            self._pread(name, extent.file, offset, target[(first - start) * size : (last - start) * size])
+        """Read the elements of run `index` that lie in [start, stop) into `target`, which holds that range."""
+        begin = int(extent.run_starts[index])
+        overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+        if overlap_start < overlap_end:
+            offset = extent.offset + (index * extent.run + overlap_start - begin) * size
+            self._pread(
+                name, extent.file, offset, target[(overlap_start - start) * size : (overlap_end - start) * size]
+            )
 
     def _read_runs(
         self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        """Read many short runs as one stretch of the file and put each in its place."""
+        """Read the runs [low, high) with one call, and copy the elements of each in [start, stop) to `target`."""
         stretch = memoryview(bytearray((high - low) * extent.run * size))
         self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
         for index in range(low, high):
-            begin = int(extent.first[index])
-            first, last = max(start, begin), min(stop, begin + extent.run)
-            at = (index - low) * extent.run + first - begin
-            if first < last:
-                target[(first - start) * size : (last - start) * size] = stretch[at * size : (at + last - first) * size]
+            begin = int(extent.run_starts[index])
+            overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
+            at = (index - low) * extent.run + overlap_start - begin
+            if overlap_start < overlap_end:
+                target[(overlap_start - start) * size : (overlap_end - start) * size] = stretch[
+                    at * size : (at + overlap_end - overlap_start) * size
+                ]
 
     def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
+        """Fill `out` with the file's bytes from `offset` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        n_read = 0
+        while n_read < len(out):
             try:
-                count = os.preadv(self._open(file), [out[done:]], offset + done)
+                count = os.preadv(self._open(file), [out[n_read:]], offset + n_read)
             except OSError as error:
                 raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check its owner and mode") from error
             if count == 0:
                 raise CheckpointError(f"{file} ends before {name} does", RESTORE)
-            done += count
-        self.bytes_read += done
+            n_read += count
+        self.bytes_read += n_read
 
     def _open(self, file: Path) -> int:
         with self._lock:
@@ -212,12 +224,18 @@ class FileTensors:
 
 
 def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
-    """Weights may be views of one array, but a small file must not become a large one."""
-    asked: Counter[Path] = Counter()
+    """Refuse tensors that share bytes so often that a small file would become a large one.
+
+    Weights may be views of one array: tensors may have up to twice the bytes of their file.
+
+    Raises:
+        CheckpointError: they have more.
+    """
+    n_used: Counter[Path] = Counter()
     for tensor in tensors.values():
         for extent in tensor.extents:
-            asked[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
-    for file, n_bytes in asked.items():
+            n_used[extent.file] += len(extent.starts) * extent.run * tensor.dtype.itemsize
+    for file, n_bytes in n_used.items():
         size = file.stat().st_size
         if n_bytes > 2 * size:
             raise CheckpointError(
@@ -227,8 +245,15 @@ def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _check_complete(name: str, tensor: FileTensor) -> None:
-    starts = np.concatenate([extent.first for extent in tensor.extents] or [np.empty(0, np.int64)])
-    runs = np.concatenate([np.full(len(e.first), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)])
+    """Check that the extents of a tensor hold each element exactly once.
+
+    Raises:
+        CheckpointError: they do not; the message names the first element that is missing or repeated.
+    """
+    starts = np.concatenate([extent.run_starts for extent in tensor.extents] or [np.empty(0, np.int64)])
+    runs = np.concatenate(
+        [np.full(len(e.run_starts), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)]
+    )
     starts, runs = starts[runs > 0], runs[runs > 0]
     order = np.argsort(starts, kind="stable")
     ends = np.cumsum(runs[order])
@@ -240,12 +265,16 @@ def _check_complete(name: str, tensor: FileTensor) -> None:
         raise CheckpointError(f"element {at} of {name} is missing from {file} and its neighbours", RESTORE)
 
 
-def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **more: object) -> Source:
-    """A source whose tensors lie in files."""
+def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: object) -> Source:
+    """A source whose tensors lie in files.
+
+    Args:
+        fields: further attributes of the source.
+    """
     files = FileTensors(tensors)
     return Source(
         kind, path, tensors, files.read_into, files.close,
-        bytes_read=lambda: files.bytes_read, **more,  # type: ignore[arg-type]
+        bytes_read=lambda: files.bytes_read, **fields,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -254,11 +283,11 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to itself without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
-    found = list(names)
-    wrapped = bool(found) and all(name.startswith("module.") for name in found)
+    """Map each name to the same name without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
+    all_names = list(names)
+    wrapped = bool(all_names) and all(name.startswith("module.") for name in all_names)
     out = {}
-    for name in found:
+    for name in all_names:
         plain = name.removeprefix("module.") if wrapped else name
         for wrapper in _WRAPPERS:
             plain = plain.replace(wrapper, "")
@@ -267,7 +296,9 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 
 def logical(fqn: str, dtype: torch.dtype) -> str:
-    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics and
-    tensors that are not floats are buffers."""
+    """shardkit's name of a tensor, `model.<fqn>` or `buffer.<fqn>`, from a source that does not tell them apart.
+
+    Batch-norm statistics and tensors that are not floats are buffers.
+    """
     is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
     return f"{'buffer' if is_buffer else 'model'}.{fqn}"

@@ -179,7 +179,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def parse(content: bytes, where: str) -> Manifest:
+def parse(content: bytes, file: str) -> Manifest:
     """Parse a manifest file's content; nothing in it is executed, every number is checked.
 
     Args:
@@ -193,30 +193,30 @@ def parse(content: bytes, where: str) -> Manifest:
         document = json.loads(content)
         body = document["manifest"]
         if _digest(_canonical(body)) != document["digest"]:
-            raise CorruptCheckpoint(f"{where} does not match its own digest")
+            raise CorruptCheckpoint(f"{file} does not match its own digest")
         schema = body["schema"]
         if schema not in READABLE:
             writer = body["versions"].get("shardkit", "(version unknown)")
             raise CheckpointError(
-                f"{where} has schema {schema!r}, this version reads {', '.join(map(str, READABLE))}",
+                f"{file} has schema {schema!r}, this version reads {', '.join(map(str, READABLE))}",
                 f"use shardkit {writer}, which wrote it, or a later version",
             )
         return _manifest(body)
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where} is not a manifest: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpoint(f"{file} is not a manifest: {type(error).__name__}: {error}") from error
 
 
 def _manifest(body: Mapping[str, Any]) -> Manifest:
     if body["byte_order"] != "little":
         raise ValueError(f"byte_order {body['byte_order']!r}")
-    block_bytes = _whole(body["block_bytes"], "block_bytes", low=64)
-    files = tuple(DataFile(_file_name(name), _whole(size, "file size")) for name, size in body["files"])
-    known = {f.name for f in fields(RunState)}
-    run = RunState(**{key: value for key, value in body["run"].items() if key in known})
+    block_bytes = _integer(body["block_bytes"], "block_bytes", low=64)
+    files = tuple(DataFile(_file_name(name), _integer(size, "file size")) for name, size in body["files"])
+    field_names = {f.name for f in fields(RunState)}
+    run = RunState(**{key: value for key, value in body["run"].items() if key in field_names})
     for key in ("step", "tokens_total", "seed", "epoch", "next_sample"):
-        _whole(getattr(run, key), key)
+        _integer(getattr(run, key), key)
     if run.n_samples is not None:
-        _whole(run.n_samples, "n_samples")
+        _integer(run.n_samples, "n_samples")
     if run.val_loss is not None:
         _number(run.val_loss, "val_loss")
     if not isinstance(run.extra, dict):
@@ -228,7 +228,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     return Manifest(
         run=run,
         strategy=str(body["strategy"]),
-        world_size=_whole(body["world_size"], "world_size", low=1),
+        world_size=_integer(body["world_size"], "world_size", low=1),
         created=str(body["created"]),
         versions={str(k): str(v) for k, v in body["versions"].items()},
         files=files,
@@ -241,11 +241,11 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
 def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], block_bytes: int) -> TensorEntry:
     if entry["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"{name}: dtype {entry['dtype']!r}")
-    shape = tuple(_whole(n, f"{name}: shape") for n in entry["shape"])
+    shape = tuple(_integer(n, f"{name}: shape") for n in entry["shape"])
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{name}: {len(shape)} dimensions")
     chunks = tuple(
-        Chunk(_whole(start, name), _whole(length, name), _whole(file, name), _whole(offset, name), tuple(crcs))
+        Chunk(_integer(start, name), _integer(length, name), _integer(file, name), _integer(offset, name), tuple(crcs))
         for start, length, file, offset, crcs in entry["chunks"]
     )
     tensor = TensorEntry(name, entry["dtype"], shape, chunks)
@@ -277,14 +277,14 @@ def _file_name(name: Any) -> str:
     return name
 
 
-def _whole(value: Any, what: str, low: int = 0) -> int:
+def _integer(value: Any, field_name: str, low: int = 0) -> int:
     if type(value) is not int or not low <= value <= _LARGEST:
-        raise ValueError(f"{what} is {value!r}")
+        raise ValueError(f"{field_name} is {value!r}")
     return value
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, field_name: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r}")
+        raise ValueError(f"{field_name} is {value!r}")
     number: float = value
     return number

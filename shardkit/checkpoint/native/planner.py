@@ -106,22 +106,22 @@ class RangeSavePlanner(SavePlanner):
             for name, shape in (plan.planner_data or {}).items():
                 if shapes.setdefault(name, shape) != shape:
                     raise CheckpointError(f"ranks disagree about the shape of {name}: {shapes[name]} and {shape}")
-        found: dict[str, TensorStorageMetadata] = {}
+        stored: dict[str, TensorStorageMetadata] = {}
         for plan in all_plans:
             for item in plan.items:
                 data = item.tensor_data
                 assert data is not None
-                entry = found.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, chunks=[]))
+                entry = stored.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, chunks=[]))
                 if entry.properties.dtype != data.properties.dtype:
                     raise CheckpointError(f"ranks disagree about the dtype of {item.index.fqn}")
                 entry.chunks.append(data.chunk)
         for name, shape in shapes.items():
-            chunks = found[name].chunks if name in found else []
+            chunks = stored[name].chunks if name in stored else []
             chunks.sort(key=lambda chunk: chunk.offsets[0])
             hole = find_hole(math.prod(shape), [(c.offsets[0], c.sizes[0]) for c in chunks])
             if hole is not None:
                 raise CheckpointError(f"element {hole} of {name} is held by no rank, or by two")
-        return all_plans, Metadata(state_dict_metadata=dict(found), planner_data=shapes)
+        return all_plans, Metadata(state_dict_metadata=dict(stored), planner_data=shapes)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -161,17 +161,17 @@ class RangeLoadPlanner(LoadPlanner):
 
     def _reads(self, shard: Shard, index: int) -> Iterator[ReadItem]:
         entry = matching_entry(self._manifest.tensors, shard)
-        first, last = shard.start, shard.start + shard.local.numel()
+        start, end = shard.start, shard.start + shard.local.numel()
         starts = [chunk.start for chunk in entry.chunks]
-        for at in range(bisect_right(starts, first) - 1, len(entry.chunks)):
+        for at in range(bisect_right(starts, start) - 1, len(entry.chunks)):
             chunk = entry.chunks[at]
-            low, high = max(first, chunk.start), min(last, chunk.start + chunk.length)
+            low, high = max(start, chunk.start), min(end, chunk.start + chunk.length)
             if low >= high:
                 break
             yield ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(shard.name, torch.Size([shard.start]), index),
-                dest_offsets=torch.Size([low - first]),
+                dest_offsets=torch.Size([low - start]),
                 storage_index=MetadataIndex(shard.name, torch.Size([chunk.start]), at),
                 storage_offsets=torch.Size([low - chunk.start]),
                 lengths=torch.Size([high - low]),
@@ -218,16 +218,18 @@ def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEn
     return entry
 
 
-def refuse_leftovers(tensors: Mapping[str, TensorEntry], wanted: Sequence[str]) -> None:
+def refuse_leftovers(tensors: Mapping[str, TensorEntry], run_names: Sequence[str]) -> None:
     """Raise unless every saved weight, moment and buffer has a place in this run.
 
     Raises:
         CheckpointError: something would be dropped; the message names it.
     """
-    left = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(wanted))
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise CheckpointError(f"the checkpoint holds {left[0]}{more}, which this run has no place for", _fix(left[0]))
+    dropped = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(run_names))
+    if dropped:
+        others_counted = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
+        raise CheckpointError(
+            f"the checkpoint holds {dropped[0]}{others_counted}, which this run has no place for", _fix(dropped[0])
+        )
 
 
 _KINDS = ("model.", "optim.", "buffer.", "ema.")

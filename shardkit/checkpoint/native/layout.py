@@ -43,8 +43,8 @@ def checkpoints(root: Path) -> list[Path]:
     """Folders that claim to be complete checkpoints, newest first."""
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if step_of(p) is not None and p.is_dir()]
-    return sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    folders = [p for p in root.iterdir() if step_of(p) is not None and p.is_dir()]
+    return sorted(folders, key=lambda p: step_of(p) or 0, reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -117,9 +117,9 @@ def point_latest(root: Path) -> None:
     if not newest:
         target.unlink(missing_ok=True)
         return
-    wanted = newest[0].name + "\n"
-    if not target.is_file() or target.read_bytes() != wanted.encode():
-        write_whole(target, wanted, durable=True)
+    content = newest[0].name + "\n"
+    if not target.is_file() or target.read_bytes() != content.encode():
+        write_whole(target, content, durable=True)
         fsync_folder(root)
 
 

@@ -13,8 +13,8 @@ from shardkit.activation.checkpoint import checkpoint_activations
 from shardkit.config.schema import ActivationConfig, RunConfig
 from shardkit.data.pack import PackedDocuments, Packing, collate_packed, documents_of
 from shardkit.errors import ConfigError
-from shardkit.models import documents as module
-from shardkit.models.documents import Documents, document_attention
+from shardkit.models import packed_attention as module
+from shardkit.models.packed_attention import BatchDocuments, document_attention
 from shardkit.parallel.blocks import find_blocks
 from shardkit.parallel.weights import Weights
 from shardkit.tasks.load import load_task
@@ -114,7 +114,7 @@ def test_a_document_does_not_see_another(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v = (torch.randn(2, 15, heads, 8, generator=draws, dtype=torch.float64) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 9, 10, 24, 30], dtype=torch.int32)
     for window in (None, 1, 3, 8):
-        out = document_attention(q, k, v, Documents(bounds, lengths), window=window).flatten(0, 1)
+        out = document_attention(q, k, v, BatchDocuments(bounds, lengths), window=window).flatten(0, 1)
         places = torch.arange(30)
         which = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
         ago = places[:, None] - places

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardkit.checkpoint.formats.source import Source
-from shardkit.checkpoint.formats.sources import open_source
+from shardkit.checkpoint.formats.detect import open_source
+from shardkit.checkpoint.formats.tensor_source import Source
 from shardkit.errors import CheckpointError
 from tests.checkpoint.formats import foreign
 from tests.ranks import run_ranks

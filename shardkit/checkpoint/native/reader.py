@@ -106,16 +106,16 @@ class CheckpointReader:
         block, total, high = self.manifest.block_bytes, chunk.length * entry.itemsize, low + len(out)
         at = low
         while at < high:
-            first = at // block * block
+            block_start = at // block * block
             whole_until = total if high == total else high // block * block
-            if at == first and whole_until > at:
+            if at == block_start and whole_until > at:
                 self._pread_checked(entry, chunk, at, out[at - low : whole_until - low])
                 at = whole_until
                 continue
-            scratch = memoryview(bytearray(min(block, total - first)))
-            self._pread_checked(entry, chunk, first, scratch)
-            end = min(first + len(scratch), high)
-            out[at - low : end - low] = scratch[at - first : end - first]
+            scratch = memoryview(bytearray(min(block, total - block_start)))
+            self._pread_checked(entry, chunk, block_start, scratch)
+            end = min(block_start + len(scratch), high)
+            out[at - low : end - low] = scratch[at - block_start : end - block_start]
             at = end
 
     def _pread_checked(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
@@ -134,15 +134,15 @@ class CheckpointReader:
 
     def _pread(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
         path, descriptor = self.path / self.manifest.files[chunk.file].name, self._open(chunk.file)
-        done = 0
-        while done < len(out):
+        n_read = 0
+        while n_read < len(out):
             try:
-                count = os.preadv(descriptor, [out[done:]], chunk.offset + at + done)
+                count = os.preadv(descriptor, [out[n_read:]], chunk.offset + at + n_read)
             except OSError as error:
                 raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
             if count == 0:
                 raise CorruptCheckpoint(f"{path} ends before {entry.name} does")
-            done += count
+            n_read += count
 
     def _open(self, index: int) -> int:
         with self._lock:
@@ -201,18 +201,18 @@ class RangeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         # One after the other, in file order: several readers of one file defeat the kernel's read-ahead.
-        for item in sorted(plan.items, key=self._place):
+        for item in sorted(plan.items, key=self._file_position):
             self._read(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def _chunk(self, item: ReadItem) -> tuple[TensorEntry, Chunk]:
         entry, index = self._checkpoint.manifest.tensors[item.storage_index.fqn], item.storage_index.index
         assert index is not None
         return entry, entry.chunks[index]
 
-    def _place(self, item: ReadItem) -> tuple[int, int]:
+    def _file_position(self, item: ReadItem) -> tuple[int, int]:
         _, chunk = self._chunk(item)
         return chunk.file, chunk.offset
 

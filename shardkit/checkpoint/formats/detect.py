@@ -1,4 +1,4 @@
-"""Recognise the kind of checkpoint at a path."""
+"""Recognise the kind of checkpoint at a path, and open it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...files.bounded import in_child
-from ..format import layout
-from ..format.manifest import FILE_NAME
-from ..format.reader import CheckpointReader
+from ..native import layout
+from ..native.manifest import FILE_NAME
+from ..native.reader import CheckpointReader
 from ..resume import candidates
 from .dcp import METADATA, open_dcp
 from .deepspeed import is_deepspeed, open_deepspeed
 from .safetensors import INDEX, open_safetensors
-from .source import Source
+from .tensor_source import Source
 from .torch_file import SUFFIXES, is_torch_folder, open_torch
 
 KINDS = (
@@ -27,16 +27,16 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     """Open the checkpoint at `path`.
 
     Args:
-        step: the one to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or `best` (runs
-            only).
-        weights_only: leave optimizer state behind.
+        step: which checkpoint to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or
+            `best` (runs only).
+        weights_only: leave optimizer state out.
 
     Raises:
-        CheckpointError: there is none, or it cannot be trusted.
+        CheckpointError: there is no checkpoint with weights, or it cannot be trusted.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
-    # Opening reads every name and shape and no weights. A child does it first, with bounds on memory and time.
+    # Opening reads all names and shapes, but no weights. A child does it first, with limits on memory and time.
     in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
     source = _open(path, step, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):
@@ -44,16 +44,18 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
         raise CheckpointError(f"{path} holds no weights", f"name {KINDS}")
     if not weights_only:
         return source
-    kept = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
-    return replace(source, tensors=kept, scalars={})
+    weights = {name: info for name, info in source.tensors.items() if name.startswith(("model.", "buffer."))}
+    return replace(source, tensors=weights, scalars={})
 
 
 def _size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 def _open(path: Path, step: str, weights_only: bool) -> Source:
+    """Open the checkpoint at `path` with the reader of its kind; see `open_source`."""
     if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
     chosen = _chosen(path, step)
@@ -85,24 +87,24 @@ def _open_file(path: Path) -> Source:
 
 
 def _chosen(path: Path, step: str) -> Path:
-    """The checkpoint folder that `step` means, if `path` holds several; else `path` itself."""
+    """The checkpoint folder that `step` selects, if `path` holds several; otherwise `path` itself."""
     saved = [] if path.is_file() else [p for p in candidates(path) if p != path]
     if saved:
         return _of_run(path, saved, step)
     tags = {p.name: p for p in path.glob("global_step*") if p.is_dir()}
     if tags:
         tag = path / layout.LATEST
-        wanted = (
+        tag_name = (
             (tag.read_text(errors="replace").strip() if tag.is_file() else "")
             if step == "latest"
             else f"global_step{step}"
         )
-        if wanted not in tags:
+        if tag_name not in tags:
             raise CheckpointError(
-                f"{path} has no checkpoint {wanted or 'that a file `latest` names'}",
+                f"{path} has no checkpoint {tag_name or 'that a file `latest` names'}",
                 f"name one with --step, or its folder: {', '.join(sorted(tags))}",
             )
-        return tags[wanted]
+        return tags[tag_name]
     if step != "latest":
         raise CheckpointError(
             f"--step {step}, but {path} does not hold several checkpoints", "leave --step out, or name a run"
@@ -111,6 +113,14 @@ def _chosen(path: Path, step: str) -> Path:
 
 
 def _of_run(path: Path, saved: list[Path], step: str) -> Path:
+    """The checkpoint of a run that `step` selects.
+
+    Args:
+        saved: the run's checkpoints, newest first.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     if step == "latest":
         return saved[0]
     if step == "best":
@@ -118,20 +128,21 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
         if best is None:
             raise CheckpointError(f"no checkpoint of {path} was evaluated, so none is the best", "name a step")
         return best
-    found = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
-    if not found:
-        there = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
+    matching = [p for p in saved if step.isdecimal() and layout.step_of(p) == int(step)]
+    if not matching:
+        steps = ", ".join(str(layout.step_of(p)) for p in reversed(saved))
         raise CheckpointError(
-            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {there}"
+            f"{path} has no checkpoint of step {step}", f"pass --step latest, best, or one of {steps}"
         )
-    return found[0]
+    return matching[0]
 
 
 def _open_shardkit(path: Path) -> Source:
+    """A checkpoint of shardkit as a source, without the states of random generators."""
     reader = CheckpointReader(path)
     manifest = reader.manifest
-    kept = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
+    tensors = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}
     return Source(
-        "shardkit", path, kept, reader.read_into, reader.close,
+        "shardkit", path, tensors, reader.read_into, reader.close,
         scalars=dict(manifest.scalars), step=manifest.run.step, run=manifest.run,
     )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Read ranges of a source by several ranks of a node, each byte once.
+
+Ranks that need the same ranges each read a part of a bucket and send it to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ...errors import CheckpointError
+from ...parallel.world import World
+from ..native.reader import TensorInfo
+from .tensor_source import PIECE_BYTES, Source
+
+BUCKET_BYTES = PIECE_BYTES // 4
+"""Bytes of a bucket. All that a rank holds beyond its shard fits into one piece: the bucket, the files' headers, the
+description of the model, and the exchange of weights between ranks."""
+MESSAGE_BYTES = 2**18
+"""A bucket has at most one reader for every so many of its bytes, so that many ranks do not make many messages."""
+_ALIGNMENT = 16
+"""Bytes; a multiple of every element's size."""
+
+Range = tuple[str, int, int]
+"""Name in the source, first element, number of elements."""
+
+
+@dataclass
+class Destination:
+    """This rank's memory that one range of the source fills: a weight, and its moving average if there is one."""
+
+    info: TensorInfo
+    targets: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a range that travels in one bucket.
+
+    Attributes:
+        start: index of its first element, counted in the range.
+        offset: its first byte in the bucket.
+    """
+
+    source_range: Range
+    start: int
+    numel: int
+    offset: int
+
+    def bytes_in(self, buffer: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+        """The piece's elements as a view of the bucket."""
+        return buffer[self.offset : self.offset + self.numel * info.dtype.itemsize].view(info.dtype)
+
+
+def read_ranges(
+    source: Source,
+    destinations: Mapping[Range, Destination],
+    ranges_by_rank: Sequence[tuple[int, list[Range]]],
+    world: World,
+    group: dist.ProcessGroup,
+) -> CheckpointError | None:
+    """Fill the memory of every range; returns this rank's first problem. Collective.
+
+    A rank with a problem goes on exchanging messages, so that no other rank waits for it forever.
+
+    Args:
+        ranges_by_rank: each rank's node, and the ranges that it needs.
+    """
+    problem: CheckpointError | None = None
+    readers: dict[Range, list[int]] = {}
+    for rank, (node, ranges) in enumerate(ranges_by_rank):
+        for source_range in ranges if node == world.env.node_rank else ():
+            readers.setdefault(source_range, []).append(rank)
+    by_readers: dict[tuple[int, ...], dict[Range, TensorInfo]] = {}
+    for source_range, destination in destinations.items():
+        by_readers.setdefault(tuple(readers[source_range]), {})[source_range] = destination.info
+    buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    for ranks, infos in sorted(by_readers.items(), key=lambda entry: entry[0]):  # one order on every rank: no deadlock
+        for index, bucket in enumerate(_buckets(infos)):
+            failed = _fill(source, destinations, bucket, buffer, world.rank, _rotated(ranks, index), group, problem)
+            problem = problem or failed
+    return problem
+
+
+def _buckets(infos: Mapping[Range, TensorInfo]) -> Iterator[list[_Piece]]:
+    """Cut the ranges into pieces, in order, and yield the pieces of one bucket at a time."""
+    bucket, used = list[_Piece](), 0
+    for source_range, info in infos.items():
+        size, start, end = info.dtype.itemsize, 0, source_range[2]
+        while start < end:
+            numel = min(end - start, (BUCKET_BYTES - used) // size)
+            bucket.append(_Piece(source_range, start, numel, used))
+            start, used = start + numel, _aligned(used + numel * size)
+            if used == BUCKET_BYTES:
+                yield bucket
+                bucket, used = [], 0
+    if bucket:
+        yield bucket
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _rotated(ranks: Sequence[int], n: int) -> list[int]:
+    """The ranks rotated by `n`: a bucket that needs few readers takes the first ones, so all ranks take turns."""
+    return [ranks[(index + n) % len(ranks)] for index in range(len(ranks))]
+
+
+@torch.no_grad()
+def _fill(
+    source: Source,
+    destinations: Mapping[Range, Destination],
+    bucket: Sequence[_Piece],
+    buffer: torch.Tensor,
+    rank: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    problem: CheckpointError | None,
+) -> CheckpointError | None:
+    """Read one bucket together with the other ranks, and copy it into the destinations; returns the problem.
+
+    The copy casts to the destination's own dtype. Master weights are fp32, so no bit is lost.
+
+    Args:
+        buffer: memory for one bucket, used for all of them: the allocator would keep freed ones.
+        ranks: the ranks that need this bucket. The first of them each read a part, and send it to the rest.
+        group: an existing group of all ranks. A second group of the same ranks could find the first one's addresses.
+        problem: an earlier problem of this rank, which then reads no more.
+    """
+    pieces = [(piece, piece.bytes_in(buffer, destinations[piece.source_range].info)) for piece in bucket]
+    end = max(piece.offset + elements.nbytes for piece, elements in pieces)
+    share = _aligned(-(-end // min(len(ranks), -(-end // MESSAGE_BYTES))))
+    parts = [(reader, low, min(low + share, end)) for reader, low in zip(ranks, range(0, end, share), strict=False)]
+    for reader, low, high in parts:
+        try:
+            if reader == rank and problem is None:
+                _read_between(source, pieces, low, high)
+        except CheckpointError as error:
+            problem = error
+    messages = list[dist.Work | None]()
+    for reader, low, high in parts:
+        if reader == rank:
+            messages += [dist.isend(buffer[low:high], dst=peer, group=group) for peer in ranks if peer != rank]
+        else:
+            messages.append(dist.irecv(buffer[low:high], src=reader, group=group))
+    for message in messages:
+        assert message is not None  # this rank is in the group
+        message.wait()
+    for piece, elements in pieces:
+        for target in destinations[piece.source_range].targets:
+            target[piece.start : piece.start + piece.numel].copy_(elements)
+    return problem
+
+
+def _read_between(source: Source, pieces: Iterable[tuple[_Piece, torch.Tensor]], low: int, high: int) -> None:
+    """Read the elements that lie in the bytes [low, high) of the bucket; both are at element boundaries."""
+    for piece, elements in pieces:
+        size = elements.element_size()
+        start, end = max(low - piece.offset, 0) // size, min(high - piece.offset, elements.nbytes) // size
+        if start < end:
+            name, range_start, _ = piece.source_range
+            source.read_into(name, range_start + piece.start + start, elements[start:end])
