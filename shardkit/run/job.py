@@ -31,8 +31,12 @@ from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import one_number
-from .checks import BlockCalls, SumCheck, check_masters, refuse_unused, say_graph_breaks
+from .block_calls import BlockCalls
+from .dtypes import check_masters
+from .first_step import say_graph_breaks
 from .optimizer_step import OptimizerStep
+from .sum_check import SumCheck
+from .unused_parameters import refuse_unused
 from .user_config import load_user_config
 
 T = TypeVar("T")

@@ -1,47 +1,31 @@
-"""Checks of a wrapped model: ranks call the same blocks and use the same parameters, the state's dtypes, and the
-origin of a gradient that is not finite."""
+"""Check that all ranks call the same blocks and use the same parameters, where an engine pairs their gathers."""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import platform
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from statistics import pvariance
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..config.capability import CAPABILITIES, ZERO
-from ..config.libraries import is_first_rank
-from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
-from ..errors import ConfigError, DataError, gib
-from ..memory.rows import KINDS
-from ..memory.state import local_tensors
+from ..config.capability import ZERO
+from ..config.schema import RunConfig, StrategyName
+from ..errors import ConfigError
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, may_leave_out, plain_type
-from ..parallel.compat import graph_breaks
-from ..parallel.precision import master_dtype
 from ..parallel.world import World
-from ..strategies import Strategy
-from ..strategies.clocks import GatherWaits, HostValue
-from ..strategies.step import one_number
-from .not_finite import listed
+from ..strategies.clocks import GatherWaits
 
 if TYPE_CHECKING:
     from ..strategies.reach import Reach
     from ..strategies.unused import UnusedParameters
 
 SHOWN = 4
+"""Most names that an error lists; further ones are counted."""
 FIRST_STEPS = 2
 """Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
 _END = "the end of forward"
-_SUMS_MIN, _SUMS_MAX, _SUMS_SPREAD = 8, 64, 1.5
-_LOG = logging.getLogger(__name__)
 Loss = TypeVar("Loss")
 
 
@@ -290,60 +274,6 @@ def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
         waiting += [after for after, _ in node.next_functions]
 
 
-def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: ParallelConfig, chosen: set[str]) -> None:
-    """Before each update, raise if a trained parameter got no gradient and the strategy cannot leave it alone.
-
-    Args:
-        chosen: names of the parameters that a rank may skip in a step. Unless `parallel.find_unused` is false, they
-            are left out of the check, and DDP, which then looks for unused parameters, is not checked at all.
-
-    Raises (from the optimizer's step):
-        ConfigError: parameters got no gradient; names them.
-    """
-    strategy = config.strategy
-    reason = CAPABILITIES["unused_params"][strategy]
-    may_skip = set[str]() if config.find_unused is False else {plain(name) for name in chosen}
-    if reason is True or config.find_unused or (strategy == "ddp" and may_skip):
-        return
-    named = ((plain(fqn), p) for fqn, p in model.named_parameters())
-    trained = {fqn: p for fqn, p in named if p.requires_grad and fqn not in may_skip}
-    waiting = dict(trained)
-    hooks: list[Any] = []
-    for fqn, param in trained.items():
-        hooks.append(param.register_hook(partial(_seen, waiting, fqn)))  # type: ignore[no-untyped-call]
-    names = {id(param): fqn for fqn, param in trained.items()}
-    steps = 0
-
-    def check(*_: Any) -> None:
-        nonlocal steps
-        if strategy == "ddp" and steps:  # gradients can be looked at, which costs less than hooks
-            updated = (param for group in optimizer.param_groups for param in group["params"])
-            lacking = [names[id(param)] for param in updated if param.grad is None and id(param) in names]
-        elif len(waiting) == len(trained):  # no backward: a resume creates the optimizer's state by such a step
-            return
-        else:
-            lacking = [*waiting]
-        if lacking:
-            when = "this step" if steps else "the first step"
-            raise ConfigError(
-                f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({listed(lacking)}), which "
-                f"parallel.strategy={strategy} cannot train: {reason}",
-                "freeze them (requires_grad_(False)), use them in the loss, or "
-                + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
-            )
-        steps += 1
-        waiting.update(trained)
-        if strategy == "ddp":
-            while hooks:
-                hooks.pop().remove()
-
-    optimizer.register_step_pre_hook(check)
-
-
-def _seen(waiting: dict[str, nn.Parameter], fqn: str, grad: torch.Tensor) -> None:
-    waiting.pop(fqn, None)
-
-
 def plain(fqn: str) -> str:
     """A name without engines' prefixes."""
     return fqn.removeprefix("module.")
@@ -358,173 +288,3 @@ def _fsdp_reduces_unused() -> bool:
     from ..strategies.unused import REDUCES_UNUSED  # imports FSDP2
 
     return REDUCES_UNUSED
-
-
-Bytes = dict[str, dict[str, int]]
-"""category → dtype → bytes on one rank."""
-
-
-def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized]) -> None:
-    """Refuse data of different sizes: ranks would take different numbers of steps and wait for each other; collective.
-
-    Raises:
-        DataError: the sizes differ; names the ranks' numbers of samples.
-    """
-    everyone: list[Any] = world.gather(
-        [None if train is None else len(train), sum(map(len, val.values())) if val else None]
-    )
-    for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
-        if len(set(sizes)) > 1:
-            told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
-            raise DataError(
-                f"ranks see different {split} data: {told} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
-                "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
-            )
-
-
-def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
-    """Refuse ranks that read other data of the same size, or tokenise them otherwise: they would train a mixture. All
-    ranks call it.
-
-    Args:
-        digests: of this rank's data, by name, as `Task.digests` gives them.
-
-    Raises:
-        DataError: the digests differ; names the ranks and hosts with each.
-    """
-    everyone: list[Any] = world.gather((platform.node(), dict(digests)))
-    for name in sorted({name for _, others in everyone for name in others}):
-        ranks_with: dict[str, list[str]] = {}
-        for rank, (host, others) in enumerate(everyone):
-            ranks_with.setdefault(others.get(name, "none"), []).append(f"{rank} ({host})")
-        if len(ranks_with) > 1:
-            parts = [
-                f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {', '.join(ranks[:SHOWN])}"
-                f"{', …' if len(ranks) > SHOWN else ''}"
-                for digest, ranks in sorted(ranks_with.items(), key=lambda pair: -len(pair[1]))[:SHOWN]
-            ]
-            raise DataError(
-                f"ranks do not have the same {name}, and would train a mixture: {'; '.join(parts)}",
-                "give every node the same files: the digest is of their contents, not of where they are",
-            )
-
-
-def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
-    """Check that the optimizer updates weights in the dtype of the precision mode.
-
-    Raises:
-        ConfigError: the model was built in another dtype.
-    """
-    masters = [tensor for kind, tensor in strategy.state_tensors() if kind == "master_params"]
-    if not masters:
-        masters = [param for group in strategy.optimizer.param_groups for param in group["params"]]
-    wanted = master_dtype(config)
-    wrong = [t for t in masters if t.is_floating_point() and t.dtype != wanted]
-    if wrong:
-        size = sum(t.numel() * t.element_size() for t in wrong)
-        raise ConfigError(
-            f"precision.mode={config.mode} updates {_name(wanted)} weights, but {gib(size)} of the model's trainable "
-            f"parameters are {_name(wrong[0].dtype)}",
-            "build the model in fp32" + (", or set precision.mode=pure_bf16" if wanted == torch.float32 else ""),
-        )
-
-
-def count_dtypes(strategy: Strategy) -> Bytes:
-    """This rank's bytes of each category of state by dtype; a storage counts once, whole."""
-    found: Bytes = {}
-    seen: set[int] = set()
-    for kind in KINDS:
-        for of, tensor in strategy.state_tensors():
-            if of != kind:
-                continue
-            for local in local_tensors(tensor):
-                storage = local.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    types = found.setdefault(kind, {})
-                    types[_name(local.dtype)] = types.get(_name(local.dtype), 0) + storage.nbytes()
-    return found
-
-
-def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
-    """Write every rank's `count_dtypes` to `logs/dtypes.json` and show rank 0's in one line; collective."""
-    ranks = world.gather(count_dtypes(strategy))
-    if world.is_main:
-        try:
-            (run_dir / "logs" / "dtypes.json").write_text(json.dumps(ranks, indent=1) + "\n")
-        except OSError as error:
-            _LOG.warning("cannot write %s: %s", run_dir / "logs" / "dtypes.json", error.strerror)
-        print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
-
-
-def say_graph_breaks() -> None:
-    """Warn if torch.compile could not make one graph of each unit: the pieces between breaks are slower."""
-    found = graph_breaks()
-    if found and is_first_rank():
-        reasons = ", ".join(f"{reason} ({number})" for reason, number in found.items())
-        _LOG.warning(
-            "compile.enabled=true: torch.compile broke its graphs %d times in the first step: %s. The code between two "
-            "breaks is compiled, the rest is not; TORCH_LOGS=graph_breaks names the lines",
-            sum(found.values()), reasons,
-        )  # fmt: skip
-
-
-class SumCheck:
-    """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
-
-    Looks at rank 0's first micro-batches, if their numbers of targets differ.
-
-    Args:
-        loss_name, fix: words for the warning.
-    """
-
-    def __init__(self, loss_name: str, fix: str) -> None:
-        self._loss_name, self._fix = loss_name, fix
-        self._counts: list[int] = []
-        self._losses: list[HostValue] = []
-        self._done = not is_first_rank()
-
-    def expect(self, counts: Sequence[int]) -> None:
-        """Announce the numbers of targets of the next micro-batches; 0 = ignore this one."""
-        if not self._done:
-            self._counts += counts
-
-    def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
-        """`loss_fn`, with its losses recorded; it does not wait for them."""
-
-        def noted(model: Any, batch: Any) -> torch.Tensor:
-            loss = one_number(loss_fn(model, batch))
-            if not self._done:
-                self._losses.append(HostValue(loss))
-            return loss
-
-        return noted
-
-    def judge(self) -> None:
-        """Warn if the losses look like means; call it after a step whose loss is known."""
-        if self._done:
-            return
-        seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
-        counts = [n for n, _ in seen]
-        self._done = len(self._losses) >= _SUMS_MAX
-        if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
-            return
-        # For a sum, loss / targets stays about the same; for a mean, the loss does.
-        of_mean = pvariance([math.log(loss) for _, loss in seen])
-        of_sum = pvariance([math.log(loss / n) for n, loss in seen])
-        if of_mean < of_sum / 4:
-            self._done = True
-            _LOG.warning(
-                "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is used as "
-                "their sum, which makes gradients too small\n  fix: %s",
-                self._loss_name, min(counts), max(counts), self._fix,
-            )  # fmt: skip
-
-
-def describe(found: Bytes) -> str:
-    """One line: `params float32 1.3 MiB, optimizer float32 2.6 MiB`."""
-    return ", ".join(f"{kind} {name} {gib(size)}" for kind, types in found.items() for name, size in types.items())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
