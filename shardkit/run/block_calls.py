@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,8 +13,9 @@ from torch import nn
 from ..config.capability import ZERO
 from ..config.schema import RunConfig, StrategyName
 from ..errors import ConfigError
-from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, may_leave_out, plain_type
+from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
 from ..parallel.world import World
+from ..strategies.base import Facts
 from ..strategies.clocks import GatherWaits
 
 if TYPE_CHECKING:
@@ -37,65 +38,65 @@ class BlockCalls:
     reduction, with the parameters that got no gradient where the engine knows them. Compiled blocks get the second
     check alone: the hooks of the others would be compiled with them.
 
+    Args:
+        blocks: the model's repeated blocks by name.
+
     Attributes:
-        blocks: the model's repeated blocks.
         waits: the waits of forward for gathered parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[nn.Module],
+        blocks: Mapping[str, nn.Module],
         config: RunConfig,
         world: World,
+        facts: Facts,
         reach: Reach | None = None,
         unused: UnusedParameters | None = None,
     ) -> None:
-        self.blocks, self._model, self._world, self._unused = blocks, model, world, unused
-        self._strategy = config.parallel.strategy
+        self._blocks, self._model, self._world, self._unused = [*blocks.values()], model, world, unused
+        self._order = [*blocks]
+        self._strategy, self._facts = config.parallel.strategy, facts
         self._step = 1
         self._called: list[int] = []
         self._forwards = 0
         self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
-        self._order = [self._names[id(block)] for block in blocks]
-        alone = world.size == 1
-        self._same_calls = not alone and self._strategy not in ("single", "ddp") and not config.compile.enabled
-        # DDP gathers nothing; where it looks for unused parameters, it averages gradients that some ranks lack.
-        find_unused = config.parallel.find_unused
-        finds_unused = self._strategy == "ddp" and may_leave_out(find_unused, model, blocks)
-        self._same_uses = not alone and not finds_unused
+        alone, compiles = world.size == 1, config.compile.enabled
+        self._same_calls = not alone and facts.needs_same_calls and not compiles
+        self._same_uses = not alone and not facts.reduces_missing_grads
         sharded = [module for module in model.modules() if is_sharded(module)]
         self._explain = reach is not None
-        gathering = [*model.modules()] if self._strategy == "zero3" else sharded
-        unknown = config.compile.enabled and bool(gathering) and not alone  # hooks would be compiled with the blocks
+        gathering = [*model.modules()] if facts.gathers_by_layer else sharded
+        unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
         self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
-        is_zero = self._strategy in ZERO
-        counts_as_zero = find_unused is not False if is_zero else bool(sharded) and _fsdp_reduces_unused()
-        self._may_differ = {plain(fqn) for fqn in chosen_by_data(model, blocks)} if counts_as_zero else set[str]()
-        members = chosen_members(model, blocks).values() if counts_as_zero and is_zero else ()
+        counts_as_zero = facts.counts_unused_as_zero
+        self._may_differ = {plain(fqn) for fqn in chosen_by_data(model, self._blocks)} if counts_as_zero else set[str]()
+        # ZeRO-3 gathers such a member whole, fsdp by units of its own.
+        members = chosen_members(model, self._blocks).values() if counts_as_zero and not sharded else ()
         self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
         self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
         self._hooks: list[Any] = []
-        self._counts_forwards = self._strategy != "single" and not config.compile.enabled
+        self._counts_forwards = facts.hooks_model and not compiles
         if self._counts_forwards:
             self._hooks.append(model.register_forward_pre_hook(self._count_forward))
         if self._same_calls:
-            for index, block in enumerate(blocks):
+            for index, block in enumerate(self._blocks):
                 block.register_forward_pre_hook(partial(self._note, index), prepend=True)
             gathered = [module for module in sharded if reach is None or not reach.is_held(module)]
             for module in gathered or self._callable(model):
                 # Prepended after the engine's own hooks: it runs before their gather.
                 self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
-        if self._same_uses and not config.compile.enabled:
+        if self._same_uses and not compiles:
             self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
 
     def _callable(self, model: nn.Module) -> list[nn.Module]:
         """Modules that may be called separately, and for ZeRO-3 every layer, which it gathers by itself."""
         lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
         found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
-        if self._strategy == "zero3":
+        if self._facts.gathers_by_layer:
             found += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-        callable_modules = {id(m): m for m in [model, *self.blocks, *found]}
+        callable_modules = {id(m): m for m in [model, *self._blocks, *found]}
         return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
 
     @property
@@ -253,7 +254,7 @@ class BlockCalls:
 
 def advice(strategy: StrategyName, shared: str | None) -> str:
     """The fix for a model whose ranks use different parts; `shared`: a class around the parts that every rank calls."""
-    if strategy == "ddp":
+    if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
         return "set parallel.find_unused=true"
     ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
     counts_as_zero = strategy in ZERO or _fsdp_reduces_unused()

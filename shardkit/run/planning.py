@@ -71,7 +71,8 @@ class RunPlan:
         if not job.world.is_main or (run_dir / "plan.json").exists() or (asked == "auto" and not _room()):
             return
         ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
-        if job.config.parallel.strategy in ("zero1", "zero2"):  # gradients stay longest on the last rank
+        facts = job.strategy.facts
+        if facts.shards_state and not facts.shards_parameters:  # ZeRO-1 and 2: gradients stay longest on the last rank
             last = job.world.size - 1
             ranks = [last, *(rank for rank in ranks if rank != last)][:RANKS]
         self._deadline = time.monotonic() + LIMIT_S

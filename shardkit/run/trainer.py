@@ -136,7 +136,7 @@ class Trainer:
             drawn=not self.start.loads_weights,
         )
         self.watchdog = self._make_watchdog()
-        self._say(f"blocks: {describe_blocks(job.model, job.calls.blocks)}")
+        self._say(f"blocks: {describe_blocks(job.model, [*job.blocks.values()])}")
         self.start.freeze_base(self._say)
 
     def _make_watchdog(self) -> Watchdog:

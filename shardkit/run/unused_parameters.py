@@ -26,9 +26,10 @@ def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: Pa
         ConfigError: parameters got no gradient; names them.
     """
     strategy = config.strategy
+    is_ddp = strategy == "ddp"  # the rules and words of this check differ by the name of the strategy, not by an engine
     reason = CAPABILITIES["unused_params"][strategy]
     may_skip = set[str]() if config.find_unused is False else {plain(name) for name in chosen}
-    if reason is True or config.find_unused or (strategy == "ddp" and may_skip):
+    if reason is True or config.find_unused or (is_ddp and may_skip):
         return
     named = ((plain(fqn), p) for fqn, p in model.named_parameters())
     trained = {fqn: p for fqn, p in named if p.requires_grad and fqn not in may_skip}
@@ -41,7 +42,7 @@ def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: Pa
 
     def check(*_: Any) -> None:
         nonlocal steps
-        if strategy == "ddp" and steps:  # gradients can be looked at, which costs less than hooks
+        if is_ddp and steps:  # gradients can be looked at, which costs less than hooks
             updated = (param for group in optimizer.param_groups for param in group["params"])
             lacking = [names[id(param)] for param in updated if param.grad is None and id(param) in names]
         elif len(waiting) == len(trained):  # no backward: a resume creates the optimizer's state by such a step
@@ -54,11 +55,11 @@ def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: Pa
                 f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({listed(lacking)}), which "
                 f"parallel.strategy={strategy} cannot train: {reason}",
                 "freeze them (requires_grad_(False)), use them in the loss, or "
-                + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
+                + ("set parallel.find_unused=true" if is_ddp else "set parallel.strategy=fsdp"),
             )
         steps += 1
         waiting.update(trained)
-        if strategy == "ddp":
+        if is_ddp:
             while hooks:
                 hooks.pop().remove()
 

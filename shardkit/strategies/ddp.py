@@ -23,7 +23,7 @@ from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
-from .base import OptimizerFactory, Update
+from .base import Facts, OptimizerFactory, Update
 from .states import TorchStates, flat
 from .step import clip_and_step
 
@@ -49,6 +49,7 @@ class Wrapped(DistributedDataParallel):
 
 class DDP(TorchStates):
     name = "ddp"
+    facts = Facts()
     model: nn.Module
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -64,12 +65,14 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
+        finds_unused = may_leave_out(self._config.parallel.find_unused, model, blocks)
+        self.facts = Facts(reduces_missing_grads=finds_unused)
         self._wrapped = self.wrap(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets, which saves 4P bytes
-            find_unused_parameters=may_leave_out(self._config.parallel.find_unused, model, blocks),
+            find_unused_parameters=finds_unused,
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model

@@ -22,7 +22,7 @@ from ..parallel.compat import accumulated_hooks_of, gathered_params, hooks_of, u
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Shard, Update
+from .base import Facts, OptimizerFactory, Shard, Update
 from .reach import Reach, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
@@ -35,6 +35,9 @@ class FSDP(TorchStates):
     """`fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
 
     name: str
+    facts = Facts(
+        shards_state=True, shards_parameters=True, needs_same_calls=True, counts_unused_as_zero=REDUCES_UNUSED
+    )
     model: nn.Module
     elementwise = True
 
@@ -179,7 +182,7 @@ class FSDP(TorchStates):
     def make_mesh(self) -> DeviceMesh:
         """The ranks as a mesh: one dimension for fsdp, two (replicas × shards) for hsdp."""
         device_type = self._world.device.type
-        if self.name == "hsdp":
+        if self.name == "hsdp":  # the one difference from fsdp
             shape = mesh_shape(self._config, self._world.size, self._world.env.local_world_size)
             return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))

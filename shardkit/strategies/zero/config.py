@@ -118,7 +118,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
         "contiguous_gradients": True,
         "overlap_comm": on_cuda,
     }
-    if parallel.strategy == "zero3":
+    if STAGES[parallel.strategy] == 3:
         zero["stage3_prefetch_bucket_size"] = (gathered + gathered % 2) // 10
     for key in ("offload_optimizer", "offload_param"):
         if getattr(parallel, key) != "none":
@@ -136,7 +136,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
 def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
     """Refuse zero1 + bf16 + fp32 accumulation: DeepSpeed (0.19) then uses an optimizer with another state layout."""
     accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
-    if config.parallel.strategy == "zero1" and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
+    if STAGES[config.parallel.strategy] == 1 and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
         raise ConfigError(
             f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
             "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",

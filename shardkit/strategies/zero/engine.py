@@ -22,7 +22,7 @@ from ...parallel import compat
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ..base import OptimizerFactory, Shard, Update
+from ..base import Facts, OptimizerFactory, Shard, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
@@ -56,6 +56,10 @@ class ZeRO:
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
         self.stage = STAGES[self.name]
+        self.facts = Facts(
+            shards_state=True, shards_parameters=self.stage == 3, gathers_by_layer=self.stage == 3, hooks_modules=True,
+            needs_same_calls=True, counts_unused_as_zero=config.parallel.find_unused is not False,
+        )  # fmt: skip
         self._config = config
         self._world = world
         self._linear = nn.functional.linear
