@@ -28,11 +28,11 @@ from ..step import skipping
 from .chosen import ChosenParts
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
+from .finite_norms import FiniteNorms
 from .gathers import KeepReused
 from .state import (
     EPILOGUE,
     BuiltInPartitions,
-    FiniteNorms,
     create_zero_states,
     frozen_shards,
     kept_buffers,

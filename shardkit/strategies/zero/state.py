@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.libraries import Feature, Private
+from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
@@ -182,88 +180,6 @@ def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
     """The optimizer that updates a master partition: with offload_ratio a second one updates those on the GPU."""
     on_gpu = getattr(zero, "backup_optimizer", None)
     return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
-
-
-class FiniteNorms:
-    """Tells whether the norm of the gradients is finite, on the device before the update's kernels run.
-
-    DeepSpeed writes -1 for a group's norm that is not, and up to 0.19.6 uses it as 1 when it combines groups: the step
-    is taken. In stages 1 and 2 on the device, each -1 is a copy from pageable memory, and 0.19.8 reads the total norm
-    back: the host waits twice for each group. There the norms stay as they are, and nothing is read.
-
-    Attributes:
-        bad: 1 if a norm of this step was not finite, else 0.
-    """
-
-    def __init__(self, zero: Any, device: torch.device) -> None:
-        self.bad = torch.zeros((), device=device)
-        self._bad_on_host = False
-        self._of_groups = stage_of(zero) == 3 or bool(offloaded(zero))
-        if self._of_groups:
-            for name in GROUP_NORMS:
-                setattr(zero, name, self._noting_group(getattr(zero, name)))
-            return
-        zero.get_grad_norm_direct = _inside(zero.get_grad_norm_direct, MASK, lambda norm, device=None, val=-1.0: None)
-        zero.unscale_and_clip_grads = _inside(zero.unscale_and_clip_grads, IS_INVALID, lambda norm: False)
-        zero.scaled_global_norm = self._noting_total(zero.scaled_global_norm)
-
-    def _noting_total(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            norm = compute(*args, **kwargs)
-            torch.mul(norm, 0, out=self.bad).ne_(0)  # NaN is none of both; two kernels, as this runs in every step
-            return norm
-
-        return noted
-
-    def _noting_group(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            found = compute(*args, **kwargs)
-            norm = torch.as_tensor(found)
-            bad = (norm.sqrt() * 0).ne_(0)
-            if norm.device == self.bad.device:
-                torch.maximum(self.bad, bad.float(), out=self.bad)
-            elif bad:
-                self._bad_on_host = True
-                self.bad.fill_(1.0)
-            return found
-
-        return noted
-
-    def forget(self) -> None:
-        """Begin a step."""
-        if self._of_groups:
-            self._bad_on_host = False
-            self.bad.zero_()
-
-    def checked(self, norm: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's norm over all groups; not finite if one group's norm was not."""
-        if not self._of_groups:
-            return norm
-        if norm.device != self.bad.device:
-            return torch.full_like(norm, math.inf) if self._bad_on_host else norm
-        return norm.masked_fill(self.bad > 0, math.inf)
-
-
-def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that finds `instead` under the name of a function of its module.
-
-    Raises:
-        NameGone: the installed release should have that function, and has not.
-    """
-    module, _, function = name.path.rpartition(".")
-    if not name.needed():  # a release before it
-        return method
-    name.find()  # one that has lost it would go on without a word
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        found = vars(sys.modules[module])
-        theirs, found[function] = found[function], instead
-        try:
-            return method(*args, **kwargs)
-        finally:
-            found[function] = theirs
-
-    return replaced
 
 
 def share_rates(zero: Any) -> None:
