@@ -93,10 +93,10 @@ class BlockCalls:
     def _callable(self, model: nn.Module) -> list[nn.Module]:
         """Modules that may be called separately, and for ZeRO-3 every layer, which it gathers by itself."""
         lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
-        found = [child for each in lists for child in each.children() if any(True for _ in child.parameters())]
+        members = [child for holder in lists for child in holder.children() if any(True for _ in child.parameters())]
         if self._facts.gathers_by_layer:
-            found += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-        callable_modules = {id(m): m for m in [model, *self._blocks, *found]}
+            members += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        callable_modules = {id(m): m for m in [model, *self._blocks, *members]}
         return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
 
     @property
@@ -124,22 +124,22 @@ class BlockCalls:
         """Raise on every rank if the ranks are not at the same place; collective."""
         if self._agreed(name):
             return
-        raise self._refusal([str(said) for said in self._world.gather(name)])
+        raise self._refusal([str(called) for called in self._world.gather(name)])
 
-    def _agreed(self, what: str) -> bool:
-        number = float(zlib.crc32(what.encode()) & 0xFFFFF)
+    def _agreed(self, text: str) -> bool:
+        number = float(zlib.crc32(text.encode()) & 0xFFFFF)
         return self._equal(*self._world.sum([number, number * number]))
 
     def _equal(self, total: float, squares: float) -> bool:
         """Whether the numbers of all ranks are equal, from their sum and the sum of their squares."""
         return int(squares) * self._world.size == int(total) ** 2
 
-    def _refusal(self, said: list[str]) -> ConfigError:
-        other = next(rank for rank, name in enumerate(said) if name != said[0])
-        shared = [found for name in said if (found := self._shared_class(name))]
-        at = [f"is at {name}" if name == _END else f"calls {name}" for name in said]
+    def _refusal(self, names: list[str]) -> ConfigError:
+        rank = next(rank for rank, name in enumerate(names) if name != names[0])
+        shared = [class_name for name in names if (class_name := self._shared_class(name))]
+        at = [f"is at {name}" if name == _END else f"calls {name}" for name in names]
         return ConfigError(
-            f"rank 0 {at[0]} where rank {other} {at[other]} (step {self._step}): "
+            f"rank 0 {at[0]} where rank {rank} {at[rank]} (step {self._step}): "
             f"parallel.strategy={self._strategy} needs every rank to call the same blocks, in the same order",
             advice(self._strategy, shared[0] if shared else None),
         )
@@ -165,19 +165,19 @@ class BlockCalls:
         def compared(*args: Any) -> Loss:
             self._forwards = 0
             try:
-                found = loss(*args)
+                total = loss(*args)
             except RuntimeError as error:  # a layer cannot compute with a shard
                 if self._step <= FIRST_STEPS:
                     self._refuse_parts(error)
                 raise self._explained(error) from error
             if self._step > FIRST_STEPS:
-                return found
+                return total
             self._refuse_parts(None)
             if self._same_calls:
                 self._compare(_END)
             if self._same_uses:
-                self._compare_uses(found)
-            return found
+                self._compare_uses(total)
+            return total
 
         return self.waits.around(compared)
 
@@ -210,13 +210,13 @@ class BlockCalls:
     def _different_uses(self, sets: list[Any]) -> ConfigError:
         """The error for ranks whose losses depend on these sets of parameters, which differ."""
         common = set.intersection(*sets)
-        extra = [sorted(found - common) for found in sets]
+        extra = [sorted(names - common) for names in sets]
         rank = next(rank for rank, names in enumerate(extra) if names)
         shown = ", ".join(extra[rank][:SHOWN]) + (", …" if len(extra[rank]) > SHOWN else "")
-        others = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
+        ranks_without = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
         return ConfigError(
-            f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {others[0]}'s does not depend "
-            f"on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
+            f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {ranks_without[0]}'s does not "
+            f"depend on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
             advice(self._strategy, self._shared_class(extra[rank][0])),
         )
 

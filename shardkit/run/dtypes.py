@@ -30,20 +30,20 @@ def check_masters(config: PrecisionConfig, strategy: Strategy) -> None:
     masters = [tensor for kind, tensor in strategy.state_tensors() if kind == "master_params"]
     if not masters:
         masters = [param for group in strategy.optimizer.param_groups for param in group["params"]]
-    wanted = master_dtype(config)
-    wrong = [t for t in masters if t.is_floating_point() and t.dtype != wanted]
+    expected = master_dtype(config)
+    wrong = [t for t in masters if t.is_floating_point() and t.dtype != expected]
     if wrong:
         size = sum(t.numel() * t.element_size() for t in wrong)
         raise ConfigError(
-            f"precision.mode={config.mode} updates {_name(wanted)} weights, but {gib(size)} of the model's trainable "
+            f"precision.mode={config.mode} updates {_name(expected)} weights, but {gib(size)} of the model's trainable "
             f"parameters are {_name(wrong[0].dtype)}",
-            "build the model in fp32" + (", or set precision.mode=pure_bf16" if wanted == torch.float32 else ""),
+            "build the model in fp32" + (", or set precision.mode=pure_bf16" if expected == torch.float32 else ""),
         )
 
 
 def count_dtypes(strategy: Strategy) -> Bytes:
     """This rank's bytes of each category of state by dtype; a storage counts once, whole."""
-    found: Bytes = {}
+    n_bytes: Bytes = {}
     seen: set[int] = set()
     for kind in KINDS:
         for of, tensor in strategy.state_tensors():
@@ -53,9 +53,9 @@ def count_dtypes(strategy: Strategy) -> Bytes:
                 storage = local.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    types = found.setdefault(kind, {})
+                    types = n_bytes.setdefault(kind, {})
                     types[_name(local.dtype)] = types.get(_name(local.dtype), 0) + storage.nbytes()
-    return found
+    return n_bytes
 
 
 def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
@@ -69,9 +69,9 @@ def audit(strategy: Strategy, world: World, run_dir: Path) -> None:
         print(f"types on rank 0: {describe(ranks[0])}", flush=True)  # type: ignore[arg-type]
 
 
-def describe(found: Bytes) -> str:
+def describe(n_bytes: Bytes) -> str:
     """One line: `params float32 1.3 MiB, optimizer float32 2.6 MiB`."""
-    return ", ".join(f"{kind} {name} {gib(size)}" for kind, types in found.items() for name, size in types.items())
+    return ", ".join(f"{kind} {name} {gib(size)}" for kind, types in n_bytes.items() for name, size in types.items())
 
 
 def _name(dtype: torch.dtype) -> str:

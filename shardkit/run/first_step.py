@@ -56,11 +56,11 @@ class FirstUpdate:
 
 def say_graph_breaks() -> None:
     """Warn if torch.compile could not make one graph of each unit: the pieces between breaks are slower."""
-    found = graph_breaks()
-    if found and is_first_rank():
-        reasons = ", ".join(f"{reason} ({number})" for reason, number in found.items())
+    breaks = graph_breaks()
+    if breaks and is_first_rank():
+        reasons = ", ".join(f"{reason} ({number})" for reason, number in breaks.items())
         _LOG.warning(
             "compile.enabled=true: torch.compile broke its graphs %d times in the first step: %s. The code between two "
             "breaks is compiled, the rest is not; TORCH_LOGS=graph_breaks names the lines",
-            sum(found.values()), reasons,
+            sum(breaks.values()), reasons,
         )  # fmt: skip

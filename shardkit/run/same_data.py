@@ -23,9 +23,9 @@ def check_same_data(world: World, train: Sized | None, val: Mapping[str, Sized])
     )
     for split, sizes in zip(("training", "validation"), zip(*everyone, strict=True), strict=True):
         if len(set(sizes)) > 1:
-            told = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
+            shown = ", ".join("none" if size is None else str(size) for size in sizes[: 4 * SHOWN])
             raise DataError(
-                f"ranks see different {split} data: {told} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
+                f"ranks see different {split} data: {shown} samples on ranks 0 to {len(sizes[: 4 * SHOWN]) - 1}",
                 "give every rank the whole data (the sampler splits it); check that its files are on all nodes",
             )
 
@@ -41,10 +41,10 @@ def check_same_digests(world: World, digests: Mapping[str, str]) -> None:
         DataError: the digests differ; names the ranks and hosts with each.
     """
     everyone: list[Any] = world.gather((platform.node(), dict(digests)))
-    for name in sorted({name for _, others in everyone for name in others}):
+    for name in sorted({name for _, rank_digests in everyone for name in rank_digests}):
         ranks_with: dict[str, list[str]] = {}
-        for rank, (host, others) in enumerate(everyone):
-            ranks_with.setdefault(others.get(name, "none"), []).append(f"{rank} ({host})")
+        for rank, (host, rank_digests) in enumerate(everyone):
+            ranks_with.setdefault(rank_digests.get(name, "none"), []).append(f"{rank} ({host})")
         if len(ranks_with) > 1:
             parts = [
                 f"digest {digest} on {len(ranks)} rank{'s' * (len(ranks) > 1)}: {', '.join(ranks[:SHOWN])}"

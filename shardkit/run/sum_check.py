@@ -31,11 +31,11 @@ class SumCheck:
         self._loss_name, self._fix = loss_name, fix
         self._counts: list[int] = []
         self._losses: list[HostValue] = []
-        self._done = not is_first_rank()
+        self._is_judged = not is_first_rank()
 
     def expect(self, counts: Sequence[int]) -> None:
         """Announce the numbers of targets of the next micro-batches; 0 = ignore this one."""
-        if not self._done:
+        if not self._is_judged:
             self._counts += counts
 
     def around(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
@@ -43,7 +43,7 @@ class SumCheck:
 
         def noted(model: Any, batch: Any) -> torch.Tensor:
             loss = one_number(loss_fn(model, batch))
-            if not self._done:
+            if not self._is_judged:
                 self._losses.append(HostValue(loss))
             return loss
 
@@ -51,18 +51,18 @@ class SumCheck:
 
     def judge(self) -> None:
         """Warn if the losses look like means; call it after a step whose loss is known."""
-        if self._done:
+        if self._is_judged:
             return
         seen = [(n, loss.item()) for n, loss in zip(self._counts, self._losses, strict=False) if n]
         counts = [n for n, _ in seen]
-        self._done = len(self._losses) >= _SUMS_MAX
+        self._is_judged = len(self._losses) >= _SUMS_MAX
         if len(seen) < _SUMS_MIN or max(counts) < _SUMS_SPREAD * min(counts) or min(loss for _, loss in seen) <= 0:
             return
         # For a sum, loss / targets stays about the same; for a mean, the loss does.
         of_mean = pvariance([math.log(loss) for _, loss in seen])
         of_sum = pvariance([math.log(loss / n) for n, loss in seen])
         if of_mean < of_sum / 4:
-            self._done = True
+            self._is_judged = True
             _LOG.warning(
                 "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is used as "
                 "their sum, which makes gradients too small\n  fix: %s",

@@ -142,13 +142,13 @@ def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Fu
     padded = nn.functional.pad(grads, (0, part * world_size - grads.numel()))
     pieces = torch.empty_like(padded)
     dist.all_to_all_single(pieces, padded)
-    total, *others = pieces.view(world_size, part)
-    for piece in others:
+    total, *later_pieces = pieces.view(world_size, part)
+    for piece in later_pieces:
         total += piece
     total /= world_size
     dist.all_gather(list(padded.view(world_size, part)), total)
     grads.copy_(padded[: grads.numel()])
     on_gpu = grads.device.type == "cuda"
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[grads.device] if on_gpu else None)
-    done.set_result(grads)
-    return done
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[grads.device] if on_gpu else None)
+    future.set_result(grads)
+    return future

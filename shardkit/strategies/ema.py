@@ -77,9 +77,9 @@ class EMA:
     @torch.no_grad()
     def _exchange(self) -> None:
         for shard, average in zip(self._weights(), self._averages, strict=True):
-            kept = average.clone()
+            saved = average.clone()
             average.copy_(shard.local)
-            shard.local.copy_(kept)
+            shard.local.copy_(saved)
         self.inner.weights_changed()
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

@@ -211,8 +211,8 @@ class FSDP(TorchStates):
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and draw each one's rows."""
-        own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
-        buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
+        direct = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
+        buffers = [(m, name, buffer) for m, named in direct for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
         for module, name, buffer in buffers:  # to_empty loses their values too
             setattr(module, name, buffer.to(self._world.device))

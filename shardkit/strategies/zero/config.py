@@ -58,9 +58,9 @@ def build_ds_config(
     """
     raw = config.parallel.ds_config
     _refuse_other_optimizer(config, raw)
-    ours = _owned_values(config, world_size, accum, on_cuda)
-    _refuse_conflicts(raw, ours)
-    return merged(merged(_defaults(config, on_cuda, sizes), raw), ours)
+    owned_values = _owned_values(config, world_size, accum, on_cuda)
+    _refuse_conflicts(raw, owned_values)
+    return merged(merged(_defaults(config, on_cuda, sizes), raw), owned_values)
 
 
 def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
@@ -144,15 +144,15 @@ def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_conflicts(raw: dict[str, Any], ours: dict[str, Any]) -> None:
-    ours_flat = dict(_leaves(ours))
+def _refuse_conflicts(raw: dict[str, Any], owned_values: dict[str, Any]) -> None:
+    owned_leaves = dict(_leaves(owned_values))
     for path, value in _leaves(raw):
         owner = next((key for owned, key in _OWNED.items() if path == owned or path.startswith(owned + ".")), None)
-        if owner is None or (path in ours_flat and ours_flat[path] == value):
+        if owner is None or (path in owned_leaves and owned_leaves[path] == value):
             continue
-        found = f"shardkit sets it to {ours_flat[path]!r}" if path in ours_flat else "shardkit decides it"
+        reason = f"shardkit sets it to {owned_leaves[path]!r}" if path in owned_leaves else "shardkit decides it"
         raise ConfigError(
-            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {found}",
+            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {reason}",
             f"remove the raw key and set {owner}",
         )
 

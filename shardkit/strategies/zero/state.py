@@ -117,8 +117,8 @@ def _partition_metas(init: Any, named: Iterable[tuple[str, nn.Parameter]], model
     parts: dict[int, Any] = {}
     for _, param in named:
         if param.is_meta:
-            whole = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
-            part: Any = nn.Parameter(whole, requires_grad=param.requires_grad)
+            full_tensor = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
+            part: Any = nn.Parameter(full_tensor, requires_grad=param.requires_grad)
             vars(part).update(vars(param) | vars(part))  # what the model's code has noted on it
             init._convert_to_deepspeed_param(part)
             part.partition()
@@ -170,10 +170,10 @@ def kept_buffers(zero: Any) -> Iterator[torch.Tensor]:
 def offloaded(zero: Any) -> list[str]:
     """The settings of `parallel` by which state lives on the host: `offload_optimizer`, `offload_param`."""
     stage = stage_of(zero)
-    held = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
-    found = ["offload_optimizer"] if any(master.device.type == "cpu" for master in held) else []
+    masters = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    settings = ["offload_optimizer"] if any(master.device.type == "cpu" for master in masters) else []
     parts = (param.ds_tensor for group in zero.fp16_groups for param in group) if stage == 3 else ()
-    return found + ["offload_param"] * any(part.device.type == "cpu" for part in parts)
+    return settings + ["offload_param"] * any(part.device.type == "cpu" for part in parts)
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
@@ -198,8 +198,8 @@ def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torc
         if not param.requires_grad:
             yield "params", param.detach()
     yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
-    for held in (zero.averaged_gradients, zero.all_grad_tensors):
-        for grads in held.values():
+    for grads_by_group in (zero.averaged_gradients, zero.all_grad_tensors):
+        for grads in grads_by_group.values():
             for grad in grads or ():
                 yield "grads", grad
     for group in zero.bit16_groups:
@@ -238,16 +238,16 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]
     groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
     for group, buffer, master in groups:
         size = master.numel()
-        mine = rank * size
+        rank_start = rank * size
         for param in group:
             if param.numel() == 0:
                 continue
             # The parameter's place in the buffer, whatever order and padding the engine chose.
             offset = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
-            first, last = max(offset, mine), min(offset + param.numel(), mine + size)
-            if first < last:
+            begin, end = max(offset, rank_start), min(offset + param.numel(), rank_start + size)
+            if begin < end:
                 yield from _fragment(
-                    zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first
+                    zero, fqns[id(param)], tuple(param.shape), begin - offset, master, begin - rank_start, end - begin
                 )
 
 
@@ -295,12 +295,12 @@ def create_zero_states(zero: Any, stage: int, fqns: Mapping[int, str], stateless
 
 def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:
     """The step counter of each flat master, for every parameter in it; and the loss scaler, `engine.loss_scaler.*`."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for master, params, _ in masters(zero, stage):
         state = optimizer_of(zero, master).state.get(master, {})
         for param in params:
-            found |= scalars_of(fqns[id(param)], master, state)
-    return found | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
+            numbers |= scalars_of(fqns[id(param)], master, state)
+    return numbers | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
 
 
 def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mapping[str, float]) -> None:
