@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def give_way() -> None:
-    """Let this thread, and those that it starts, use only idle cores: on Linux each thread has a niceness of its own."""
+    """Let this thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness."""
     thread_id = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
 
