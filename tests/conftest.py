@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import order, touched
+from tests import order, touched, zero_ops
 from tests.guard import MARK, nothing_left
 
 # Workers side by side share the cores: two threads each would wait for one another at every operator.
@@ -19,6 +19,7 @@ os.environ[MARK] = str(os.getpid())
 # Containers often set it. Each of the suite's hundreds of processes would then compile the sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+zero_ops.set_folder()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
