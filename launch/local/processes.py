@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 from ...files import open_regular
 
@@ -20,12 +20,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants become this process's children: none gets lost."""
+    """Make this process the parent of its orphaned descendants, so that it can end all of them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """From now on this rank gets SIGTERM if its torchrun dies: nothing else would end it while it waits for peers."""
+    """Let this rank get SIGTERM when its torchrun dies. Nothing else would end it while it waits for peers."""
     if "TORCHELASTIC_RUN_ID" in environ:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -126,10 +126,18 @@ def _prctl(option: int, value: int) -> None:
 _TRACEBACK = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|error: )", re.MULTILINE)
 
 
+class Sink(Protocol):
+    """Takes bytes that a follower copies."""
+
+    def write(self, text: bytes, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
 class Follower:
     """Copies text that is appended to a file; the file may appear later, and may be truncated."""
 
-    def __init__(self, path: Path, out: BinaryIO) -> None:
+    def __init__(self, path: Path, out: Sink) -> None:
         self.path = path
         self._out = out
         self._offset = 0
@@ -163,13 +171,13 @@ _DIED = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|Fat
 
 
 class PatientFollower(Follower):
-    """Holds a traceback back until it is clear that it ended nothing: another rank's error may have been the first.
+    """A follower that withholds a traceback until the rank writes on: if it died, another rank's error may come first.
 
     Attributes:
         showed_traceback: whether a traceback was copied.
     """
 
-    def __init__(self, path: Path, out: BinaryIO) -> None:
+    def __init__(self, path: Path, out: Sink) -> None:
         super().__init__(path, out)
         self.showed_traceback = False
         self._traceback, self._since = b"", 0.0
@@ -189,7 +197,7 @@ class PatientFollower(Follower):
         return len(data)
 
     def release(self) -> int:
-        """Copy what is held back; returns the number of bytes."""
+        """Copy the traceback that was withheld; returns the number of bytes."""
         data, self._traceback = self._traceback, b""
         self.showed_traceback = self.showed_traceback or bool(data)
         self._out.write(data)

@@ -15,9 +15,10 @@ from .submit import submit
 
 def jobs() -> None:
     """List the jobs that were submitted here and have not ended."""
+    from ..errors import printable_lines
     from ..launch.slurm import queue
 
-    typer.echo(queue.table(queue.jobs()))
+    typer.echo(printable_lines(queue.table(queue.jobs())))
 
 
 def logs(
@@ -53,6 +54,8 @@ def doctor(
     from ..launch.doctor.examine import examine
     from ..launch.ranks.env import detect
 
+    if device not in ("auto", "cpu", "cuda"):
+        raise LaunchError(f"--device {device!r} is not a device", "pass auto, cpu or cuda")
     try:
         env = detect()
     except LaunchError:  # `examine` reports it as a finding

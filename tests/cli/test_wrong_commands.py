@@ -66,6 +66,32 @@ WRONG = [
     ("plan recipe.yaml precision.mode=bfloat16", "expected one of fp32, tf32, bf16", "precision.mode=bf16?"),
     ("plan recipe.yaml adapter.type=lorra", "expected one of none, lora", "did you mean adapter.type=lora?"),
     ("plan recipe.yaml adapter.r=0", "adapter.r=0 (command line), expected an integer >= 1", "adapter.r"),
+    (
+        "plan recipe.yaml checkpoint.every_steps=0",
+        "expected an integer >= 1, or null",
+        "every_steps=null: null",
+    ),
+    (
+        "plan recipe.yaml checkpoint.every_minutes=-1",
+        "expected a number > 0, or auto",
+        "every_minutes=null",
+    ),
+    (
+        "plan recipe.yaml data.columns=dialog",
+        "expected a mapping",
+        "'data.columns={messages: dialog}' for",
+    ),
+    ("plan recipe.yaml data.columns={text:dialog}", "expected a mapping", "'data.columns={text: dialog}'"),
+    (
+        "plan recipe.yaml task.name=hf_lm",
+        "expected one of causal_lm",
+        "hf_causal_lm or task.name=hf_masked_lm?",
+    ),
+    ("plan recipe.yaml memory.plan=maybe", "expected auto, or true or false", "the default is memory.plan=auto"),
+    ("plan recipe.yaml eval.every_steps=5", "unknown key eval.every_steps", "did you mean train.eval_every?"),
+    ("plan recipe.yaml schedule.name=linear", "unknown key schedule.name", "did you mean optim.schedule?"),
+    ("plan recipe.yaml logging.every_steps=1", "unknown key logging.every_steps", "did you mean logging.every?"),
+    ("plan recipe.yaml other.yaml", "override 'other.yaml' is not of the form", "name one config"),
     ("plan recipe.yaml --gpu h1000", "--gpu 'h1000' is not in the table of GPUs", "did you mean h100?"),
     ("plan recipe.yaml --gpu", "Option '--gpu' requires an argument", "shardkit plan --help"),
     ("plan recipe.yaml --memory-cap lots", "--memory-cap 'lots' is not an amount of memory", "24GiB"),
@@ -111,14 +137,25 @@ WRONG = [
     ("convert runs/none --to safetensors --out served", "runs/none does not exist", "name a run directory"),
     ("convert runs/notes --to peft --out lora", "runs/notes holds no checkpoint", "name a run directory"),
     ("convert models/base --to gguf --out served", "--to 'gguf' is not a format", "safetensors, torch"),
+    (
+        "convert",
+        "Missing argument 'SOURCE'",
+        "SOURCE --to safetensors|torch|shardkit|peft --out DIR;",
+    ),
+    ("doctor --device gpu", "--device 'gpu' is not a device", "auto, cpu or cuda"),
+    ("submit recipe.yaml --style mpirun", "--style 'mpirun' is not a way to start ranks", "torchrun or srun"),
     ("convert models/base --to safetensors", "Missing option '--out'", "add --out DIR"),
     ("convert models/base --to safetensors --out models/base", "--out models/base is not empty", "new or empty"),
     ("convert models/base --merge --to safetensors --out served", "models/base holds no adapter", "adapter.type=lora"),
     ("convert models/base --to torch --out served --dtype half", "--dtype 'half' is not a type", "fp32, bf16, fp16"),
     ("checkpoint ls runs/none", "runs/none is not a directory", "name the run.dir of a run"),
     ("checkpoint verify models/base", "models/base holds no checkpoint", "name the run.dir of a run"),
+    (
+        "tokenize nothing corpus --tokenizer models/base",
+        "data path nothing does not exist",
+        "name as SRC a file of text",
+    ),
     ("tokenize data/chats.jsonl corpus", "Missing option '--tokenizer'", "add --tokenizer PATH"),
-    ("check recipe.yml", "recipe.yml cannot be read: No such file", "check the path"),
     ("init recipe.yaml", "cannot write recipe.yaml/configs", "pass a directory you can write"),
 ]
 
@@ -134,7 +171,13 @@ def test_a_wrong_command_takes_two_lines_and_writes_nothing(
     command: str, cause: str, fix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if "init_from" in command or "adapter.targets" in command or "data." in command or "1024" in command:
+    if (
+        "tokenize nothing" in command
+        or "init_from" in command
+        or "adapter.targets" in command
+        or "data." in command
+        or "1024" in command
+    ):
         pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

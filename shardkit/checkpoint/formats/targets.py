@@ -23,7 +23,7 @@ from ...tasks.load import load_task
 from ..native.layout import read_manifest
 from ..native.manifest import FILE_NAME, Chunk, DataFile, Manifest, RunState, TensorEntry, dump
 from ..native.planner import dtype_name
-from ..native.reader import TensorInfo
+from ..native.reader import TensorSpec
 from ..native.writer import _version, byte_view, data_file_name, write_file
 from .folder import copy_tokenizer, folder_dtype, write_card, write_configs
 from .hub_names import Region, published, reference_of, ties_of
@@ -33,17 +33,17 @@ from .torch_writer import write_state_dict
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """Facts about a model, found by building it on the meta device.
+class ModelFacts:
+    """Facts about a run's model, which is built on the meta device for them.
 
     Attributes:
-        ties: other name of a parameter → the name of its shards.
-        prefix: path of the transformers model in the task's module, with its dot; empty if it is the module itself.
-        pretrained: that transformers model, for its configuration; `None` for any other model.
-        frozen: names of the parameters under an adapter, in the model without it; empty without one.
-        config: the run's config; None without one.
+        ties: further name of a tied parameter → the name under which it is saved.
+        prefix: path of the transformers model in the task's module, with a dot; empty if it is the module itself.
+        pretrained: the transformers model, for its config; `None` for any other model.
+        frozen: names that the parameters under an adapter have in the model without it; empty without an adapter.
+        config: the run's config, if there is a run.
         run: the run's directory.
-        note: the reason why nothing is known; else empty.
+        note: why the facts are missing; empty if they are not.
     """
 
     ties: dict[str, str] = field(default_factory=dict)
@@ -56,30 +56,31 @@ class ModelInfo:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config; links are not followed.
+    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config.
 
-    A config that merely lies near a checkpoint may be a stranger's, and a config is code.
+    Links are not followed, and no other directory counts: a config that merely lies near a checkpoint may be a
+    stranger's, and a config is code.
     """
     folder = checkpoint.absolute().parent
     is_run = folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file()
     return folder.parent if is_run else None
 
 
-def model_info(path: Path, checkpoint: Path) -> ModelInfo:
-    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible.
+def model_facts(path: Path, checkpoint: Path) -> ModelFacts:
+    """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
     Args:
-        path: what the user named. A task of the user's own is imported only if this is the run directory itself.
-        checkpoint: the checkpoint folder that was chosen there.
+        path: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
+        checkpoint: the checkpoint folder that was chosen at this path.
     """
     run = run_of(checkpoint)
     if run is None:
-        return ModelInfo(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
+        return ModelFacts(note="it is not in a run's checkpoints/, so tied names and config.json are left out")
     config = run / "config.yaml"
     try:
         loaded = load_config(config).config
         if loaded.task.factory is not None and run != path.absolute():
-            return ModelInfo(
+            return ModelFacts(
                 note=f"{config} names code (task.factory={loaded.task.factory}), which is imported only if the run is "
                 f"named (shardkit convert {run} --step …): tied names and config.json are left out"
             )
@@ -87,19 +88,19 @@ def model_info(path: Path, checkpoint: Path) -> ModelInfo:
         with parameters_on_meta():
             model = task.build_model()
     except ShardkitError as error:
-        return ModelInfo(note=f"the model cannot be built, so tied names and config.json are left out: {error.cause}")
+        return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {error.cause}")
     except Exception as error:  # a user's own code
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        return ModelInfo(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
+        return ModelFacts(note=f"the model cannot be built, so tied names and config.json are left out: {problem}")
     prefix, pretrained = _pretrained(model)
     adapter = getattr(task, "adapter", None)
     names = [] if adapter is None else [adapter.base_name(fqn) for fqn, _ in model.named_parameters()]
     frozen = tuple(name for name in names if name is not None)
-    return ModelInfo(ties_of(model), prefix, pretrained, frozen, loaded, run)
+    return ModelFacts(ties_of(model), prefix, pretrained, frozen, loaded, run)
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The transformers model in the task's module, or that module itself, if every parameter is inside it."""
+    """The prefix and the module of the transformers model that holds all parameters; ("", None) if there is none."""
     transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
     if transformers is None:
         return "", None
@@ -133,24 +134,25 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Export:
-    """Weights and buffers of a source under the names they are exported by.
+    """Weights and buffers of a source, under the names by which they are exported.
 
     Attributes:
         names: exported name → name in the source.
         tensors: exported name → its shape and exported dtype.
-        ties: other exported name → exported name.
-        regions: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
+        ties: further exported name of a tied weight → its exported name.
+        regions: exported name → the part that it exports of the source's tensor. A name without an entry exports the
+            whole tensor.
     """
 
     source: Source
     names: dict[str, str]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorSpec]
     ties: dict[str, str]
     regions: dict[str, Region] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
-        return sum(size_of(info) for info in self.tensors.values())
+        return sum(size_of(spec) for spec in self.tensors.values())
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, in the exported dtype."""
@@ -163,12 +165,16 @@ class Export:
             yield from self.source.range_of(source_name, start, run, dtype)
 
 
-def size_of(info: TensorInfo) -> int:
-    return math.prod(info.shape) * info.dtype.itemsize
+def size_of(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Export:
-    """The weights (or their moving average) and saved buffers to export, floats in `dtype` (None keeps theirs).
+def exported(source: Source, dtype: torch.dtype | None, facts: ModelFacts, average: bool = False) -> Export:
+    """The weights and saved buffers of a source, to export under the names of the run's model.
+
+    Args:
+        dtype: type of the floating tensors; None keeps theirs.
+        average: export the moving average of the weights instead of the weights.
 
     Raises:
         CheckpointError: the source has no moving average.
@@ -182,22 +188,22 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
         kind, _, fqn = name.partition(".")
         if kind not in ("ema" if average else "model", "buffer"):
             continue
-        plain = fqn.removeprefix(info.prefix)
+        plain = fqn.removeprefix(facts.prefix)
         names[plain] = name
         cast = dtype is not None and tensor.dtype.is_floating_point
-        tensors[plain] = TensorInfo(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
-    ties = {**info.ties, **source.ties}
+        tensors[plain] = TensorSpec(tensor.shape, dtype if cast and dtype is not None else tensor.dtype)
+    ties = {**facts.ties, **source.ties}
     return Export(
-        source, names, tensors, {a.removeprefix(info.prefix): n.removeprefix(info.prefix) for a, n in ties.items()}
+        source, names, tensors, {a.removeprefix(facts.prefix): n.removeprefix(facts.prefix) for a, n in ties.items()}
     )
 
 
-def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
-    """The weights under the names and in the shapes of the model's published folders, and what is not so, a line each.
+def as_published(weights: Export, facts: ModelFacts) -> tuple[Export, list[str]]:
+    """The weights in the layout of the model's published folders, and a note on each tensor that cannot have it.
 
-    transformers 5 fuses some tensors of a folder when it loads it (experts); other tools read the folder's form alone.
+    transformers 5 fuses some tensors of a folder when it loads it (experts). Other tools read only the published form.
     """
-    reference = reference_of(info.pretrained) if info.pretrained is not None else None
+    reference = reference_of(facts.pretrained) if facts.pretrained is not None else None
     if reference is None or any(name not in reference.state_dict() for name in weights.names):
         return weights, []
     layout = published(reference)
@@ -207,7 +213,7 @@ def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
         name: weights.names[region.name] for name, region in layout.regions.items() if region.name in weights.names
     }
     tensors = {
-        name: TensorInfo(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
+        name: TensorSpec(layout.regions[name].shape, weights.tensors[layout.regions[name].name].dtype) for name in names
     }
     unchanged = [name for name in weights.names if name in layout.unknown]
     notes = [
@@ -240,22 +246,22 @@ def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
         (folder / INDEX).write_text(text + "\n")
 
 
-def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
-    """Write what a folder needs beside its weights to be loaded and served; returns what it lacks, a line each."""
-    if info.pretrained is None:
+def write_rest(weights: Export, facts: ModelFacts, folder: Path) -> list[str]:
+    """Write the files beside the weights that loading and serving need; returns a note on each that is missing."""
+    if facts.pretrained is None:
         return []
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
-    write_configs(info.pretrained, info.config, folder, dtype)
-    if info.config is None:
+    write_configs(facts.pretrained, facts.config, folder, dtype)
+    if facts.config is None:
         return []
-    write_card(read_manifest(weights.source.path), info.config, info.run, info.pretrained, folder, dtype)
-    lacking = copy_tokenizer(info.config, folder)
+    write_card(read_manifest(weights.source.path), facts.config, facts.run, facts.pretrained, folder, dtype)
+    lacking = copy_tokenizer(facts.config, folder)
     return [lacking] if lacking else []
 
 
-def other_type(weights: Export, info: ModelInfo) -> list[str]:
-    """A line if the folder that the run began with keeps its weights in another type."""
-    folder_type = folder_dtype(info.config) if info.config is not None else None
+def other_type(weights: Export, facts: ModelFacts) -> list[str]:
+    """A note if the folder from which the run started holds its weights in another type."""
+    folder_type = folder_dtype(facts.config) if facts.config is not None else None
     flag = next((name for name, flag_dtype in DTYPES.items() if str(flag_dtype) == f"torch.{folder_type}"), None)
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
     if flag is None or dtype == DTYPES[flag]:
@@ -267,34 +273,35 @@ def other_type(weights: Export, info: ModelInfo) -> list[str]:
 
 
 def _parameters(weights: Export) -> int:
+    """Number of values in the weights, without buffers."""
     return sum(
         math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
     )
 
 
 def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
-    """Names per file, in order; within a file wider types come first, so every array begins aligned."""
+    """Divide the names among files. Within a file wider types come first, so that every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, info in weights.tensors.items():
-        if shards[-1] and filled + size_of(info) > max_bytes:
+    for name, spec in weights.tensors.items():
+        if shards[-1] and filled + size_of(spec) > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size_of(info)
+        filled += size_of(spec)
     return [sorted(names, key=lambda n: -weights.tensors[n].dtype.itemsize) for names in shards]
 
 
 def write_torch(weights: Export, folder: Path) -> None:
-    """Write one state dict, `model.pt`, with every name of a tied weight."""
+    """Write all weights as one state dict, `model.pt`, with every name of a tied weight."""
     write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write a checkpoint folder: masters, moments, buffers and step counters, bit for bit as in the source.
+    """Write a checkpoint folder of shardkit: masters, moments, buffers and step counters, bit for bit as in the source.
 
     Args:
-        dtype: dtype of the floats, if the source has no optimizer state; None keeps theirs.
+        dtype: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
 
     Raises:
         CheckpointError: optimizer state would be cast.
@@ -303,9 +310,9 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
     cuts: list[tuple[str, int, int]] = []
 
     def pieces() -> Iterator[torch.Tensor]:
-        for name, info in tensors.items():
+        for name, spec in tensors.items():
             start = 0
-            for piece in source.pieces(name, info.dtype):
+            for piece in source.pieces(name, spec.dtype):
                 cuts.append((name, start, piece.numel()))
                 start += piece.numel()
                 yield piece
@@ -317,35 +324,40 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
     (folder / FILE_NAME).write_bytes(dump(_manifest(source, folder, tensors, chunks)))
 
 
-def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
+    """The source's tensors with the types in which they are written.
+
+    Raises:
+        CheckpointError: optimizer state would be cast, or a type cannot be saved.
+    """
     if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
         raise CheckpointError(
             "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
             "leave --dtype out, or pass --weights-only",
         )
     tensors = {}
-    for name, info in source.tensors.items():
-        saved_dtype = dtype if dtype is not None and info.dtype.is_floating_point else info.dtype
+    for name, spec in source.tensors.items():
+        saved_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
         dtype_name(saved_dtype)
-        tensors[name] = TensorInfo(info.shape, saved_dtype)
+        tensors[name] = TensorSpec(spec.shape, saved_dtype)
     return tensors
 
 
 def _manifest(
-    source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
+    source: Source, folder: Path, tensors: Mapping[str, TensorSpec], chunks: Mapping[str, list[Chunk]]
 ) -> Manifest:
-    """The folder's manifest. Another tool's data position means nothing here: a resumed run starts its data over."""
-    data = data_file_name(0)
+    """The folder's manifest. It has no data position of another tool, so a run that resumes starts its data over."""
+    data_file = data_file_name(0)
     return Manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),
         strategy=source.kind,
         world_size=1,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         versions={"shardkit": _version(), "torch": torch.__version__},
-        files=(DataFile(data, (folder / data).stat().st_size),),
+        files=(DataFile(data_file, (folder / data_file).stat().st_size),),
         tensors={
-            name: TensorEntry(name, dtype_name(info.dtype), tuple(info.shape), tuple(chunks[name]))
-            for name, info in tensors.items()
+            name: TensorEntry(name, dtype_name(spec.dtype), tuple(spec.shape), tuple(chunks[name]))
+            for name, spec in tensors.items()
         },
         scalars=source.scalars,
     )
