@@ -109,12 +109,12 @@ class Template:
             raise _unusable(f"it marks {len(spans):,} parts of {len(text):,} characters")
         return text, spans
 
-    def _most(self, found: int, messages: list[dict[str, Any]], tools: Any) -> int:
+    def _most(self, n_characters: int, messages: list[dict[str, Any]], tools: Any) -> int:
         """The most characters that a template may make of a conversation; exact only where `found` may be more."""
-        own = _ADDED + len(self.source) * (len(messages) + 1)
-        if found <= own:
-            return min(own, _LONGEST)
-        return min(own + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
+        n_allowed = _ADDED + len(self.source) * (len(messages) + 1)
+        if n_characters <= n_allowed:
+            return min(n_allowed, _LONGEST)
+        return min(n_allowed + _GROWTH * len(json.dumps([messages, tools], default=str)), _LONGEST)
 
 
 def at_date(source: str, day: date) -> str:
@@ -314,16 +314,20 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise RowError(f"message {number} is not an object but {type(message).__name__}")
-        kept = dict(message)
-        if "from" in kept and "role" not in kept:
-            role, content = kept.pop("from"), kept.pop("value", None)
-            kept = {**kept, "role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
-        if not isinstance(kept.get("role"), str):
+        normalised = dict(message)
+        if "from" in normalised and "role" not in normalised:
+            role, content = normalised.pop("from"), normalised.pop("value", None)
+            normalised = {
+                **normalised,
+                "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+                "content": content,
+            }
+        if not isinstance(normalised.get("role"), str):
             raise RowError(f"message {number} has no role")
-        if not isinstance(kept.get("content"), str) and not kept.get("tool_calls"):
-            kind = type(kept.get("content")).__name__
+        if not isinstance(normalised.get("content"), str) and not normalised.get("tool_calls"):
+            kind = type(normalised.get("content")).__name__
             raise RowError(f"message {number} has no text: its content is {'missing' if kind == 'NoneType' else kind}")
-        messages.append(kept)
+        messages.append(normalised)
     return messages
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +29,20 @@ COMPARED = (
 """Compares 2⁴⁰ pairs of lists in one operation in C, which Python does not interrupt."""
 
 
-def write_bomb(path: Path) -> Path:
-    """A Parquet file of some KB whose hundred rows refer to one text of 3 MB."""
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
+_BOMB = """
+import sys, pyarrow
+from pyarrow import parquet
+parquet.write_table(pyarrow.table({"text": pyarrow.array(["x" * 3_000_000] * 100)}), sys.argv[1], compression="zstd")
+"""
 
-    parquet.write_table(pa.table({"text": pa.array(["x" * 3_000_000] * 100)}), path, compression="zstd")
+
+def write_bomb(path: Path) -> Path:
+    """A Parquet file of some KB whose hundred rows refer to one text of 3 MB.
+
+    Another process writes it: this one could read it into the memory that the writer has used.
+    """
+    pytest.importorskip("pyarrow")
+    subprocess.run([sys.executable, "-c", _BOMB, str(path)], check=True)
     assert path.stat().st_size < 1 << 16
     return path
 

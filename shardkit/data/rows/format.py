@@ -89,7 +89,7 @@ class RowFormat(ABC):
         return None
 
     @abstractmethod
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         """The columns that any row of the files has; formats that must search for columns search for `wanted` alone."""
 
     @abstractmethod

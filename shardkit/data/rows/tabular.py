@@ -38,7 +38,7 @@ class TableFormat(RowFormat):
         """Bytes at the end of a file that are added to the digest in full."""
         return 0
 
-    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+    def columns(self, files: Sequence[TextFile], candidates: set[str]) -> list[str]:
         return list(dict.fromkeys(name for file in files for name in self.schema(file.path).names))
 
     def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:

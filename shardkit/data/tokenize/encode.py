@@ -76,12 +76,14 @@ class Encoder:
 
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer itself puts before and after a text."""
-        alone = self.tokenizer.encode("a", add_special_tokens=False).ids
-        whole = self.tokenizer.encode("a", add_special_tokens=True).ids
-        if not alone:
+        without_special = self.tokenizer.encode("a", add_special_tokens=False).ids
+        with_special = self.tokenizer.encode("a", add_special_tokens=True).ids
+        if not without_special:
             return [], []
-        start = next((i for i in range(len(whole)) if whole[i : i + len(alone)] == alone), 0)
-        return whole[:start], whole[start + len(alone) :]
+        start = next(
+            (i for i in range(len(with_special)) if with_special[i : i + len(without_special)] == without_special), 0
+        )
+        return with_special[:start], with_special[start + len(without_special) :]
 
     def limits(self, seconds: float) -> AbstractContextManager[None]:
         """Bounds for `text`, see `chat.limits`; none without a template."""
@@ -127,7 +129,7 @@ class Encoder:
         return Encoded(
             tokens=np.concatenate([np.empty(0, recipe.dtype), *tokens]),
             lengths=np.array(lengths, dtype=np.int64),
-            places=np.array([_place(text) for text in texts], dtype=np.uint64),
+            places=np.array([_text_hash(text) for text in texts], dtype=np.uint64),
             is_target=np.concatenate([np.empty(0, np.bool_), *targets]) if recipe.masked else None,
         )
 
@@ -160,7 +162,7 @@ def _in_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> n
     return inside
 
 
-def _place(text: Text) -> int:
+def _text_hash(text: Text) -> int:
     return int.from_bytes(hashlib.blake2b((text.row_text or text.text).encode(), digest_size=8).digest(), "big")
 
 
@@ -273,5 +275,5 @@ def _without_empty(encoded: Encoded) -> tuple[Encoded, list[int]]:
         return encoded, []
     of_token = np.repeat(has, encoded.lengths)
     mask = None if encoded.is_target is None else encoded.is_target[of_token]
-    kept = Encoded(encoded.tokens[of_token], encoded.lengths[has], encoded.places[has], mask)
-    return kept, np.flatnonzero(~has).tolist()
+    documents = Encoded(encoded.tokens[of_token], encoded.lengths[has], encoded.places[has], mask)
+    return documents, np.flatnonzero(~has).tolist()

@@ -74,11 +74,11 @@ class Sources:
         how: LongSamples = "split" if self.plain_text else "truncate"
         if self.data.long_samples != "auto":
             how = self.data.long_samples
-        found = Documents(stores, Choice(chosen, fraction, max_tokens, how))
-        if str(found.long) and is_first_rank():
+        documents = Documents(stores, Choice(chosen, fraction, max_tokens, how))
+        if str(documents.long) and is_first_rank():
             name = "training" if split == "train" else "validation"
-            _LOG.warning("%s %s longer than %s tokens: %s", name, found.noun, max_tokens, found.long)
-        return found
+            _LOG.warning("%s %s longer than %s tokens: %s", name, documents.noun, max_tokens, documents.long)
+        return documents
 
     def by_weight(self, documents: Documents, split: Split) -> list[Documents]:
         """The documents as one set, or of training data one for each source if their weights differ from 1."""
@@ -104,15 +104,17 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
         DataError: a source cannot be read, has too many bad rows, or was tokenised by another tokenizer.
     """
     data = config.data
-    where = tokenizer_path(config)
-    tokenizer = None if where is None else load_tokenizer(where)
+    location = tokenizer_path(config)
+    tokenizer = None if location is None else load_tokenizer(location)
     if tokenizer is not None:
         check_vocabulary(tokenizer, config, vocab_size, key)
     # With streaming only the validation data are tokenised beforehand.
-    given: list[SourceConfig | None] = [] if data.streaming else list(data.sources) or [None]
+    train_sources: list[SourceConfig | None] = [] if data.streaming else list(data.sources) or [None]
     train = [
-        open_source(data, tokenizer, data.path) if one is None else open_source(data, tokenizer, one.path, one.called)
-        for one in given
+        open_source(data, tokenizer, data.path)
+        if source is None
+        else open_source(data, tokenizer, source.path, source.called)
+        for source in train_sources
     ]
     val = []
     if data.val_path is not None:
@@ -128,7 +130,7 @@ def open_sources(config: RunConfig, vocab_size: int, key: str) -> Sources:
         train=tuple(store for store, _ in train),
         val=tuple(store for store, _ in val),
         manifests=tuple(manifest for _, manifest in train or val),
-        weights=tuple(1.0 if one is None else one.weight for one in given),
+        weights=tuple(1.0 if source is None else source.weight for source in train_sources),
     )
 
 
@@ -162,13 +164,13 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
         DataError: the data are no records, or cannot be read.
     """
     data = config.data
-    where = tokenizer_path(config)
-    if where is None or data.path is None or _is_corpus(data.path):
+    location = tokenizer_path(config)
+    if location is None or data.path is None or _is_corpus(data.path):
         raise ConfigError(
             "data.streaming=true reads records through a tokenizer, and the run has none or is given tokens",
             "set data.path to JSON lines, parquet or arrow files and data.tokenizer, or remove data.streaming",
         )
-    tokenizer = load_tokenizer(where)
+    tokenizer = load_tokenizer(location)
     check_vocabulary(tokenizer, config, vocab_size, key)
     plan = plan_source(data, tokenizer, data.path, data.path)
     if not plan.format.has_columns:
@@ -179,12 +181,17 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
         rows, contents = survey(pieces)
         return {"rows": rows, "contents": contents}
 
-    _, found = cached_entry(data.cache_dir, f"survey-{plan.key}", count, [file.path for file in plan.files])
-    kept = [(piece, n) for piece, n in zip(pieces, found["rows"], strict=True) if n]
-    if not kept:
+    _, counted = cached_entry(data.cache_dir, f"survey-{plan.key}", count, [file.path for file in plan.files])
+    filled = [(piece, n) for piece, n in zip(pieces, counted["rows"], strict=True) if n]
+    if not filled:
         raise DataError(f"{data.path} has no rows", "give data that are not empty")
     return Stream(
-        data.path, tuple(p for p, _ in kept), tuple(n for _, n in kept), plan.recipe, plan.facts, found["contents"]
+        data.path,
+        tuple(p for p, _ in filled),
+        tuple(n for _, n in filled),
+        plan.recipe,
+        plan.facts,
+        counted["contents"],
     )
 
 
@@ -350,14 +357,14 @@ def _dated(source: str, data: DataConfig, called: str) -> str:
 
 def _column_names(data: DataConfig, files: list[TextFile], row_format: RowFormat) -> list[str]:
     """The columns that any row has, looked for once a node where this takes a while."""
-    wanted = names_to_find(data.columns)
+    candidates = names_to_find(data.columns)
     if sum(file.size for file in files) <= _LOOKED_AT_ONCE:
-        return row_format.columns(files, wanted)
+        return row_format.columns(files, candidates)
 
     def look(_: Path) -> dict[str, Any]:
-        return {"columns": row_format.columns(files, wanted)}
+        return {"columns": row_format.columns(files, candidates)}
 
-    key = _key([_RULES, row_format.name, sorted(wanted), _listing(files)])
+    key = _key([_RULES, row_format.name, sorted(candidates), _listing(files)])
     names: list[str] = cached_entry(data.cache_dir, f"columns-{key}", look, [file.path for file in files])[1]["columns"]
     return names
 
@@ -379,9 +386,9 @@ def _loss_on(data: DataConfig, columns: Columns, called: str) -> LossOn:
     if data.loss_on == "auto":
         return usual[columns.kind]
     if data.loss_on not in fitting[columns.kind]:
-        what = {"text": "text", "messages": "conversations", "prompt": "prompts and completions"}[columns.kind]
+        content = {"text": "text", "messages": "conversations", "prompt": "prompts and completions"}[columns.kind]
         raise DataError(
-            f"data.loss_on={data.loss_on} does not fit {called}, which holds {what}",
+            f"data.loss_on={data.loss_on} does not fit {called}, which holds {content}",
             f"set data.loss_on to auto or {' or '.join(fitting[columns.kind])}",
         )
     return data.loss_on
@@ -409,12 +416,12 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
     """Refuse a source with too many bad rows or no document; warn of those that are left out."""
     n_bad, n_rows = manifest["n_bad"], max(manifest["n_rows"], 1)
     if n_bad:
-        file, line, why = manifest["bad"][0]
-        first = f"{file}:{line}: {why}"
-        more = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
+        file, line, reason = manifest["bad"][0]
+        first_bad = f"{file}:{line}: {reason}"
+        share = f" ({n_bad:,} of {n_rows:,} rows are bad)" if n_bad > 1 else ""
         if n_bad > data.max_bad_rows * n_rows and not manifest["skips"]:
             raise DataError(
-                f"{first}{more}; data.max_bad_rows={data.max_bad_rows:g} allows {int(data.max_bad_rows * n_rows):,}",
+                f"{first_bad}{share}; data.max_bad_rows={data.max_bad_rows:g} allows {int(data.max_bad_rows * n_rows):,}",
                 "correct the rows" + (", or the chat template" if manifest["template"] else "")
                 if n_bad == n_rows
                 else f"correct the rows, or leave them out: data.max_bad_rows={_at_least(n_bad / n_rows)} or more",
@@ -422,7 +429,7 @@ def _judge(data: DataConfig, called: str, manifest: dict[str, Any]) -> None:
         if is_first_rank():
             unit = "files" if manifest["skips"] else "rows"
             _LOG.warning(
-                "%s: %s of %s %s are left out, the first: %s", called, f"{n_bad:,}", f"{n_rows:,}", unit, first
+                "%s: %s of %s %s are left out, the first: %s", called, f"{n_bad:,}", f"{n_rows:,}", unit, first_bad
             )
     n_several = manifest.get("n_several", 0)
     if n_several and is_first_rank():
