@@ -168,11 +168,11 @@ def _stated_ids(config: RunConfig, name: str) -> list[int]:
     if name in config.model.hf:
         stated = [config.model.hf[name]]
     elif file is not None:
-        stated = [_settings(one).get(name) for one in (file, file.with_name("generation_config.json"))]
+        stated = [_settings(path).get(name) for path in (file, file.with_name("generation_config.json"))]
     else:
         stated = []
-    flat = [one for ids in stated for one in (ids if isinstance(ids, list) else [ids])]
-    return list(dict.fromkeys(one for one in flat if isinstance(one, int)))
+    flat = [token_id for ids in stated for token_id in (ids if isinstance(ids, list) else [ids])]
+    return list(dict.fromkeys(token_id for token_id in flat if isinstance(token_id, int)))
 
 
 def more_rows(config: RunConfig, key: str, needed: int) -> str:
