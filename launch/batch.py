@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LaunchError, ShardkitError, report
 from ..files import write_whole
+from ..files.children import module_command
 from . import endings, spec
 from .failures import job_starts
 from .local.processes import Follower
@@ -91,7 +92,7 @@ class Batch:
         return job_starts.last_step(self.run_dir) if self.script is None else newest_change(self.script.checkpoints)
 
     def newest_checkpoint(self) -> tuple[int, int] | None:
-        """Tells one checkpoint from another; None if there is none."""
+        """Step and time of the newest checkpoint, which tell it from any other; None if there is none."""
         if self.script is None:
             return job_starts.newest_checkpoint(self.run_dir)
         return (0, stamp) if (stamp := self.progress()) else None
@@ -227,8 +228,8 @@ def step_argv(batch: Batch, environ: Mapping[str, str]) -> list[str]:
         if batch.script is not None:  # unshielded: Lightning takes an ignored signal for one that the user handles
             return [*argv, python, *batch.script.argv]
         config = ["--config", batch.config] if batch.config else []
-        return [*argv, *_SHIELD, python, "-m", "shardkit.train", *config, *batch.overrides]
-    launch = [python, "-m", "shardkit.cli", "launch"]
+        return [*argv, *_SHIELD, *module_command("shardkit.train", python), *config, *batch.overrides]
+    launch = [*module_command("shardkit.cli", python), "launch"]
     sizes = ["--nnodes", str(batch.n_nodes), "--nproc-per-node", str(batch.n_ranks_per_node)]
     sizes += ["--max-restarts", environ.get("SHARDKIT_MAX_RESTARTS", "0")]
     if batch.script is not None:

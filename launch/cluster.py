@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import LaunchError
-from .kubernetes import render_job_set, render_train_job
+from .kubernetes import render_job_set
 from .slurm.script import render_sbatch
 from .spec import JobSpec
 
@@ -29,8 +29,7 @@ class Cluster:
 
 CLUSTERS = {
     "slurm": Cluster("job.sbatch", render_sbatch, ("sbatch", "--parsable")),
-    "kubernetes": Cluster("job.yaml", render_train_job, ("kubectl", "create", "-f")),
-    "jobset": Cluster("job.yaml", render_job_set, ("kubectl", "create", "-f")),
+    "kubernetes": Cluster("job.yaml", render_job_set, ("kubectl", "create", "-f")),
 }
 
 
@@ -40,6 +39,8 @@ def choose(name: str) -> Cluster:
     Raises:
         LaunchError: there is none of that name.
     """
+    if name == "jobset":
+        raise LaunchError("--to jobset is written --to kubernetes now", "pass --to kubernetes: it prints a JobSet")
     if name not in CLUSTERS:
         raise LaunchError(f"--to {name!r} is not a kind of cluster", f"pass one of {', '.join(CLUSTERS)}")
     return CLUSTERS[name]

@@ -23,7 +23,7 @@ _BEGAN = time.time()  # this process is one start of the job
 
 
 def note_ending(batch: Batch, ending: requeue.Ending, told_at: float | None) -> None:
-    """Say and record how Slurm is ending this start, while the ranks may still save."""
+    """Print and record how Slurm is ending this start, while the ranks may still save."""
     reason = ending.how
     if ending.how == requeue.TIME_LIMIT:
         reason = _late_save(batch, told_at)
@@ -48,7 +48,7 @@ def queue_once_saved(batch: Batch, before: tuple[int, int] | None) -> bool:
 
 
 def _late_save(batch: Batch, told_at: float | None) -> str:
-    """What a save that meets the time limit had, needed, and leaves if it does not end in time; one line."""
+    """A line about a save that meets the time limit: the time that it had and needs, and the newest checkpoint."""
     warning_time = "the ranks were not told to save before it"
     if told_at is not None:
         warning_time = f"the ranks were told to save {time.time() - told_at:.0f} s before it"
@@ -67,7 +67,7 @@ def _newest_words(batch: Batch) -> str:
 
 
 def refuse(batch: Batch, environ: Mapping[str, str]) -> None:
-    """Raise if the job should not run again."""
+    """Raise the error of a job that should not run again: too many starts, or no progress."""
     most = integer(environ, "SHARDKIT_MAX_REQUEUES") if environ.get("SHARDKIT_MAX_REQUEUES") else 100
     words = None
     if batch.script is not None:
@@ -130,7 +130,7 @@ def after(
 
 
 def _cancelled(batch: Batch, code: int, failures: list[failure.Failure], saved: bool) -> int:
-    """End the job for good, whatever warning came before the cancel."""
+    """End a cancelled job for good, whatever warning came before; returns the exit code."""
     batch.note_end(requeue.CANCELLED)
     if any(rank_failure.exit_code == exit_codes.PREEMPTED for rank_failure in failures) and saved:
         say(f"cancelled, not queued again; {_newest_words(batch)}; continue with run.resume=true")
@@ -146,7 +146,7 @@ def _cancelled(batch: Batch, code: int, failures: list[failure.Failure], saved: 
 
 
 def _out_of_time(batch: Batch, code: int, failures: list[failure.Failure], told_at: float | None) -> int:
-    """The time limit ended the ranks before they had saved."""
+    """Report ranks that the time limit ended before they had saved; returns the exit code."""
     reason = _late_save(batch, told_at)
     batch.note_end(reason)
     if any(rank_failure.is_error and not rank_failure.lost_peer for rank_failure in failures):
@@ -179,7 +179,7 @@ def _failed(batch: Batch, code: int, failures: list[failure.Failure], stopped: b
 
 
 def _explain(batch: Batch, failures: list[failure.Failure]) -> None:
-    """Print why ranks died; under torchrun each node's launcher has done it."""
+    """Print why ranks failed. Under torchrun each node's launcher has printed it."""
     if failures and batch.style == "srun":
         memory = oom.words(failures, oom.read(batch.run_dir, _BEGAN))
         kills = failure.oom_kills_in_srun_log(srun_log(batch))
@@ -191,7 +191,7 @@ def _cause(origin: failure.Failure) -> str:
 
 
 def _failures(batch: Batch) -> list[failure.Failure]:
-    """Why ranks ended, likely origin first: from their own files, their launchers and srun."""
+    """The failures of all ranks, likely origin first: from their own files, their launchers and srun."""
     if batch.style == "torchrun":
         launchers = [failure.of_launcher(folder) for folder in batch.log_dir.glob("*")]
         return sorted((entry for entries in launchers for entry in entries), key=lambda entry: entry.order)

@@ -1,7 +1,7 @@
-"""A job as text for Kubernetes: Kubeflow Trainer's TrainJob, or a JobSet where that operator is not installed.
+"""A job as text for Kubernetes: a JobSet, whose controller Kubeflow Trainer brings along.
 
-Pure functions; nothing here talks to a cluster. The pods find each other through the variables that Kubeflow's torch
-runtime sets (PET_…); a JobSet sets the same ones itself.
+Pure functions; nothing here talks to a cluster. The manifest sets the variables through which pods find each other
+(PET_…); Kubeflow's torch runtime sets the same ones.
 """
 
 from __future__ import annotations
@@ -29,43 +29,6 @@ _ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
-def render_train_job(spec: JobSpec) -> str:
-    """The manifest of a TrainJob (trainer.kubeflow.org/v1alpha1).
-
-    Raises:
-        LaunchError: no image, or a name or volume that Kubernetes would refuse.
-    """
-    pod = {
-        "terminationGracePeriodSeconds": _period_s(spec),
-        "volumes": _volumes(spec),
-        "containers": [{"name": NODE, "volumeMounts": _mounts(spec)}],
-    }
-    patched = {"name": NODE, "template": {"spec": {"template": {"spec": pod}}}}
-    trainer = {
-        "image": _image(spec),
-        "command": _command(spec)[:4],
-        "args": _command(spec)[4:],
-        "env": _start_variables(spec),
-        "numNodes": spec.nodes[1],
-        "numProcPerNode": spec.nproc_per_node,
-        **({"resourcesPerNode": _resources(spec)} if _resources(spec) else {}),
-    }
-    manifest = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(spec),
-        "spec": {
-            "runtimeRef": {"name": spec.kubernetes.runtime},
-            **_deadline(spec),
-            "trainer": trainer,
-            "runtimePatches": [
-                {"manager": "shardkit", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patched]}}}}
-            ],
-        },
-    }
-    return _yaml(manifest)
-
-
 def render_job_set(spec: JobSpec) -> str:
     """The manifest of a JobSet (jobset.x-k8s.io/v1alpha2), one pod per node.
 
@@ -76,36 +39,38 @@ def render_job_set(spec: JobSpec) -> str:
     Raises:
         LaunchError: no image, or a name or volume that Kubernetes would refuse.
     """
-    name, nodes = str(_metadata(spec)["name"]), spec.nodes[1]
-    variables: list[dict[str, Any]] = [
-        {"name": "PET_NNODES", "value": str(nodes)},
-        {"name": "PET_NPROC_PER_NODE", "value": str(spec.nproc_per_node)},
-        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-        {"name": "PET_MASTER_ADDR", "value": f"{name}-{NODE}-0-0.{name}"},
-        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
-        *_start_variables(spec),
-    ]
-    container = {
-        "name": NODE,
-        "image": _image(spec),
-        "command": _command(spec)[:4],
-        "args": _command(spec)[4:],
-        "env": variables,
-        "volumeMounts": _mounts(spec),
-        **({"resources": _resources(spec)} if _resources(spec) else {}),
+    metadata = _metadata(spec)
+    disrupted = {
+        "name": "disrupted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    job = {
-        "parallelism": nodes,
-        "completions": nodes,
+    job = _job(spec, _container(spec, str(metadata["name"])))
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": spec.kubernetes.max_restarts, "rules": [disrupted]},
+            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+    return _yaml(manifest)
+
+
+def _job(spec: JobSpec, container: dict[str, Any]) -> dict[str, Any]:
+    """The indexed Job of the pods, which fails as a whole with its first pod."""
+    stopped = {"containerName": NODE, "operator": "In", "values": [exit_codes.PREEMPTED]}
+    return {
+        "parallelism": spec.nodes[1],
+        "completions": spec.nodes[1],
         "completionMode": "Indexed",
         "backoffLimit": 0,
         **_deadline(spec),
         "podFailurePolicy": {
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": NODE, "operator": "In", "values": [exit_codes.PREEMPTED]},
-                },
+                {"action": "FailJob", "onExitCodes": stopped},
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
@@ -118,22 +83,31 @@ def render_job_set(spec: JobSpec) -> str:
             }
         },
     }
-    disrupted = {
-        "name": "disrupted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
+
+
+def _container(spec: JobSpec, name: str) -> dict[str, Any]:
+    """The container of a pod, which runs one launcher.
+
+    Args:
+        name: the JobSet's, which the first pod's host name begins with.
+    """
+    variables: list[dict[str, Any]] = [
+        {"name": "PET_NNODES", "value": str(spec.nodes[1])},
+        {"name": "PET_NPROC_PER_NODE", "value": str(spec.nproc_per_node)},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-{NODE}-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+        *_start_variables(spec),
+    ]
+    return {
+        "name": NODE,
+        "image": _image(spec),
+        "command": _command(spec)[:4],
+        "args": _command(spec)[4:],
+        "env": variables,
+        "volumeMounts": _mounts(spec),
+        **({"resources": _resources(spec)} if _resources(spec) else {}),
     }
-    manifest = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(spec),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": spec.kubernetes.max_restarts, "rules": [disrupted]},
-            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": job}}],
-        },
-    }
-    return _yaml(manifest)
 
 
 def meeting(environ: Mapping[str, str], run_id: str) -> Rendezvous | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, LaunchError
+from ..files.children import RUN_MODULE
 from .script import Script
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ class KubernetesOptions:
 
     Attributes:
         image: the pods' image.
-        runtime: Kubeflow's ClusterTrainingRuntime for a TrainJob.
         volumes: `CLAIM:/PATH`, PersistentVolumeClaims and where they are mounted.
         cpus: CPUs of each pod, as Kubernetes writes them.
         memory: host memory of each pod, as Kubernetes writes it.
@@ -81,7 +81,6 @@ class KubernetesOptions:
     """
 
     image: str | None = None
-    runtime: str = "torch-distributed"
     volumes: tuple[str, ...] = ()
     cpus: str | None = None
     memory: str | None = None
@@ -106,6 +105,8 @@ class JobSpec:
         bind_cpus: whether each rank is bound to its own CPUs.
         on_gpus: whether ranks use GPUs.
         script: the program that the ranks run instead of shardkit's own; None = `shardkit.train` with the config.
+        starts_by_file: whether Python starts modules by the path of a file, since `-m` would search the current
+            directory (`shardkit/files/run_module.py`).
         grace_s: seconds that the ranks of a config have to save and end after SIGTERM; None = the environment's
             (`restart.grace_s`) for a launcher, `kubernetes.GRACE_S` for a pod.
     """
@@ -128,6 +129,7 @@ class JobSpec:
     kubernetes: KubernetesOptions = KubernetesOptions()
     script: Script | None = None
     grace_s: float | None = None
+    starts_by_file: bool = False
 
     @property
     def is_elastic(self) -> bool:
@@ -139,7 +141,12 @@ class JobSpec:
         """The words after `python` that start a rank."""
         if self.script is not None:
             return list(self.script.argv)
-        return ["-m", "shardkit.train", *([] if self.config is None else ["--config", self.config]), *self.overrides]
+        config = [] if self.config is None else ["--config", self.config]
+        return [*self.module("shardkit.train"), *config, *self.overrides]
+
+    def module(self, name: str) -> list[str]:
+        """The words after `python` that run a module."""
+        return [str(RUN_MODULE), name] if self.starts_by_file else ["-m", name]
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from shardkit.files.children import code_command, module_command, read_git
+from shardkit.launch.batch import read_batch, step_argv
+from shardkit.launch.local.torchrun import build_argv
+from shardkit.launch.slurm.nodes import script_argv
+from shardkit.launch.spec import JobSpec
 from tests.commands import environment
 from tests.data.chats import conversation, write_lines, write_tokenizer
 
 PLANTED = ["typing", "shardkit", "torch", "sitecustomize", "usercustomize", "json", "numpy", "launch", "transformers"]
 """Modules that commands and their children import early."""
+REPO = Path(__file__).resolve().parent.parent
 SHARDKIT = Path(sys.executable).with_name("shardkit")
 
 
@@ -63,6 +68,36 @@ def test_launch_and_its_ranks_import_nothing_from_the_current_directory(hostile:
     (hostile / "config.yaml").write_text("run: {dir: run, device: cpu}\ntask: {factory: 'no_such_module:Task'}\n")
     done = run([str(SHARDKIT), "launch", "config.yaml", "--nproc-per-node", "1"], hostile)
     assert done.returncode == 2 and "no_such_module" in done.stderr, done.stderr
+    assert not ran(hostile)
+
+
+@pytest.mark.dist
+def test_ranks_that_start_by_a_file_import_nothing_from_the_current_directory(hostile: Path) -> None:
+    """As `shardkit launch` starts them on Python 3.10, which knows no PYTHONSAFEPATH."""
+    (hostile / "config.yaml").write_text("run: {dir: run, device: cpu}\ntask: {factory: 'no_such_module:Task'}\n")
+    spec = JobSpec("config.yaml", "run", 1, python=sys.executable, starts_by_file=True)
+    done = run(build_argv(spec), hostile)
+    assert done.returncode == 1 and "no_such_module" in done.stderr, done.stderr
+    assert not ran(hostile)
+
+
+@pytest.mark.parametrize("template", ["train", "train_srun", "single_gpu_offload"])
+def test_a_batch_script_imports_nothing_from_the_current_directory(template: str, hostile: Path) -> None:
+    script = f"SHARDKIT_PYTHON={sys.executable}; . {REPO / 'slurm' / template}.sbatch"
+    done = run(["bash", "-c", script, "sbatch", "config.yaml"], hostile)
+    assert done.returncode == 2 and "this is not a Slurm job" in done.stderr, done.stderr
+    assert not ran(hostile)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("style", ["torchrun", "srun"])
+def test_a_slurm_step_imports_nothing_from_the_current_directory(style: str, hostile: Path) -> None:
+    batch = read_batch([style, "-", f"run.dir={hostile / 'run'}"], {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"})
+    argv = step_argv(batch, {})
+    done = run([*argv[argv.index("shield") + 1 :], "task.factory=no_such_module:Task"], hostile)
+    assert done.returncode == 2 and "no_such_module" in done.stderr, done.stderr
+    check = run(script_argv("word", sys.executable, ["shardkit", "torch"], []), hostile)
+    assert check.returncode == 0 and "versions" in check.stdout, check
     assert not ran(hostile)
 
 

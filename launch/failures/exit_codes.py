@@ -1,4 +1,4 @@
-"""Read from a process's exit code why it ended."""
+"""Exit codes: what they mean, and why a process ended with one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ def describe(code: int) -> str:
 
 
 def likely_cause(code: int, oom_kills: int = 0) -> tuple[str, str]:
-    """(cause, fix) in words; empty for codes that say nothing. `oom_kills`: the kernel's OOM kills during the job."""
+    """Cause and fix for an exit code, both empty where none is known.
+
+    Args:
+        oom_kills: the kernel's OOM kills during the job.
+    """
     signum = signal_of(code)
     if signum is None:
         return "", ""

@@ -113,7 +113,7 @@ class Failure:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether this looks like the consequence of another rank's end."""
+        """Whether the message looks like the consequence of another rank's end."""
         return bool(_LOST_PEER.search(self.message))
 
 
@@ -231,7 +231,10 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.Signals}
 
 
 def in_srun_log(text: str) -> list[Failure]:
-    """Failed tasks in srun's log, in order: the only trace of a task that a signal ended. srun ended the later ones."""
+    """Failed tasks in srun's log, in order. A task that a signal ended leaves no other trace.
+
+    srun ended those after the first, which count as forced.
+    """
     failures: list[Failure] = []
     for tasks, code, out_of_memory, ended in _SRUN_ENTRY.findall(text):
         number = signal.SIGKILL if out_of_memory else _SIGNALS.get(ended)
@@ -281,7 +284,7 @@ def _with_last_words(failure: Failure, attempt: Path) -> Failure:
 
 
 def with_traceback(failure: Failure, log: Path) -> Failure:
-    """The failure with what the rank's stderr says about it: a traceback, Python's stacks, else its last lines."""
+    """The failure with the traceback in the rank's stderr, else Python's stacks, else the last lines."""
     if failure.trace:
         return failure
     text = stderr.tail(log)

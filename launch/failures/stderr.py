@@ -1,4 +1,4 @@
-"""Read from a rank's stderr why it ended, for programs that leave no error file."""
+"""Why a rank ended, by its stderr, for programs that leave no error file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def last_traceback(text: str) -> tuple[str, str]:
         return "", ""
     chain = begins[-1:]
     for begin in reversed(begins[:-1]):
-        if _last_said(lines[: chain[0]]) not in _CHAINED:
+        if _last_line(lines[: chain[0]]) not in _CHAINED:
             break
         chain.insert(0, begin)
     first_line, last_begin = chain[0], chain[-1]
@@ -52,7 +52,7 @@ def last_traceback(text: str) -> tuple[str, str]:
     return lines[end], "\n".join(shown)
 
 
-def _last_said(lines: list[str]) -> str:
+def _last_line(lines: list[str]) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
@@ -68,7 +68,7 @@ def stacks(text: str) -> str:
 
 
 def locate(stack: str) -> tuple[str, bool]:
-    """(place in the user's own code, whether the process waited for its peers), from the current thread's stack."""
+    """Returns the line of the user's code that the current thread ran, and whether the thread waited for its peers."""
     current = stack.partition("Current thread")[2].partition("\n\n")[0] or stack
     frames = _FRAME.findall(current)
     user_frame = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0] if frames else None)

@@ -65,7 +65,10 @@ class Guard:
         self.preempted = True
 
     def look(self, process: subprocess.Popen[bytes]) -> bool:
-        """Do what is due; call it often. True if torchrun restarts ranks of a preempted job: it should be stopped."""
+        """Pass a preemption on and end silent ranks; call it often.
+
+        Returns True if torchrun restarts the ranks of a preempted job, which should then be stopped.
+        """
         if time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + _LOOK_S

@@ -65,6 +65,7 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
     """
     environ = dict(os.environ if environ is None else environ)
     with ExitStack() as cleanup:
+        spec = replace(spec, starts_by_file=sys.version_info < (3, 11) and spec.script is None)  # no PYTHONSAFEPATH
         spec, reserved = _with_meeting(spec, environ, rendezvous_timeout_s)
         if reserved is not None:
             cleanup.callback(reserved.close)
@@ -78,6 +79,8 @@ def launch(spec: JobSpec, environ: Mapping[str, str] | None = None, rendezvous_t
         if spec.script is not None:
             guard = Guard(spec.script, spec.nproc_per_node, Path(spec.log_dir), environ)
             added |= guard.variables(environ)
+        ranks = f"{spec.nproc_per_node} rank{'s' * (spec.nproc_per_node > 1)}"
+        print(f"starting {ranks} on this machine, as this command does in a shell:", flush=True)
         print(f"$ {command_line(argv, added)}", flush=True)
         if cpus:
             print(affinity.describe(cpus), flush=True)

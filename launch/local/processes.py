@@ -20,12 +20,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants become this process's children: none gets lost."""
+    """Make this process the parent of its orphaned descendants, so that it can end all of them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """From now on this rank gets SIGTERM if its torchrun dies: nothing else would end it while it waits for peers."""
+    """Let this rank get SIGTERM when its torchrun dies. Nothing else would end it while it waits for peers."""
     if "TORCHELASTIC_RUN_ID" in environ:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -163,7 +163,7 @@ _DIED = re.compile(rb"^(\[rank\d+\]: )?(Traceback \(most recent call last\):|Fat
 
 
 class PatientFollower(Follower):
-    """Holds a traceback back until it is clear that it ended nothing: another rank's error may have been the first.
+    """A follower that withholds a traceback until the rank writes on: if it died, another rank's error may come first.
 
     Attributes:
         showed_traceback: whether a traceback was copied.
@@ -189,7 +189,7 @@ class PatientFollower(Follower):
         return len(data)
 
     def release(self) -> int:
-        """Copy what is held back; returns the number of bytes."""
+        """Copy the traceback that was withheld; returns the number of bytes."""
         data, self._traceback = self._traceback, b""
         self.showed_traceback = self.showed_traceback or bool(data)
         self._out.write(data)

@@ -26,8 +26,8 @@ def build_argv(spec: JobSpec) -> list[str]:
     if spec.nproc_per_node < 1:
         raise LaunchError(f"--nproc-per-node {spec.nproc_per_node}", "start at least one rank per node")
     if spec.max_restarts < 0:
-        raise LaunchError(f"--max-restarts {spec.max_restarts}", "pass 0 or more")
-    argv = [spec.python, "-m", "torch.distributed.run"]
+        raise LaunchError(f"--max-restarts {spec.max_restarts} is negative", "pass 0 or more")
+    argv = [spec.python, *spec.module("torch.distributed.run")]
     argv += ["--nnodes", _nnodes(spec), "--nproc-per-node", str(spec.nproc_per_node)]
     argv += ["--max-restarts", str(spec.max_restarts), *_rendezvous(spec)]
     if spec.log_dir:

@@ -1,4 +1,4 @@
-"""Processes of a node that die without a word, while Slurm never declares their node lost.
+"""Processes that die without a report, on a node that Slurm never declares lost.
 
 A node may come back before SlurmdTimeout, or only the daemon of the step and its tasks die there: then srun waits for
 ever, or ends with the survivors' messages about a lost peer.

@@ -34,9 +34,12 @@ elif ! command -v "$python" >/dev/null; then say interpreter "$python"
 elif said=$("$python" -c "$code" 2>&1); then say versions "$said"
 else say packages "$(printf %s "$said" | tail -n 1)"; fi
 """.replace("MARK", _MARK)
-# Nothing is imported: torch takes seconds.
+# None of the packages is imported: torch takes seconds. The current directory is searched as by the batch script.
 _VERSIONS = """
-import importlib.util as find, sys
+import sys; sys.path[:] = filter(None, sys.path)
+import importlib.util as find
+if find.find_spec("shardkit") is None:
+    sys.path.append("")
 from importlib import metadata
 for name in NAMES:
     if find.find_spec(name) is None:
@@ -48,7 +51,7 @@ print("Python {}.{}".format(*sys.version_info), *torch)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One task's word about its node.
+    """A task's report about its node.
 
     Attributes:
         kind: `unseen`, `unwritable`, `interpreter`, `packages`, or `versions`, which is no fault.
@@ -114,13 +117,13 @@ def _marked(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def parse(text: str) -> list[NodeReport]:
-    """The findings in the tasks' output."""
+    """The reports in the tasks' output."""
     lines = (line.split("\x1f") for line in text.splitlines())
     return [NodeReport(*words) for words in lines if len(words) == 3]
 
 
 def judge(findings: Sequence[NodeReport], python: str) -> LaunchError | None:
-    """The error that the findings amount to; None if all nodes are alike."""
+    """Returns the error for nodes that differ or lack something; None if all are alike."""
     this_node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     by_kind = {
         kind: [finding for finding in findings if finding.kind == kind]

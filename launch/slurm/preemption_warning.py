@@ -1,4 +1,4 @@
-"""Tell a batch job to save before it ends: how long before, and on which sign (Slurm's signals, its own clock)."""
+"""Warn a batch job early enough to save: how early, and by Slurm's signals or its own clock."""
 
 from __future__ import annotations
 

@@ -125,11 +125,11 @@ def end_by_slurm(job_id: str, restart: int, since: str) -> str | None:
         end = _ENDS.get(starts[restart][1].partition(" ")[0])
         if end is not None:
             return end
-    endings = _said_by_slurmstepd(job_id, since)
+    endings = _announced_endings(job_id, since)
     return endings[-1] if endings else None
 
 
-def _said_by_slurmstepd(job_id: str, since: str) -> list[str]:
+def _announced_endings(job_id: str, since: str) -> list[str]:
     """The endings that slurmstepd announced in the job's output since a time in Slurm's format, in order."""
     announced = [reason or CANCELLED.upper() for when, reason in _KILLED.findall(_job_output(job_id)) if when >= since]
     return [_ENDS[reason] for reason in announced if reason in _ENDS]
@@ -151,7 +151,7 @@ def _job_output(job_id: str) -> str:
 
 def was_cancelled(job_id: str) -> bool:
     """Whether slurmstepd announced a user's cancel of this start, whatever has become of the job since."""
-    return CANCELLED in _said_by_slurmstepd(job_id, _BEGAN)
+    return CANCELLED in _announced_endings(job_id, _BEGAN)
 
 
 def cancel(job_id: str) -> None:
@@ -175,7 +175,7 @@ def ending(job_id: str, restart: int) -> Ending | None:
         return Ending(end_by_slurm(job_id, restart, _BEGAN) or TAKEN_BACK, comes_back=True)
     if now.state and not now.is_ending:
         return Ending(PREEMPTED_BY_SLURM, comes_back=True, kills=False) if now.preempted else None
-    announced = _said_by_slurmstepd(job_id, _BEGAN)
+    announced = _announced_endings(job_id, _BEGAN)
     if now.reason == "TimeLimit":
         return Ending(TIME_LIMIT)
     if announced:

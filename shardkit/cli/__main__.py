@@ -60,12 +60,19 @@ def _in_two_lines(root: Any, read: Callable[[], Any]) -> Any:
         if options:
             fix = f"did you mean {' or '.join(options)}?"
         elif "Missing argument" in cause:
-            needed = [one for one in ctx.command.params if one.param_type_name == "argument" and one.required]
-            words = " ".join([path, *(one.metavar or one.name.upper() for one in needed)])
-            fix = f"write {words}; {path} --help explains it"
+            needed = [parameter for parameter in ctx.command.params if parameter.required]
+            needed.sort(key=lambda parameter: parameter.param_type_name != "argument")
+            words = [_in_usage(parameter) for parameter in needed]
+            fix = f"write {' '.join([path, *words])}; {path} --help explains it"
         elif (needed_option := getattr(error, "param", None)) is not None and "Missing option" in cause:
             fix = f"add {needed_option.opts[0]} {needed_option.metavar or needed_option.name.upper()}; " + fix
         raise ShardkitError(cause.rstrip(". "), fix) from error
+
+
+def _in_usage(parameter: Any) -> str:
+    """A parameter as one writes it: `RUN_DIR`, `--out DIR`."""
+    metavar = str(parameter.metavar or parameter.name.upper())
+    return metavar if parameter.param_type_name == "argument" else f"{parameter.opts[0]} {metavar}"
 
 
 # Without markup typer does not import rich, which would double the time that --help takes.
@@ -80,8 +87,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardkit {__version__}")
         raise typer.Exit()
 
@@ -173,9 +180,9 @@ def copy_templates(directory: Path, force: bool = False) -> list[Path]:
     }
     present = [path for path in targets if path.exists()]
     if present and not force:
-        more = f" and {len(present) - 1} more" if len(present) > 1 else ""
+        further = f" and {len(present) - 1} more" if len(present) > 1 else ""
         raise ShardkitError(
-            f"{present[0]}{more} would be overwritten", "pass another directory, or --force to overwrite"
+            f"{present[0]}{further} would be overwritten", "pass another directory, or --force to overwrite"
         )
     try:
         for path, source in targets.items():

@@ -11,6 +11,7 @@ from typing import Any
 from ..config.load import LoadedConfig, load_config
 from ..errors import ConfigError
 from ..launch.ranks.gpus import visible_gpus
+from ..plan.search.axes import Combination
 from ..plan.search.ladder import Try, tried
 from ..plan.search.search import INTERRUPTED, Search, SearchResult, Setting, named
 from ..plan.search.trial import writing
@@ -22,47 +23,65 @@ VERIFY_STEPS = 6
 """Steps of each run of --verify; the second is traced, those after it are timed."""
 
 
-def verify(found: SearchResult, most: int, try_it: Try) -> list[Verified]:
-    """Run the `most` settings that are predicted to be fastest; returns the fastest first, failed ones last."""
-    ran = [Verified(setting, try_it(setting.settings, place)) for place, setting in enumerate(found.fitting[:most])]
-    return sorted(ran, key=lambda one: -(one.trial.tokens_per_s or 0.0))
+def verify(settings: Sequence[Setting], try_it: Try, logs: Path) -> list[Verified]:
+    """Run settings for a few steps each; returns the fastest first, failed ones last.
+
+    Args:
+        logs: the folder of the runs, for the error.
+
+    Raises:
+        ConfigError: all of them failed.
+    """
+    runs = [Verified(setting, try_it(setting.settings, number)) for number, setting in enumerate(settings)]
+    runs.sort(key=lambda run: -(run.trial.tokens_per_s or 0.0))
+    if runs[0].trial.outcome != "ok":
+        raise ConfigError(f"no setting ran: {runs[0].trial.message}", f"see the runs' logs in {logs}")
+    return runs
 
 
-def to_json(found: SearchResult, verified: Sequence[Verified] = ()) -> dict[str, Any]:
-    """The whole result, for programs."""
-
-    def one(setting: Setting) -> dict[str, Any]:
-        what = setting.combination
-        return {
-            "engine": what.engine, "policy": what.policy, "precision": what.precision,
-            "micro_batch": setting.micro_batch, "settings": list(setting.settings), "needed": setting.needed,
-            "filled": setting.filled, "tokens_per_s": setting.tokens_per_s, "waits": dict(setting.waits),
-            "exact": setting.estimate is not None,
-        }  # fmt: skip
-
+def to_json(search_result: SearchResult, verified: Sequence[Verified] = ()) -> dict[str, Any]:
+    """The search's result and the runs that verified it, for programs."""
+    refused = search_result.refused.items()
     return {
         "schema": 1,
-        "best": one(found.best),
-        "front": [one(setting) for setting in found.front],
-        "fitting": [one(setting) for setting in found.fitting],
-        "misfits": [one(setting) for setting in found.misfits],
-        "refused": [{"settings": list(what.settings), "reason": why} for what, why in found.refused.items()],
-        "stopped": found.stopped,
-        "left_out": len(found.left_out),
+        "best": _setting_as_json(search_result.best),
+        "front": [_setting_as_json(setting) for setting in search_result.front],
+        "fitting": [_setting_as_json(setting) for setting in search_result.fitting],
+        "misfits": [_setting_as_json(setting) for setting in search_result.misfits],
+        "refused": [{"settings": list(combination.settings), "reason": reason} for combination, reason in refused],
+        "stopped": search_result.stopped,
+        "left_out": len(search_result.left_out),
         "not_tried": [
-            {"engine": one.engine, "policy": one.policy, "precision": one.precision, "settings": list(one.settings)}
-            for one in found.left_out
+            {**_combination_as_json(combination), "settings": list(combination.settings)}
+            for combination in search_result.left_out
         ],
         "verified": [
-            {**one(v.setting), "outcome": v.trial.outcome, "peak": v.trial.peak, "measured": v.trial.tokens_per_s}
-            for v in verified
+            {
+                **_setting_as_json(run.setting),
+                "outcome": run.trial.outcome,
+                "peak": run.trial.peak,
+                "measured": run.trial.tokens_per_s,
+            }
+            for run in verified
         ],
     }
 
 
+def _combination_as_json(combination: Combination) -> dict[str, Any]:
+    return {"engine": combination.engine, "policy": combination.policy, "precision": combination.precision}
+
+
+def _setting_as_json(setting: Setting) -> dict[str, Any]:
+    return {
+        **_combination_as_json(setting.combination), "micro_batch": setting.micro_batch,
+        "settings": list(setting.settings), "needed": setting.needed, "filled": setting.filled,
+        "tokens_per_s": setting.tokens_per_s, "waits": dict(setting.waits), "exact": setting.estimate is not None,
+    }  # fmt: skip
+
+
 def plan_automatically(
     path: str | None,
-    given: Sequence[str],
+    overrides: Sequence[str],
     target: Target,
     margin: float | None,
     most: int,
@@ -75,7 +94,7 @@ def plan_automatically(
 
     Args:
         path: a YAML file; `None` = defaults.
-        given: overrides from the command line; the search does not change their keys.
+        overrides: from the command line; the search does not change their keys.
         margin: share of the memory to leave free; `None` = the uncertainty of the estimate.
         budget: seconds that the search may take; after them, or after Ctrl-C, the best so far is the result.
 
@@ -84,50 +103,47 @@ def plan_automatically(
         SystemExit: 130, with the result written, after Ctrl-C.
     """
 
-    def load(more: Sequence[str]) -> LoadedConfig:
-        return load_config(path, [*given, *more])
+    def load(changes: Sequence[str]) -> LoadedConfig:
+        return load_config(path, [*overrides, *changes])
 
-    here = visible_gpus()
-    if most and target.gpu is not None and here < target.world_size:
+    n_gpus = visible_gpus()
+    if most and target.gpu is not None and n_gpus < target.world_size:
         raise ConfigError(
-            f"--verify {most} trains on {target.world_size} GPUs, this machine has {here}",
+            f"--verify {most} trains on {target.world_size} GPUs, this machine has {n_gpus}",
             "leave --verify out here and pass it on a machine that has them",
         )
-    keys = {".".join(item.partition("=")[0].split(".")[:2]) for item in given}  # a nested override fixes its key
     with writing(folder):  # the search takes minutes: check first that its result can be written
         pass
-    with Search(lambda more: load(more).config, target, keys, margin, ProgressLine(), budget) as search:
+    keys = {".".join(override.partition("=")[0].split(".")[:2]) for override in overrides}  # a nested one fixes its key
+    with Search(lambda changes: load(changes).config, target, keys, margin, ProgressLine(), budget) as search:
         say(f"searching for at most {budget:g} s (--budget): each setting is traced, and the first takes the longest")
-        found = search.run()
-    interrupted = found.stopped == INTERRUPTED
+        search_result = search.run()
+    interrupted = search_result.stopped == INTERRUPTED
     verified = []
     if most and not interrupted:
-        try_it = tried(path, given, target.world_size, folder / "runs", VERIFY_STEPS, cap_setting(memory_cap))
-        verified = verify(found, most, try_it)
-        if verified[0].trial.outcome != "ok":
-            raise ConfigError(
-                f"no setting ran: {verified[0].trial.message}", f"see the runs' logs in {folder / 'runs'}"
-            )
-    chosen = verified[0].setting if verified else found.best
+        try_it = tried(path, overrides, target.world_size, folder / "runs", VERIFY_STEPS, cap_setting(memory_cap))
+        verified = verify(search_result.fitting[:most], try_it, folder / "runs")
+    chosen = verified[0].setting if verified else search_result.best
     with writing(folder):
-        (folder / "auto.json").write_text(json.dumps(to_json(found, verified), indent=1) + "\n")
+        (folder / "auto.json").write_text(json.dumps(to_json(search_result, verified), indent=1) + "\n")
         (folder / "config.yaml").write_text(load(chosen.settings).render())
-    _save_plot(found, folder)
+    _save_plot(search_result, folder)
     if as_json:
-        print(json.dumps(to_json(found, verified), indent=1))
+        print(json.dumps(to_json(search_result, verified), indent=1))
     else:
-        print(show_found("the defaults" if path is None else Path(path).name, found, target))
+        name = "the defaults" if path is None else Path(path).name
+        print(show_found(name, search_result, target))
         if verified:
-            print("\n" + show_verified(verified, found.samples))
-        print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, found.samples)}")
+            print("\n" + show_verified(verified, search_result.samples))
+        print(f"\nwritten: {folder / 'config.yaml'}: {named(chosen, search_result.samples)}")
     if interrupted:
         raise SystemExit(130)
 
 
-def _save_plot(found: SearchResult, folder: Path) -> None:
+def _save_plot(search_result: SearchResult, folder: Path) -> None:
     from ..report.plot import save_front
 
     try:
-        save_front(found, folder)
+        save_front(search_result, folder)
     except ConfigError as error:
         print(f"note: no plot: {error.cause}; {error.fix}", file=sys.stderr)

@@ -82,14 +82,14 @@ def convert(
     from ..config import libraries
 
     libraries.quiet()
-    done = run(
+    conversion = run(
         source, to, out, max_shard_size=max_shard_size, dtype=dtype, step=step, weights_only=weights_only, average=ema,
         merge=merge, base=base,
     )  # fmt: skip
-    for note in done.notes:
+    for note in conversion.notes:
         typer.echo(f"note: {printable(note)}", err=True)
-    typer.echo(printable(f"read {done.kind} checkpoint {done.source}: {done.n_tensors} tensors"))
-    for file in done.files:
+    typer.echo(printable(f"read {conversion.kind} checkpoint {conversion.source}: {conversion.n_tensors} tensors"))
+    for file in conversion.files:
         size = file.stat().st_size
         shown = f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size:,} bytes"
         typer.echo(printable(f"wrote {file} ({shown})"))

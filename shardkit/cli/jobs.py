@@ -53,6 +53,8 @@ def doctor(
     from ..launch.doctor.examine import examine
     from ..launch.ranks.env import detect
 
+    if device not in ("auto", "cpu", "cuda"):
+        raise LaunchError(f"--device {device!r} is not a device", "pass auto, cpu or cuda")
     try:
         env = detect()
     except LaunchError:  # `examine` reports it as a finding

@@ -13,7 +13,7 @@ from ..files.bounded import in_child
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run.dir of a run, finished or not.")],
-    other: Annotated[
+    second: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
         typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to compare with the first."),
     ] = None,
@@ -31,18 +31,18 @@ def report(
     from ..report.read import read_run
     from ..report.script import read_script, script_page
 
-    path = out or run / ("report.html" if other is None else "compare.html")
+    path = out or run / ("report.html" if second is None else "compare.html")
 
     def write() -> str:
         """How a script's last start ended; empty of a config's run."""
-        if other is None and (script := read_script(run)) is not None:
+        if second is None and (script := read_script(run)) is not None:
             save(script_page(script), path)
             return script.status[1]
-        found = read_run(run)
-        save(run_page(found, path) if other is None else compare_page(found, read_run(other)), path)
+        contents = read_run(run)
+        save(run_page(contents, path) if second is None else compare_page(contents, read_run(second)), path)
         return ""
 
-    folders = [run] if other is None else [run, other]
+    folders = [run] if second is None else [run, second]
     ending = in_child("run directory", " and ".join(map(str, folders)), sum(map(_size_of, folders)), write, DataError)
     if ending:
         typer.echo(printable(ending))
@@ -57,7 +57,7 @@ def _size_of(run: Path) -> int:
 
 def profile(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run made with profile.start.")],
-    other: Annotated[
+    second: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads it at run time on Python 3.10
         typer.Argument(metavar="[OTHER_RUN_DIR]", help="A second run, to show beside it."),
     ] = None,
@@ -68,11 +68,11 @@ def profile(
 
     from ..report.profile.show import compare, read_summaries, show
 
-    names = [str(run)] + ([] if other is None else [str(other)])
+    names = [str(run)] + ([] if second is None else [str(second)])
     runs = [read_summaries(Path(name)) for name in names]
     if json_output:
-        found = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
-        typer.echo(json.dumps({"runs": found}, indent=1))
+        summaries = [{"run": name, "ranks": ranks} for name, ranks in zip(names, runs, strict=True)]
+        typer.echo(json.dumps({"runs": summaries}, indent=1))
     elif len(runs) == 1:
         typer.echo(printable_lines(show(names[0], runs[0])))
     else:

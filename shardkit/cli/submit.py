@@ -71,7 +71,7 @@ class ClusterOptions:
         from ..errors import LaunchError
 
         if self.style not in ("torchrun", "srun"):
-            raise LaunchError(f"--style {self.style!r}", "pass torchrun or srun")
+            raise LaunchError(f"--style {self.style!r} is not a way to start ranks", "pass torchrun or srun")
         if self.max_requeues < 0:
             raise LaunchError(f"--max-requeues {self.max_requeues} is negative", "pass 0 or more")
         if self.time is not None and self.time.startswith("-"):
@@ -108,7 +108,7 @@ class ClusterOptions:
         if self.time is not None and not limit_s(self.time):
             raise LaunchError(f"--time {self.time!r} is not a time limit", "pass minutes, H:MM:SS, or DAYS-HOURS")
         return KubernetesOptions(
-            image=self.container, runtime=manifest.runtime, volumes=tuple(manifest.volume or ()),
+            image=self.container, volumes=tuple(manifest.volume or ()),
             memory=_quantity(self.mem), cpus=None if self.cpus_per_task is None else str(self.cpus_per_task),
             limit_s=limit_s(self.time or ""), max_restarts=self.max_restarts,
         )  # fmt: skip
@@ -118,13 +118,10 @@ class ClusterOptions:
 class ManifestOptions:
     """Which kind of cluster takes the job, and options for Kubernetes alone."""
 
-    to: Annotated[
-        str, typer.Option("--to", metavar="slurm|kubernetes|jobset", help="The last two print a manifest.")
-    ] = "slurm"
+    to: Annotated[str, typer.Option("--to", metavar="slurm|kubernetes", help="kubernetes prints a manifest.")] = "slurm"
     volume: Annotated[
         Words, typer.Option(metavar="CLAIM:/PATH", help="Kubernetes: a volume claim to mount; may be repeated.")
     ] = None
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="Kubeflow's training runtime.")] = "torch-distributed"
 
 
 def submit(
@@ -166,7 +163,7 @@ def submit(
         pods = cluster.pod_options(manifest)
         _print_manifest(program, replace(job.spec, kubernetes=pods), cluster.name, ranks.grace_s, render)
         return
-    refuse_options(ctx, ("volume", "runtime"), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
+    refuse_options(ctx, ("volume",), "applies to Kubernetes, not to Slurm", "remove it, or pass --to")
     if program.script is None:
         refuse_options(ctx, ("grace_s",), "applies to pods and to scripts; Slurm's KillWait decides here", "remove it")
     for doubt in job.doubts:

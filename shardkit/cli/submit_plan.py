@@ -27,7 +27,7 @@ class PlanOptions:
 
     gpu: Annotated[Text, typer.Option(metavar="NAME", help="Plan the job for the cluster's cards (h100, …).")] = None
     gpu_memory: Annotated[Text, typer.Option(metavar="80GB", help="Or for cards of this size.")] = None
-    theirs: Annotated[
+    from_files: Annotated[
         Words, typer.Option("--from", metavar="FILE", help="Plan a script by another tool's file; may be repeated.")
     ] = None
     model: Model = None
@@ -37,7 +37,7 @@ class PlanOptions:
     @property
     def describes_script(self) -> bool:
         """Whether files describe a script's job, or an option that belongs to them was given."""
-        return bool(self.theirs or self.model or self.peft)
+        return bool(self.from_files or self.model or self.peft)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def files_of_script(
     """
     from ..errors import LaunchError
 
-    if not options.theirs:
+    if not options.from_files:
         option = "--model" if options.model else "--peft"
         raise LaunchError(f"{option} belongs to --from, which is missing", "add --from with the files of the trainer")
     words = [*([] if config is None else [config]), *overrides]
@@ -82,7 +82,7 @@ def files_of_script(
         )
     files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
     settings = [word for word in words if "=" in word]
-    return ScriptFiles([*options.theirs, *files], settings, options.model, options.peft)
+    return ScriptFiles([*options.from_files, *files], settings, options.model, options.peft)
 
 
 def plan_job(

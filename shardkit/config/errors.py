@@ -37,6 +37,15 @@ _SYNONYMS = {
     "block_size": "train.seq_len",
     "hidden_size": "model.d_model",
     "output_dir": "run.dir",
+    "eval.every_steps": "train.eval_every",
+    "eval.every": "train.eval_every",
+    "eval_steps": "train.eval_every",
+    "logging.every_steps": "logging.every",
+    "logging_steps": "logging.every",
+    "save_steps": "checkpoint.every_steps",
+    "schedule.name": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_ratio": "optim.warmup_steps",
 }
 _VALUE_SYNONYMS = {
     "gpu": "cuda",
@@ -65,6 +74,8 @@ def suggest(path: Path) -> str:
         close = difflib.get_close_matches(path[0], fields, n=1, cutoff=0.7)
         return close[0] if close else _by_key(path[0], dotted)
     section, key = path[0], path[1]
+    if f"{section}.{key}" in _SYNONYMS:
+        return _SYNONYMS[f"{section}.{key}"]
     if section in fields:
         close = difflib.get_close_matches(key, fields[section], n=1, cutoff=0.75)
         close += [name for name in fields[section] if len(key) >= 3 and name.startswith(key)]
@@ -211,6 +222,8 @@ def _number(value: float) -> str:
 
 
 _OFF = {
+    "checkpoint.every_steps": "null saves by time alone (checkpoint.every_minutes)",
+    "checkpoint.every_minutes": "null saves by steps alone (checkpoint.every_steps)",
     "train.eval_every": "null evaluates at the end alone, and train.eval_samples=0 switches evaluation off",
     **dict.fromkeys(
         ("train.ema_decay", "train.max_norm", "memory.trace_step", "profile.start"), "null switches it off"
@@ -228,20 +241,42 @@ def wrong_value(path: Path, value: Any, where: str) -> ConfigError:
     default = section_fields()[path[0]][path[1]].default
     if isinstance(value, float) and not math.isfinite(value):
         wanted = wanted.replace("a number", "a finite number", 1)
-    fix = f"the default is {dotted}={shown(default, 100)}"
+    fix = f"the default is {dotted}={default if isinstance(default, str) else shown(default, 100)}"
     if isinstance(value, (int, float)) and wanted.startswith("text"):
         fix = f'quote it: "{shown(value)}"'
-    elif dotted in _OFF and (not value or str(value).lower() in ("off", "no", "none", "never")):
+    elif dotted in _OFF and (not value or _is_negative(value) or str(value).lower() in ("off", "no", "none", "never")):
         fix = f"set {dotted}=null: {_OFF[dotted]}"
+    elif dotted == "data.columns":
+        fix = _columns_fix(value)
     elif wanted == "a mapping":
-        example = "messages: NAME" if dotted == "data.columns" else "key: value"
-        fix = f"quote it, with a space behind each colon: '{dotted}={{{example}}}'"
+        fix = f"quote it, with a space behind each colon: '{dotted}={{key: value}}'"
     elif isinstance(value, str) and wanted.startswith("one of "):
         choices = wanted.removeprefix("one of ").removesuffix(", or null").split(", ")
         meant = _VALUE_SYNONYMS.get(value.lower(), value.lower())
         close = difflib.get_close_matches(meant, choices, n=1, cutoff=0.7)
-        fix = f"did you mean {dotted}={close[0]}?" if close else fix
+        close = close or [choice for choice in choices if set(meant.split("_")) <= set(choice.split("_"))]
+        if close:
+            fix = f"did you mean {' or '.join(f'{dotted}={choice}' for choice in close)}?"
     return ConfigError(f"{dotted}={shown(value)}{_in(where)}, expected {wanted}", fix)
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value < 0
+
+
+def _columns_fix(value: Any) -> str:
+    """The fix for `data.columns`, whose value is a column's name, or a mapping without a space behind its colon."""
+    pairs = list(value) if isinstance(value, dict) else [value]
+    if len(pairs) == 1 and isinstance(pairs[0], str):
+        role, colon, column = pairs[0].partition(":")
+        if colon and role and column:
+            return f"write a space behind the colon, and quote it: 'data.columns={{{role}: {column}}}'"
+        if pairs[0].isidentifier():
+            return (
+                f"say what it holds: 'data.columns={{messages: {pairs[0]}}}' for conversations, "
+                f"'data.columns={{text: {pairs[0]}}}' for text"
+            )
+    return "quote it, with a space behind each colon: 'data.columns={messages: NAME}'"
 
 
 def from_validation(error: ValidationError, tree: dict[str, Any], locate: Locate) -> list[ConfigError]:

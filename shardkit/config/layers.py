@@ -193,6 +193,8 @@ def _inner(tree: dict[str, Any], path: Path) -> dict[str, Any]:
 def split_override(item: Any) -> tuple[Any, str]:
     """Split `section.key=value` into key and value."""
     dotted, sign, value = item.partition("=") if isinstance(item, str) else ("", "", "")
+    if not sign and str(item).endswith((".yaml", ".yml")):
+        raise _malformed(shown(item), "name one config; what differs follows it as section.key=value")
     if not sign:
         raise _malformed(shown(item))
     return dotted, value

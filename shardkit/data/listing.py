@@ -1,11 +1,10 @@
-"""Find the text files of a corpus, and split them into training and validation files."""
+"""List the files of a data set, and split them into training and validation files."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import os
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,6 @@ from ..errors import DataError
 _SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages"}
 _WILDCARDS = frozenset("*?[")
 _SNIFFED_BYTES = 8192
-TABLES = (".parquet", ".arrow", ".feather")
-RECORDS = (".jsonl", ".ndjson", *TABLES)
-"""Suffixes of files that hold records."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +24,6 @@ class TextFile:
     name: str
     size: int
     mtime_ns: int
-
-
-def find_text_files(path: str | None) -> list[TextFile]:
-    """Candidate files of a text corpus, sorted by relative path: a file, a directory's files, or a glob's.
-
-    None means the source of Python's standard library. Hidden files and `.bin` files are left out; `is_text` decides
-    whether a file really is text when it is read.
-
-    Raises:
-        DataError: the path does not exist, cannot be read, or holds no file.
-    """
-    if path is None:
-        root = sysconfig.get_path("stdlib")
-        files = [file for file in _walk(root) if file.name.endswith(".py")]
-        if not files:
-            raise DataError(
-                f"this Python has no source files of its library in {root}", "set data.path to text of your own"
-            )
-        return files
-    files = find_files(path)
-    _refuse_records(path, files, os.path.isdir(os.path.expanduser(path)))
-    return files
 
 
 def find_files(path: str) -> list[TextFile]:
@@ -64,7 +38,7 @@ def find_files(path: str) -> list[TextFile]:
         if not files[0].size:
             raise DataError(f"data path {path} is an empty file", "set data.path to text that is not empty")
     elif os.path.isdir(expanded):
-        files = _walk(expanded)
+        files = walk(expanded)
         weights = [file.name for file in files if file.name.endswith(".safetensors")]
         if weights and os.path.isfile(os.path.join(expanded, "config.json")):
             raise DataError(
@@ -84,20 +58,6 @@ def find_files(path: str) -> list[TextFile]:
             "set data.path to a text file, a directory or a glob of text; token files are given one by one, as a .bin",
         )
     return files
-
-
-def _refuse_records(path: str, files: list[TextFile], is_directory: bool) -> None:
-    """Refuse records: training would use their bytes, quotes and field names included, or skip them as binary.
-
-    A directory of text may also hold some JSON lines.
-    """
-    found = [file.name for file in files if file.name.lower().endswith(RECORDS)]
-    tables = any(name.lower().endswith(TABLES) for name in found)
-    if found and (tables or not is_directory or len(found) == len(files)):
-        raise DataError(
-            f"data path {path} holds records, not text ({found[0]}), and the run has no tokenizer to read them with",
-            "set data.tokenizer to a tokenizer.json or its folder, or write the token ids to a .bin file",
-        )
 
 
 def is_text(file: TextFile) -> bool:
@@ -123,15 +83,16 @@ def held_out(names: list[str], val_fraction: float) -> set[str]:
     """The names of `split_files`' validation part."""
     if not val_fraction:
         return set()
-    places = {name: _hash_fraction(name) for name in names}
-    ordered = sorted(names, key=lambda name: (places[name], name))
-    n_val = sum(place < val_fraction for place in places.values())
+    fractions = {name: _hash_fraction(name) for name in names}
+    ordered = sorted(names, key=lambda name: (fractions[name], name))
+    n_val = sum(fraction < val_fraction for fraction in fractions.values())
     if len(names) > 1:
         n_val = min(max(n_val, 1), len(names) - 1)
     return set(ordered[:n_val])
 
 
 def unreadable(path: str, error: OSError) -> DataError:
+    """The error for a file or folder that the system refuses to read."""
     return DataError(f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions")
 
 
@@ -153,7 +114,13 @@ def _sorted_files(paths: Iterable[str], root: str) -> list[TextFile]:
     return sorted((file for file in files if file.size and not file.name.endswith(".bin")), key=lambda file: file.name)
 
 
-def _walk(root: str) -> list[TextFile]:
+def walk(root: str) -> list[TextFile]:
+    """All files below a folder, sorted by relative path, without hidden, `.bin` and empty ones and installed packages.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+
     def fail(error: OSError) -> None:
         raise unreadable(str(error.filename), error) from error
 

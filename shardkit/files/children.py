@@ -8,6 +8,8 @@ from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _WITHOUT_CURRENT_DIRECTORY = "import sys; sys.path[:] = [path for path in sys.path if path]\n"
+RUN_MODULE = Path(__file__).resolve().with_name("run_module.py")
+"""A program that runs a module safely where a command line should be short, and the file is there at the start."""
 _RUN_MODULE = f"""{_ROOT!r} in sys.path or sys.path.append({_ROOT!r})
 import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"""
 """Takes the module's name from the arguments, where `ps` shows it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,10 +37,53 @@ class Shard:
     replica: int = 0
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What callers need to know about an engine, where they would otherwise compare names.
+
+    Attributes:
+        shards_state: a rank holds a part of the weights or of their optimizer state.
+        shards_parameters: a rank holds a part of each parameter, so forward gathers them.
+        gathers_by_layer: every module gathers the parameters that it holds itself (ZeRO-3).
+        hooks_modules: the engine's hooks on modules have to stay outside of compiled blocks.
+        hooks_model: the engine hooks into the call of the whole model, so the loss must call it.
+        needs_same_calls: collectives are paired by their order: ranks must call the same blocks.
+        reduces_missing_grads: gradients that only some ranks have are averaged as they should be.
+        counts_unused_as_zero: a parameter that this rank did not use has a gradient of zero.
+    """
+
+    shards_state: bool = False
+    shards_parameters: bool = False
+    gathers_by_layer: bool = False
+    hooks_modules: bool = False
+    hooks_model: bool = True
+    needs_same_calls: bool = False
+    reduces_missing_grads: bool = False
+    counts_unused_as_zero: bool = False
+
+
+class Update(NamedTuple):
+    """What an engine's `step` did.
+
+    Attributes:
+        grad_norm: global norm of the gradient before clipping; 0-d, not synced to the host.
+        updated: False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the
+            norm, and a norm that is not finite ends the run: True then.
+    """
+
+    grad_norm: torch.Tensor
+    updated: bool
+
+
 class Strategy(Protocol):
     """A way to spread a model over ranks. Its methods are called in the order of this class."""
 
     name: str
+
+    @property
+    def facts(self) -> Facts:
+        """What the engine does; final after `setup`."""
+        ...
 
     @property
     def model(self) -> nn.Module:
@@ -74,14 +117,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
-        """Clip to `max_norm`, update, clear gradients; returns the global norm before clipping (0-d, not synced to the
-        host)."""
+    def step(self, max_norm: float | None) -> Update:
+        """Clip to `max_norm`, update, clear gradients; returns the norm, and whether the update took place."""
         ...
 
     def loss_scale(self) -> float:
-        """The factor by which fp16 multiplies the loss now; 1 without scaling. With scaling, a norm that is not finite
-        means that every rank skipped the step."""
+        """The factor by which fp16 multiplies the loss now; 1 without scaling."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
-from ..parallel import compat
+from ..parallel import compat, compat_fsdp
 from ..parallel.blocks import plain_type
 
 _LOG = logging.getLogger(__name__)
@@ -133,15 +133,15 @@ class Reach(TorchFunctionMode):
         for unit in self.held:
             unit.set_requires_gradient_sync(reduces, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
-            compat.reduce_gradients(unit)
+            compat_fsdp.reduce_gradients(unit)
             self._keep(unit)
         for unit in self._late if reduces else ():
-            compat.reduce_gradients(unit)
+            compat_fsdp.reduce_gradients(unit)
 
     def _look_for_gradients(self, reduces: bool) -> None:
         """Find the units that got gradients after they had reduced theirs."""
         for unit in [*self._units, self._model] if reduces else ():
-            if unit not in self.held and unit not in self._late and compat.has_gradients(unit):
+            if unit not in self.held and unit not in self._late and compat_fsdp.has_gradients(unit):
                 self._late.append(unit)
 
     def finish_step(self) -> None:
@@ -174,10 +174,10 @@ class Reach(TorchFunctionMode):
             return tree
         unit, module, name = slot
         if isinstance(getattr(module, name), DTensor):
-            where = f"{self._names[id(module)]}.{name}"
+            name_of_use = f"{self._names[id(module)]}.{name}"
             if unit not in self.held:
-                self.agree(f"{where} outside of its block's forward")
-                self._say(f"{where} is used outside of {self._names[id(unit)]}'s forward", unit)
+                self.agree(f"{name_of_use} outside of its block's forward")
+                self._say(f"{name_of_use} is used outside of {self._names[id(unit)]}'s forward", unit)
             self.hold(unit)
             unit.unshard()
             self.gathered()
@@ -186,7 +186,7 @@ class Reach(TorchFunctionMode):
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward inside of forward: hold the units that it goes through."""
         self._steps = -sys.maxsize  # observe every step
-        with compat.backward_inside_forward(self._model, self._units) as entered:
+        with compat_fsdp.backward_inside_forward(self._model, self._units) as entered:
             result = func(*args, **kwargs)
         for unit in entered:
             if unit not in self.held:
@@ -199,9 +199,9 @@ class Reach(TorchFunctionMode):
     def _say(self, cause: str, unit: FSDPModule) -> None:
         if is_first_rank():
             frame = _caller(sys._getframe())
-            where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+            line = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
             numel = sum({id(param): int(param.numel()) for _, _, param in slots(unit)}.values())
-            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, where, numel)
+            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, line, numel)
 
 
 def without_views(module: nn.Module, args: Any, out: Any) -> Any:
@@ -313,12 +313,12 @@ def _reached(error: Exception, model: nn.Module) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_locals["self"] for frame in frames if id(frame.f_locals.get("self")) in names]
     callers = [frame for frame in frames if not _is_torch(frame) and id(frame.f_locals.get("self")) in names]
-    where = f" ({callers[-1].f_code.co_filename}:{callers[-1].f_lineno})" if callers else ""
+    line = f" ({callers[-1].f_code.co_filename}:{callers[-1].f_lineno})" if callers else ""
     if not modules:
         return f"a parameter of {plain_type(model).__name__}"
     part = modules[-1]
     units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     unit = next((unit for unit in units if any(inner is part for inner in unit.modules())), None)
     if unit is None:
-        return f"a parameter of a block, read by {names[id(part)]}{where},"
-    return f"{names[id(part)]} in the block {names[id(unit)]}{where}"
+        return f"a parameter of a block, read by {names[id(part)]}{line},"
+    return f"{names[id(part)]} in the block {names[id(unit)]}{line}"

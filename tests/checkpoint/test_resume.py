@@ -210,7 +210,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(fresh: Path) -> No
 def test_a_finished_run_has_nothing_to_do_and_is_made_longer(fresh: Path) -> None:
     first = run(fresh, "train.max_steps=2")
     assert first.returncode == 0
-    limit = "a save that writes nothing for {} s ends the job (checkpoint.timeout_s)"
+    limit = "if a save makes no progress for {} s, the job ends (checkpoint.timeout_s)"
     assert limit.format(1800) in first.stdout, "no save of the run was timed yet"
     before, checkpoints = losses(fresh), fresh / "run" / "checkpoints"
     (checkpoints / "step_00000009.tmp").mkdir()  # as a start that was killed in a save leaves them
@@ -391,9 +391,9 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     note_early()  # as train's entry does: the signal stays pending
     with start(load_config(None, settings)) as job:
         trainer = Trainer(job)
-        (whole,) = trainer.val_parts.values()
+        (whole,) = trainer.val_data.values()
         data = Asked(whole, job.world.rank)
-        trainer.val_parts = {"": data}
+        trainer.loop.val_parts = {"": data}
         outcome = trainer.fit()
     return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
 

@@ -13,7 +13,8 @@ import pytest
 
 from shardkit.config.schema import DataConfig, RunConfig
 from shardkit.data.datasets.windows import IGNORE_INDEX, Windows, open_covered
-from shardkit.data.listing import find_text_files, split_files
+from shardkit.data.listing import split_files
+from shardkit.data.rows.formats import find_text_files
 from shardkit.data.store.corpus import Corpus, open_corpus
 from shardkit.errors import ConfigError, DataError
 

@@ -13,7 +13,7 @@ import pytest
 from shardkit.config.schema import RunConfig
 from shardkit.data.datasets.text_data import TextData
 from shardkit.data.datasets.windows import IGNORE_INDEX
-from shardkit.data.rows import pieces as records
+from shardkit.data.rows.parquet import Parquet
 from shardkit.errors import DataError
 
 from .chats import MARKED, PLAIN, write_lines, write_tokenizer
@@ -216,7 +216,7 @@ def compare(seed: int, folder: Path) -> Outcome:
 
 
 def test_all_formats_and_ways_of_reading_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "GROUP_ROWS", 2)
+    monkeypatch.setattr(Parquet, "part_rows", 2)
     outcomes = [compare(seed, tmp_path / str(seed)) for seed in SEEDS]
     trained = [samples for samples in outcomes if not isinstance(samples, str)]
     assert len(SEEDS) / 4 < len(trained) < len(SEEDS), "draws are neither all good nor all bad"
@@ -224,7 +224,7 @@ def test_all_formats_and_ways_of_reading_agree(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.release
 def test_fresh_rows_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "GROUP_ROWS", 2)
+    monkeypatch.setattr(Parquet, "part_rows", 2)
     start = random.SystemRandom().randrange(10**6)
     print(f"seeds from {start} on")
     for seed in range(start, start + 300):

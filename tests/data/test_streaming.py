@@ -16,7 +16,7 @@ from shardkit.data.datasets.text_data import Streamed
 from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.loader import StepLoader
 from shardkit.data.order import BatchSchedule, State, WindowOrder
-from shardkit.data.rows import pieces as records
+from shardkit.data.rows.format import RowFormat
 from shardkit.data.tokenize.tokenizer import load_tokenizer
 from shardkit.errors import ConfigError, DataError
 from tests.commands import python_m
@@ -47,7 +47,7 @@ def test_an_epoch_has_each_row_once_window_by_window(sizes: list[int], shuffle: 
 
 
 def stream_of(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> Streamed:
-    monkeypatch.setattr(records, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(RowFormat, "piece_bytes", 2000)
     data = opened(tmp_path, path, **{"streaming": True, "val_path": str(path), **keys})
     found = data.dataset("train")
     assert isinstance(found, Streamed)
@@ -306,7 +306,7 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from shardkit.data.rows import tabular as tables
+    from shardkit.data.rows import parquet as parquet_format
 
     rows = [{"messages": conversation(i)} for i in range(300)]
     path = tmp_path / "rows.parquet"
@@ -315,16 +315,15 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
         writer.write_table(pa.Table.from_pylist(rows[start:stop]))
     writer.close()
     whole = [tokens[:-1] for tokens, _ in everything(opened(tmp_path, path, seq_len=200))]
-    monkeypatch.setattr(records, "GROUP_ROWS", 20)
+    monkeypatch.setattr(parquet_format.Parquet, "part_rows", 20)
     decoded: list[int] = []
-    batches = tables.parquet_batches
+    read_groups = parquet_format.read_groups
 
     def counted(path: str, groups: Any, columns: Any) -> Any:
         decoded.extend(groups)
-        yield from batches(path, groups, columns)
+        yield from read_groups(path, groups, columns)
 
-    monkeypatch.setattr(tables, "parquet_batches", counted)
-    monkeypatch.setattr(records, "parquet_batches", counted)
+    monkeypatch.setattr(parquet_format, "read_groups", counted)
     data = stream_of(tmp_path, path, monkeypatch, seq_len=200)
     assert [piece.n_rows is not None for piece in data.stream.pieces] == [False, *[True] * 7, False, False] + [
         True
@@ -344,10 +343,11 @@ def test_parts_of_a_row_group_are_read_once_and_in_order(
 
 _STREAMED = """
 import json, os, resource, sys
-from shardkit.data.rows.pieces import Piece, PieceReader, cut, find_records
+from shardkit.data.rows.formats import find_records
+from shardkit.data.rows.pieces import PieceReader, cut
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
-files, kind = find_records(sys.argv[1])
-pieces = cut(files, kind, split_groups=sys.argv[2] == "parts")
+files, row_format = find_records(sys.argv[1])
+pieces = cut(files, row_format, split_groups=sys.argv[2] == "parts")
 reader = PieceReader(pieces, ["text"], 4)
 reader.row(0, 0)
 open("/proc/self/clear_refs", "w").write("5")

@@ -19,7 +19,10 @@ from shardkit.config.schema import RunConfig
 from shardkit.data.datasets.text_data import TextData
 from shardkit.data.datasets.windows import IGNORE_INDEX
 from shardkit.data.order import MixOrder
-from shardkit.data.rows import pieces as records
+from shardkit.data.rows.format import RowFormat
+from shardkit.data.rows.formats import find_records
+from shardkit.data.rows.jsonl import JsonLines
+from shardkit.data.rows.pieces import cut
 from shardkit.data.tokenize.prepared import open_source
 from shardkit.data.tokenize.tokenizer import load_tokenizer, tokenizer_path
 from shardkit.errors import ConfigError, DataError
@@ -155,7 +158,7 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
     for module in ("decoder", "encoder"):
         (folder / f"{module}.py").write_bytes((Path(json.__file__).parent / f"{module}.py").read_bytes())
     one = opened(tmp_path, folder)
-    monkeypatch.setattr(records, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(RowFormat, "piece_bytes", 3000)
     monkeypatch.setattr(encode, "_SMALL", 0)
     several = opened(tmp_path, folder, cache_dir=str(tmp_path / "other"))
     lengths = [
@@ -169,8 +172,8 @@ def test_workers_give_the_tokens_of_one_process(tmp_path: Path, monkeypatch: pyt
 
 def test_a_small_set_has_work_for_every_worker(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", ({"text": f"ask {i} " * 100} for i in range(2000)))
-    files, kind = records.find_records(str(path))
-    sizes = [piece.size for piece in records.cut(files, kind, records.encoded_bytes(files))]
+    files, row_format = find_records(str(path))
+    sizes = [piece.size for piece in cut(files, row_format, row_format.encoded_piece_bytes(files))]
     assert len(sizes) >= 12 and max(sizes) < path.stat().st_size / 10
 
 
@@ -436,6 +439,6 @@ def test_the_cache_knows_tokenizer_template_data_and_pieces(tmp_path: Path, monk
     others = {entry(loss_on="all"), entry(chat_template=str(tmp_path / "other.jinja"), max_bad_rows=0.9)}
     write_lines(path, ({"messages": conversation(i + 1)} for i in range(9)))
     others.add(entry())
-    monkeypatch.setattr(records, "ENCODED_BYTES", (100, 100))  # the data digest is of the pieces
+    monkeypatch.setattr(JsonLines, "encoded_bytes", (100, 100))  # the data digest is of the pieces
     others.add(entry())
     assert len(others | {first}) == 5

@@ -32,16 +32,14 @@ CONFIG = replace(
     kubernetes=KubernetesOptions("train:3"),
 )  # fmt: skip
 CASES = {
-    "script.trainjob": ("kubernetes", BASE), "config.trainjob": ("kubernetes", CONFIG),
-    "script.jobset": ("jobset", BASE), "config.jobset": ("jobset", CONFIG),
+    "script.jobset": BASE, "config.jobset": CONFIG,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_manifest_is_the_recorded_one(name: str) -> None:
     """Record anew, after looking at the difference: SHARDKIT_RECORD=1 pytest tests/launch/test_kubernetes.py."""
-    cluster, spec = CASES[name]
-    path, text = GOLDEN / f"{name}.yaml", choose(cluster).render(spec)
+    path, text = GOLDEN / f"{name}.yaml", choose("kubernetes").render(CASES[name])
     if os.environ.get("SHARDKIT_RECORD") == "1":
         path.write_text(text)
     assert text == path.read_text()
@@ -52,16 +50,15 @@ def test_the_published_models_read_every_key(name: str) -> None:
     """They drop keys that they do not know without a word: only an equal dictionary shows that there was none."""
     models: Any = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
     manifest = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
-    model = {"TrainJob": models.TrainerV1alpha1TrainJob, "JobSet": models.JobsetV1alpha2JobSet}[manifest["kind"]]
+    model = models.JobsetV1alpha2JobSet
     assert model.from_dict(manifest).to_dict() == manifest
     manifest["spec"]["replicasTypo"] = 1
     assert model.from_dict(manifest).to_dict() != manifest
 
 
 def test_words_reach_the_script_unchanged() -> None:
-    for cluster, spec in CASES.values():
-        manifest = yaml.safe_load(choose(cluster).render(spec))
-        node = manifest["spec"].get("trainer") or _container(manifest)
+    for spec in CASES.values():
+        node = _container(yaml.safe_load(choose("kubernetes").render(spec)))
         words = [*node["command"], *node["args"]]
         assert words[:4] == ["python3", "-m", "shardkit.cli", "launch"]
         if spec.script is not None:
@@ -73,12 +70,11 @@ def test_words_reach_the_script_unchanged() -> None:
 def test_kubernetes_expands_nothing_in_the_users_words() -> None:
     """Kubernetes replaces $(NAME) by a variable of the container, and reads $$ as a $, in command, args and env."""
     words = ["train.py", "--title", "$(HF_TOKEN)", "$$(HF_TOKEN)", "costs $5", "$$"]
-    for cluster, spec in CASES.values():
+    for spec in CASES.values():
         if spec.script is None:
             continue
         hostile = replace(spec, script=replace(spec.script, argv=tuple(words)))
-        manifest = yaml.safe_load(choose(cluster).render(hostile))
-        node = manifest["spec"].get("trainer") or _container(manifest)
+        node = _container(yaml.safe_load(choose("kubernetes").render(hostile)))
         assert node["args"][-len(words) :] != words
         assert [_expanded(word, {"HF_TOKEN": "secret"}) for word in node["args"]][-len(words) :] == words
 
@@ -108,16 +104,15 @@ def _container(manifest: dict[str, Any]) -> dict[str, Any]:
         ({"kubernetes": KubernetesOptions("i", volumes=("data:runs",))}, "is not CLAIM:/PATH"),
     ],
 )
-@pytest.mark.parametrize("cluster", ["kubernetes", "jobset"])
-def test_what_kubernetes_would_refuse_is_refused_here(cluster: str, change: dict[str, Any], said: str) -> None:
+def test_what_kubernetes_would_refuse_is_refused_here(change: dict[str, Any], said: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        CLUSTERS[cluster].render(replace(BASE, **change))
+        CLUSTERS["kubernetes"].render(replace(BASE, **change))
     assert said in caught.value.cause and caught.value.fix
 
 
 def test_every_cluster_is_behind_the_same_interface() -> None:
     texts = {name: cluster.render(BASE) for name, cluster in CLUSTERS.items()}
-    assert texts["slurm"].startswith("#!/bin/bash\n") and len(set(texts.values())) == 3
+    assert texts["slurm"].startswith("#!/bin/bash\n") and len(set(texts.values())) == 2
     with pytest.raises(LaunchError, match="--to 'lsf'"):
         choose("lsf")
 
@@ -166,7 +161,8 @@ def test_a_pod_with_one_rank_knows_who_it_is_and_one_with_more_needs_a_launcher(
         (["--to", "kubernetes", "--partition", "gpu"], "--partition applies to Slurm"),
         (["--to", "lsf"], "--to 'lsf'"),
         (["--volume", "data:/data"], "--volume applies to Kubernetes"),
-        (["--to", "jobset"], "needs an image"),
+        (["--to", "kubernetes"], "needs an image"),
+        (["--to", "jobset"], "--to jobset is written --to kubernetes now"),
         (["--to", "kubernetes", "--container", "a", "--mem", "lots"], "--mem 'lots' is not a size"),
         (["--to", "kubernetes", "--container", "a", "--mem", "1.5G"], "--mem '1.5G' is not a size"),
         (["--to", "kubernetes", "--container", "a", "--time", "soon"], "--time 'soon' is not a time limit"),
@@ -195,8 +191,10 @@ def test_submit_prints_a_manifest_and_writes_nothing(
         main(["submit", *main_words, "--run-dir", "/data/My run", "--", "train.py", "--lr", "3"])
     assert ended.value.code == 0 and list(tmp_path.iterdir()) == []
     manifest = yaml.safe_load(capsys.readouterr().out)
-    assert manifest["metadata"]["name"] == "shardkit-my-run" and manifest["spec"]["activeDeadlineSeconds"] == 14400
-    assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "memory": "64Gi"}
+    assert manifest["metadata"]["name"] == "shardkit-my-run" and manifest["kind"] == "JobSet"
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["activeDeadlineSeconds"] == 14400
+    assert _container(manifest)["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "64Gi"}
 
 
 @pytest.mark.parametrize(
@@ -206,4 +204,4 @@ def test_sizes_mean_the_same_to_kubernetes(asked: str, limit: str, capsys: pytes
     with pytest.raises(SystemExit):
         main(["submit", "--to", "kubernetes", "--container", "a", "--mem", asked, "--", "train.py"])
     manifest = yaml.safe_load(capsys.readouterr().out)
-    assert manifest["spec"]["trainer"]["resourcesPerNode"]["limits"]["memory"] == limit
+    assert _container(manifest)["resources"]["limits"]["memory"] == limit

@@ -49,14 +49,15 @@ def test_rank_0_is_shown_and_every_rank_is_logged(plain: tuple[Path, subprocess.
     assert not (folder / "logs/20260101-000000-node0-1").exists() and not (REPO / "hacked").exists()
     assert sorted(losses(folder)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
-    shown = done.stdout.splitlines()[0]
+    first, shown = done.stdout.splitlines()[:2]
+    assert first == "starting 2 ranks on this machine, as this command does in a shell:"
     assert shown.startswith("$ ") and "torch.distributed.run" in shown and "--nproc-per-node 2" in shown
 
 
 @pytest.mark.slow
 def test_the_printed_command_is_what_runs(plain: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = plain
-    shown = done.stdout.splitlines()[0]
+    shown = done.stdout.splitlines()[1]
     in_a_shell = ["bash", "-c", shown[2:] + " --print-config"]
     again = subprocess.run(in_a_shell, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

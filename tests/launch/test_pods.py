@@ -42,7 +42,7 @@ class PodEnd:
 
 
 def job_set_of(spec: JobSpec) -> Any:
-    return yaml.safe_load(choose("jobset").render(spec))["spec"]
+    return yaml.safe_load(choose("kubernetes").render(spec))["spec"]
 
 
 def end_of_job(job: Any, ends: list[PodEnd]) -> str | None:

@@ -367,7 +367,7 @@ def test_the_end_time_of_a_cancelled_job_is_no_time_limit(tmp_path: Path, monkey
     """Slurm sets it to the moment of the cancel, and sends SIGTERM to the steps itself."""
     measured(tmp_path, [400.0], [10.0])
     clock = Clock(monkeypatch, tmp_path, requeue.Outlook(ends_at=100_000))
-    monkeypatch.setattr(requeue, "_said_by_slurmstepd", lambda *_: [])
+    monkeypatch.setattr(requeue, "_announced_endings", lambda *_: [])
     clock.run(40)
     clock.outlook = requeue.Outlook(ends_at=40, state="COMPLETING")
     clock.run(100)

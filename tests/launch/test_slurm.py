@@ -56,12 +56,13 @@ def test_script_is_the_recorded_one(name: str) -> None:
 
 def test_bash_hands_hostile_words_on_unchanged(tmp_path: Path) -> None:
     python = tmp_path / "my $(touch hacked) python"
-    python.write_text('#!/bin/bash\n[ "$1" = -c ] || printf "%s\\0" "$@"\n')
+    python.write_text('#!/bin/bash\n[ "$#" = 2 ] || printf "%s\\0" "$@"\n')
     python.chmod(0o755)
     script = render_sbatch(replace(CASES["hostile"], python=str(python)))
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     words = done.stdout.split("\0")[:-1]
-    assert words == ["-m", "shardkit.launch.batch", "torchrun", f"/data/{HOSTILE}/c.yaml", f"data.path={HOSTILE}"]
+    assert words[0] == "-c"
+    assert words[2:] == ["shardkit.launch.batch", "torchrun", f"/data/{HOSTILE}/c.yaml", f"data.path={HOSTILE}"]
     assert os.listdir(tmp_path) == [python.name]
 
 
@@ -82,7 +83,7 @@ def test_the_srun_command() -> None:
     argv = step_argv(batch, environ)
     assert argv[:5] == ["srun", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4"]
     assert "--cpus-per-task=3" in argv and "--output=/r/a%%b/logs/slurm-7.0/rank-%t.log" in argv
-    assert argv[-3:] == ["-m", "shardkit.train", "run.dir=/r/a%b"]
+    assert argv[-2:] == ["shardkit.train", "run.dir=/r/a%b"] and "-m" not in argv
 
 
 @pytest.mark.parametrize("style", ["torchrun", "srun"])
@@ -137,7 +138,7 @@ def test_templates_outside_slurm_and_without_shardkit(template: str, tmp_path: P
 
 
 PYTHON = """#!/bin/bash
-if [ "$1" = -c ]; then echo looking; read -r; exit; fi
+if [ "$#" = 2 ]; then echo looking; read -r; exit; fi
 echo starting; read -r
 exec {python} -c 'from shardkit.launch.slurm.preemption_warning import PreemptionWarning
 warning = PreemptionWarning()

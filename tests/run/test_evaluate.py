@@ -83,7 +83,7 @@ def val_losses(root: str) -> dict[str, list[float]]:
             for micro_batch in (1, 3):
                 train = job.config.train.model_copy(update={"micro_batch_size": micro_batch})
                 job.loaded = replace(job.loaded, config=job.config.model_copy(update={"train": train}))
-                found[case].append(evaluate(job, trainer.task, trainer.val_parts)["val_loss"])
+                found[case].append(evaluate(job, trainer.task, trainer.val_data)["val_loss"])
         gc.collect()
     return found
 

@@ -18,7 +18,8 @@ from ..loader import MapDataset
 from ..order import MixOrder, WindowOrder
 from ..pack import PackedDocuments, collate_packed, corpus_documents, nothing_left, plan_packed
 from ..rows.columns import RowError
-from ..rows.pieces import BadRow, PieceReader
+from ..rows.format import BadRow
+from ..rows.pieces import PieceReader
 from ..store.corpus import Corpus, unigram_cross_entropy
 from ..store.tokenised import Documents, LongCounts, Split
 from ..tokenize.encode import Encoder
@@ -87,7 +88,7 @@ class Streamed:
 
     def order(self, seed: int, shuffle: bool) -> WindowOrder:
         """The order in which a run takes the rows."""
-        goes_on = np.array([piece.goes_on for piece in self.stream.pieces], dtype=np.bool_)
+        goes_on = np.array([piece.follows_previous for piece in self.stream.pieces], dtype=np.bool_)
         return WindowOrder(self._sizes, seed, shuffle, goes_on)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -171,7 +172,7 @@ class Streamed:
         piece = self.stream.pieces[number]
         if piece.n_rows is not None:
             return f"{piece.path}, row {piece.first_row + at + 1} of group {piece.start}"
-        return f"{piece.path}, row {at + 1} from {'byte' if piece.kind == 'jsonl' else 'group'} {piece.start} on"
+        return f"{piece.path}, row {at + 1} from {piece.format.unit} {piece.start} on"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None, "_encoder": None}

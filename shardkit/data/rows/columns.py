@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
 from ...errors import DataError
-from ..listing import TextFile, unreadable
-from .pieces import Kind as FileKind
-from .pieces import parse_line, refuse_array
-from .tabular import schema
 
 Kind = Literal["text", "messages", "prompt"]
 TOOLS = "tools"
@@ -116,53 +110,3 @@ def choose_columns(present: Sequence[str], named: Mapping[Any, str], where: str)
         "name them: 'data.columns={text: NAME}', 'data.columns={messages: NAME}' or "
         "'data.columns={prompt: NAME, completion: NAME}'",
     )
-
-
-def column_names(files: list[TextFile], kind: FileKind, wanted: set[str]) -> list[str]:
-    """The columns that any row of a set of records has: of tables all, of JSON lines those of the first object and of
-    `wanted` those that any other object has.
-
-    Raises:
-        DataError: a file cannot be read, is damaged, or the first file of JSON lines holds no object.
-    """
-    if kind != "jsonl":
-        return list(dict.fromkeys(name for file in files for name in schema(file.path, kind).names))
-    refuse_array(files[0])
-    names: list[str] = []
-    for file in files:
-        try:
-            with open(file.path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                _scan(content, wanted, names)
-        except OSError as error:
-            raise unreadable(file.path, error) from error
-        if not names:
-            raise DataError(f"{file.path} has no line with a JSON object", "write one JSON object a line")
-    return names
-
-
-def _scan(content: mmap.mmap, wanted: set[str], names: list[str]) -> None:
-    """Add the names of `wanted` that an object of these lines has; to an empty list, all of the first object.
-
-    Only lines where the quoted name occurs are parsed, which makes this as fast as reading the file.
-    """
-    position = 0
-    while position < len(content) and (missing := wanted.difference(names)):
-        if names:
-            hit = _quoted(missing).search(content, position)
-            if hit is None:
-                return
-            position = hit.start()
-        start = content.rfind(b"\n", 0, position) + 1
-        stop = content.find(b"\n", position)
-        stop = len(content) if stop < 0 else stop + 1
-        row = parse_line(0, content[start:stop])
-        if isinstance(row, dict):
-            names += [name for name in row if name in missing] if names else list(row)
-        position = stop
-
-
-def _quoted(names: set[str]) -> re.Pattern[bytes]:
-    """Finds any of these names as a member of an object; any object, if a name can be written in several ways."""
-    if any(not re.fullmatch(r"[\w .-]+", name, re.ASCII) for name in names):
-        return re.compile(rb"\{")
-    return re.compile(b'"(?:' + b"|".join(re.escape(name.encode()) for name in sorted(names)) + b')"\\s*:')

@@ -1,89 +1,76 @@
-"""Parquet and arrow files: schemas, batches, and parts of row groups. pyarrow is imported where it is used."""
+"""The common part of Parquet and Arrow. pyarrow is imported where it is used."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from ...errors import DataError
+from ..listing import TextFile
+from .format import LoadedRows, Piece, RowFormat
 
-BATCH_ROWS, BATCH_BYTES = 1024, 1 << 22
-"""Most rows of a parquet file that are decoded together, and about how many bytes."""
-_BUFFER_BYTES = 1 << 18
-
-
-def parquet_file(path: str) -> Any:
-    """An open parquet file.
-
-    Raises:
-        DataError: pyarrow is not installed, or the file is damaged.
-    """
-    parquet = _pyarrow("pyarrow.parquet", path)
-    try:
-        # Without a buffer pyarrow reads a whole column of a row group at once, however few rows are asked for.
-        return parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from error
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
 
 
-def parquet_batches(path: str, groups: Sequence[int], columns: list[str] | None) -> Iterator[Any]:
-    """The rows of some row groups in small record batches; memory does not grow with the groups.
+class TableFormat(RowFormat):
+    """A format whose rows pyarrow reads as record batches."""
 
-    Args:
-        columns: names of the columns to read, of which the file may lack some; None = all.
-    """
-    file = parquet_file(path)
-    n_rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-    n_bytes = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-    n_together = max(1, min(BATCH_ROWS, BATCH_BYTES * n_rows // max(n_bytes, 1)))
-    there = _existing(file.schema_arrow.names, columns)
-    yield from file.iter_batches(n_together, row_groups=list(groups), columns=there, use_threads=False)
+    is_table = True
+
+    @abstractmethod
+    def schema(self, path: str) -> Any:
+        """The schema of a file."""
+
+    @abstractmethod
+    def batches(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
+        """The record batches of a piece."""
+
+    @abstractmethod
+    def count_rows(self, path: str, pieces: Sequence[Piece]) -> list[int]:
+        """The number of rows of each of a file's pieces."""
+
+    def footer_bytes(self, path: str) -> int:
+        """Bytes at the end of a file that are added to the digest in full."""
+        return 0
+
+    def columns(self, files: Sequence[TextFile], wanted: set[str]) -> list[str]:
+        return list(dict.fromkeys(name for file in files for name in self.schema(file.path).names))
+
+    def rows(self, piece: Piece, columns: list[str] | None) -> Iterator[Any]:
+        for batch in self.batches(piece, columns):
+            yield from to_dicts(batch)
+
+    def load(self, piece: Piece, columns: list[str] | None) -> LoadedRows:
+        return TableRows(to_table(list(self.batches(piece, columns)), piece.path))
+
+    def survey(self, pieces: Sequence[Piece], digest: hashlib.blake2b) -> Iterator[int]:
+        """See `RowFormat.survey`. The digest gets blocks of the file at even distances, and the footer."""
+        for path, of_file in groupby(pieces, key=lambda piece: piece.path):
+            digest.update(_sample_blocks(path, self.footer_bytes(path)))
+            yield from self.count_rows(path, list(of_file))
 
 
-def arrow_batches(path: str, columns: list[str] | None = None) -> Iterator[Any]:
-    """The record batches of an arrow file: the stream that `datasets` writes, or the file format (feather).
+class TableRows:
+    """A table of pyarrow's, converted row by row."""
 
-    Args:
-        columns: names of the columns to give, of which the file may lack some; None = all.
-    """
-    pyarrow = _pyarrow("pyarrow", path)
-    with pyarrow.memory_map(path) as source:
-        reader, batches = _arrow_reader(pyarrow, path, source)
-        there = _existing(reader.schema.names, columns)
-        for batch in batches:
-            yield batch if there is None else batch.select(there)
+    def __init__(self, table: Any) -> None:
+        self._table = table
 
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
 
-def _arrow_reader(pyarrow: Any, path: str, source: Any) -> tuple[Any, Iterator[Any]]:
-    with open(path, "rb") as stream:
-        is_file = stream.read(6) == b"ARROW1"
-    if not is_file:
-        reader = pyarrow.ipc.open_stream(source)
-        return reader, iter(reader)
-    reader = pyarrow.ipc.open_file(source)
-    return reader, (reader.get_batch(i) for i in range(reader.num_record_batches))
-
-
-def schema(path: str, kind: str) -> Any:
-    """The schema of a parquet or arrow file.
-
-    Raises:
-        DataError: pyarrow is not installed, or the file is damaged.
-    """
-    if kind == "parquet":
-        return parquet_file(path).schema_arrow
-    pyarrow = _pyarrow("pyarrow", path)
-    try:
-        with pyarrow.memory_map(path) as source:
-            return _arrow_reader(pyarrow, path, source)[0].schema
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from error
+    def row(self, index: int) -> tuple[int, Any]:
+        return index, to_dicts(self._table.slice(index, 1))[0]
 
 
 def to_table(batches: list[Any], path: str) -> Any:
     """Record batches of one schema as a table."""
-    return _pyarrow("pyarrow", path).Table.from_batches(batches)
+    return pyarrow_module("pyarrow", path).Table.from_batches(batches)
 
 
 def to_dicts(rows: Any) -> list[dict[str, Any]]:
@@ -94,48 +81,32 @@ def to_dicts(rows: Any) -> list[dict[str, Any]]:
     return rows.to_pylist()  # type: ignore[no-any-return]
 
 
-def _existing(names: list[str], columns: list[str] | None) -> list[str] | None:
+def existing(names: list[str], columns: list[str] | None) -> list[str] | None:
+    """Those of `columns` that a file has; None = all."""
     return None if columns is None else [name for name in columns if name in names]
 
 
-class GroupReader:
-    """Reads a row group of a parquet file from its start to its end, so many rows at a time.
+def pyarrow_module(module: str, path: str) -> Any:
+    """A module of pyarrow.
 
-    Attributes:
-        position: rows that were read or skipped.
+    Raises:
+        DataError: pyarrow is not installed; names the file that needs it.
     """
-
-    def __init__(self, path: str, group: int, columns: list[str] | None) -> None:
-        self.path, self.position = path, 0
-        self._batches = parquet_batches(path, [group], columns)
-        self._left: Any = None
-
-    def read(self, n_rows: int) -> Any:
-        """The next `n_rows` rows as a table.
-
-        Raises:
-            DataError: the file has fewer rows, or is damaged.
-        """
-        parts, missing = [], n_rows
-        while missing:
-            batch = self._left if self._left is not None else next(self._batches, None)
-            if batch is None:
-                raise damaged(self.path, ValueError(f"a row group has no more than {self.position} rows"))
-            parts.append(batch.slice(0, missing))
-            self._left = batch.slice(missing) if batch.num_rows > missing else None
-            missing -= parts[-1].num_rows
-        self.position += n_rows
-        return to_table(parts, self.path)
-
-
-def damaged(path: str, error: Exception) -> DataError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DataError(f"{path} is damaged or cut short: {reason}", "copy or write the file again")
-
-
-def _pyarrow(module: str, path: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         cause = f"{path} needs pyarrow, which does not import: {error}"
         raise DataError(cause, "pip install shardkit[finetune]") from error
+
+
+def _sample_blocks(path: str, footer_bytes: int) -> bytes:
+    """Blocks of a file at even distances, its first and last bytes among them, and its last `footer_bytes`."""
+    blocks = []
+    with open(path, "rb") as stream:
+        last_start = max(0, os.fstat(stream.fileno()).st_size - _SAMPLE_BYTES)
+        for number in range(_SAMPLES):
+            stream.seek(number * last_start // (_SAMPLES - 1))
+            blocks.append(stream.read(_SAMPLE_BYTES))
+        stream.seek(-footer_bytes, os.SEEK_END)
+        blocks.append(stream.read(footer_bytes))
+    return b"".join(blocks)

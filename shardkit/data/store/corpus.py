@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from ...config.schema import DataConfig
 from ...errors import DataError
-from ..listing import TextFile, find_text_files, unreadable
+from ..listing import TextFile, unreadable
+from ..rows.formats import find_text_files
 from .cache import CHUNK, TEXT_DTYPE, cached_entry, tail_size, tokenise
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,4 @@
-"""Tokenise a data set once a node: worker processes of one thread each encode pieces, one process writes them in order.
-
-`python -m shardkit.data.tokenize.encode` is a worker: it reads lines of JSON (a recipe, then
-pieces) and answers each with one.
-"""
+"""Tokenise a data set once a node: processes of one thread each encode pieces, and one process writes them in order."""
 
 from __future__ import annotations
 
@@ -10,25 +6,27 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import DataError, ShardkitError, printable
+from ...errors import DataError, printable
 from ...files.children import module_command
 from ..chat import TEMPLATE_S, LossOn, RowReader, Template, Text, limits, renderer
 from ..rows.columns import Columns, RowError
-from ..rows.pieces import BadRow, Piece, rows
+from ..rows.format import BadRow, Piece
+from ..rows.pieces import rows
 from ..store.tokenised import Writer
 
 _LOG = logging.getLogger(__name__)
@@ -61,19 +59,6 @@ class Recipe:
     def masked(self) -> bool:
         """Whether only some tokens are to be predicted."""
         return self.columns.kind != "text" and self.loss_on != "all"
-
-    @staticmethod
-    def parse(values: dict[str, Any]) -> Recipe:
-        template = values["template"]
-        return Recipe(
-            tokenizer=values["tokenizer"],
-            columns=Columns(**values["columns"]),
-            loss_on=values["loss_on"],
-            eos=values["eos"],
-            dtype=values["dtype"],
-            template=None if template is None else Template(**template),
-            ends=tuple(values["ends"]),
-        )
 
 
 @dataclass
@@ -198,7 +183,7 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
     parts: list[Encoded] = []
     bad: list[tuple[int, str]] = []
     n_rows = n_bad = n_seen = n_several = characters = 0
-    goes_on = piece.kind == "text"
+    goes_on = piece.format.continues
     waiting: list[Text] = []
     numbers: list[int] = []
 
@@ -206,8 +191,7 @@ def encode_piece(encoder: Encoder, piece: Piece) -> tuple[Encoded, dict[str, Any
         parts.append(encoder.encode(waiting, starts=not goes_on or piece.start == 0, ends=piece.ends))
         waiting.clear()
 
-    columns = encoder.recipe.columns.read if piece.kind in ("parquet", "arrow") else None
-    for number, row in enumerate(rows(piece, columns)):
+    for number, row in enumerate(rows(piece, encoder.recipe.columns.read)):
         n_seen += 1
         if row is None:
             continue
@@ -316,7 +300,7 @@ def encode_all(directory: Path, source: str, pieces: list[Piece], recipe: Recipe
             # An excerpt of a table counts rows within its piece; lines count within the file.
             totals.bad += [(piece.path, lines + row + 1, why) for row, why in said["bad"]]
             del totals.bad[SHOWN:]
-            totals.rows += said["rows"] if piece.kind != "text" or ends else 0
+            totals.rows += said["rows"] if ends else 0
             totals.n_bad += said["n_bad"]
             totals.n_several += said["several"]
             totals.digests.append(said["digest"])
@@ -381,17 +365,19 @@ class _Worker:
     """One process that encodes a piece at a time."""
 
     def __init__(self, recipe: Recipe, scratch: Path) -> None:
-        self.process = subprocess.Popen(module_command(__name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            module_command("shardkit.data.tokenize.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.orders: IO[bytes] = self.process.stdin
         self.answers: IO[bytes] = self.process.stdout
         self.doing: tuple[int, Piece] | None = None
-        self._send({"recipe": asdict(recipe), "scratch": str(scratch)})
+        self._send((recipe, scratch))
 
     def give(self, order: tuple[int, Piece] | None) -> None:
         self.doing = order
         if order is not None:
-            self._send({"number": order[0], "piece": asdict(order[1])})
+            self._send(order)
 
     def answer(self) -> tuple[int, dict[str, Any]]:
         line = self.answers.readline()
@@ -413,9 +399,9 @@ class _Worker:
         self.orders.close()
         self.answers.close()
 
-    def _send(self, order: dict[str, Any]) -> None:
+    def _send(self, order: tuple[Any, Any]) -> None:
         try:
-            self.orders.write(json.dumps(order).encode() + b"\n")
+            pickle.dump(order, self.orders)
             self.orders.flush()
         except BrokenPipeError:
             pass  # it has ended: `answer` says so
@@ -448,31 +434,3 @@ class _Progress:
     def close(self) -> None:
         if self.live and self.said > self.started:
             print(file=sys.stderr, flush=True)
-
-
-def _work(orders: Iterable[bytes], answers: IO[bytes]) -> None:
-    """Answer orders until their stream ends, as it does when the parent ends."""
-    encoder: Encoder | None = None
-    scratch = Path()
-    for line in orders:
-        order = json.loads(line)
-        try:
-            if "recipe" in order:
-                encoder, scratch = Encoder(Recipe.parse(order["recipe"])), Path(order["scratch"])
-                continue
-            assert encoder is not None
-            encoded, said = encode_piece(encoder, Piece(**order["piece"]))
-            arrays: dict[str, Any] = {"tokens": encoded.tokens, "lengths": encoded.lengths, "places": encoded.places}
-            if encoded.is_target is not None:
-                arrays["is_target"] = encoded.is_target
-            np.savez(scratch / f"{order['number']}.npz", **arrays)
-        except ShardkitError as error:
-            said = {"error": [error.cause, error.fix]}
-        answers.write(json.dumps(said).encode() + b"\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library that prints must not break an answer
-    _work(sys.stdin.buffer, own)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...config.schema import RunConfig
 from ...errors import ConfigError
-from ..listing import RECORDS
+from ..rows.formats import RECORDS_ALONE
 from .tokenizer import tokenizer_path
 
 _WEIGHTS = (
@@ -44,7 +44,7 @@ def _check_tokenizer(config: RunConfig, folder: Path) -> None:
     if tokenizer_path(config) is not None:
         return
     paths = [path for path in (config.data.path, *(source.path for source in config.data.sources)) if path is not None]
-    records = next((path for path in paths if path.lower().endswith((*RECORDS, ".json"))), None)
+    records = next((path for path in paths if path.lower().endswith(RECORDS_ALONE)), None)
     if records is None:
         return
     raise ConfigError(

@@ -19,9 +19,11 @@ from ...config.load import load_config
 from ...config.schema import DataConfig, RunConfig, SourceConfig
 from ...errors import ConfigError, DataError, ShardkitError, printable, report
 from ..chat import READS_CLOCK, LossOn, Template, at_date, no_template
-from ..listing import TextFile, find_text_files
-from ..rows.columns import Columns, choose_columns, column_names, names_to_find
-from ..rows.pieces import Kind, Piece, cut, encoded_bytes, find_records, survey
+from ..listing import TextFile
+from ..rows.columns import Columns, choose_columns, names_to_find
+from ..rows.format import Piece, RowFormat
+from ..rows.formats import PLAIN_TEXT, find_records, find_text_files
+from ..rows.pieces import cut, survey
 from ..store.cache import META, build_entry, cached_entry, read_meta
 from ..store.tokenised import FORMAT_VERSION, Choice, Documents, LongSamples, Split, Store
 from .encode import Recipe, encode_all
@@ -168,9 +170,9 @@ def open_stream(config: RunConfig, vocab_size: int, key: str) -> Stream:
     tokenizer = load_tokenizer(where)
     check_vocabulary(tokenizer, config, vocab_size, key)
     plan = plan_source(data, tokenizer, data.path, data.path)
-    if plan.kind is None:
+    if not plan.format.has_columns:
         raise DataError(f"data.streaming=true, but {data.path} is plain text", "give JSON lines, parquet or arrow")
-    pieces = cut(plan.files, plan.kind, split_groups=True)
+    pieces = cut(plan.files, plan.format, split_groups=True)
 
     def count(_: Path) -> dict[str, Any]:
         rows, contents = survey(pieces)
@@ -241,7 +243,7 @@ class Plan:
 
     source: str
     files: list[TextFile]
-    kind: Kind | None
+    format: RowFormat
     recipe: Recipe
     facts: dict[str, Any]
     workers: int
@@ -252,15 +254,16 @@ class Plan:
         digest depends on it."""
         columns = [self.recipe.columns.kind, self.recipe.columns.names]
         recipe = [self.facts, self.recipe.eos, self.recipe.loss_on]
-        return _key([FORMAT_VERSION, _RULES, self.kind, columns, *recipe, _listing(self.files), self._cut])
+        kind = self.format.name if self.format.has_columns else None
+        return _key([FORMAT_VERSION, _RULES, kind, columns, *recipe, _listing(self.files), self._cut])
 
     @property
     def _cut(self) -> int | None:
-        return encoded_bytes(self.files) if self.kind == "jsonl" else None
+        return self.format.encoded_piece_bytes(self.files)
 
     def build(self, directory: Path) -> dict[str, Any]:
         """Write the corpus; returns its manifest."""
-        pieces = cut(self.files, self.kind, self._cut)
+        pieces = cut(self.files, self.format, self._cut)
         if not pieces:
             raise DataError(f"{self.source} holds no text", "point it at text, JSON lines, parquet or arrow files")
         return {**self.facts, **encode_all(directory, self.source, pieces, self.recipe, self.workers)}
@@ -274,13 +277,13 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         ConfigError: `data.chat_template` cannot be read.
     """
     if path is None:
-        files, kind = find_text_files(None), None
+        files, row_format = find_text_files(None), PLAIN_TEXT
     else:
-        files, kind = find_records(path)
+        files, row_format = find_records(path)
     columns = Columns("text", {})
-    if kind is not None:
-        columns = choose_columns(_column_names(data, files, kind), data.columns, called)
-    if kind is None and data.columns:
+    if row_format.has_columns:
+        columns = choose_columns(_column_names(data, files, row_format), data.columns, called)
+    elif data.columns:
         raise DataError(f"data.columns is set, but {called} is plain text", "remove data.columns, or give records")
     source = None
     if columns.kind == "messages" or data.chat_template is not None:
@@ -314,11 +317,11 @@ def plan_source(data: DataConfig, tokenizer: Any, path: str | None, called: str)
         "tokenizer": tokenizer_digest(tokenizer),
         "n_ids": n_ids(tokenizer),
         "loss_on": recipe.loss_on,
-        "skips": kind is None and len(files) > 1,  # a folder of text may hold a file of another encoding
+        "skips": not row_format.has_columns and len(files) > 1,  # a folder of text may hold a file of another encoding
         "template": None if template is None else _digest(json.dumps([template.source, template.special])),
     }
     workers = data.tokenize_workers or len(os.sched_getaffinity(0))
-    return Plan(called, files, kind, recipe, facts, workers)
+    return Plan(called, files, row_format, recipe, facts, workers)
 
 
 def _dated(source: str, data: DataConfig, called: str) -> str:
@@ -344,16 +347,16 @@ def _dated(source: str, data: DataConfig, called: str) -> str:
     return at_date(source, data.chat_date)
 
 
-def _column_names(data: DataConfig, files: list[TextFile], kind: Kind) -> list[str]:
+def _column_names(data: DataConfig, files: list[TextFile], row_format: RowFormat) -> list[str]:
     """The columns that any row has, looked for once a node where this takes a while."""
     wanted = names_to_find(data.columns)
     if sum(file.size for file in files) <= _LOOKED_AT_ONCE:
-        return column_names(files, kind, wanted)
+        return row_format.columns(files, wanted)
 
     def look(_: Path) -> dict[str, Any]:
-        return {"columns": column_names(files, kind, wanted)}
+        return {"columns": row_format.columns(files, wanted)}
 
-    key = _key([_RULES, kind, sorted(wanted), _listing(files)])
+    key = _key([_RULES, row_format.name, sorted(wanted), _listing(files)])
     names: list[str] = cached_entry(data.cache_dir, f"columns-{key}", look, [file.path for file in files])[1]["columns"]
     return names
 
