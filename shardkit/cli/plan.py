@@ -208,7 +208,7 @@ def subject_of_files(
     job: Job, settings: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
 ) -> Subject | None:
     """The job of other tools' files, whose keys are printed first; `None` after a search from the job."""
-    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.advice import changes_in_files
     from ..foreign.show import OVERRIDES, details, mapping, save
     from .plan_job import Details, Subject
 
@@ -225,7 +225,7 @@ def subject_of_files(
         job.name,
         config,
         target,
-        lambda estimate, planner: changes_in_their_keys(job, overrides, estimate, planner),
+        lambda estimate, planner: changes_in_files(job, overrides, estimate, planner),
         lambda estimate: Details(*details(job, config, estimate, target.ranks_per_node)),
         job.loop,
         job.not_planned,
