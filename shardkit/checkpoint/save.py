@@ -166,15 +166,15 @@ class Checkpointer:
             f"{100 * COST:g} % of the time (checkpoint.every_minutes=auto)"
         )
 
-    def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
+    def due(self, step: int, *, is_last: bool = False, requested: bool = False) -> bool:
         """Whether to save after `step`.
 
         Args:
-            asked: the ranks have agreed to save, because of the time or a preemption.
+            requested: the ranks have agreed to save, because of the time or a preemption.
         """
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
-        return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step
+        return (by_count or requested or (is_last and self._config.at_end)) and step != self.last_step
 
     def save(self, run: RunState, is_last: bool = False) -> SaveReport | None:
         """Write a checkpoint of the state after `run.step`; collective.

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
-from ..foreign.advice import LIMIT_S, TheirKeys, Tool
+from ..foreign.advice import LIMIT_S, ToolKeys
+from ..foreign.phrases import Tool
 from ..foreign.translate import Job, read_job
 from ..launch.failures import failure, job_starts
 from ..memory.ledger import MemoryLedger
@@ -332,7 +333,7 @@ class Watching:
     def _post_mortem(self, planned: bool) -> PostMortem:
         config, model, ranks = self._config().config, self._loop.model, self._ranks
         has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
-        tool_keys = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
+        tool_keys = ToolKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
             config, self.ledger, self._loop, ranks.local_size, self._cap,
             lambda model: len(find_blocks(model)), self._loop.buffers,
@@ -340,7 +341,7 @@ class Watching:
             (lambda advice: self._planned(tool_keys, advice)) if planned else None,
         )  # fmt: skip
 
-    def _planned(self, tool_keys: TheirKeys, advice: list[Advice]) -> list[Advice]:
+    def _planned(self, tool_keys: ToolKeys, advice: list[Advice]) -> list[Advice]:
         """Advice with plans, on the first rank that lacks memory."""
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
             job = self._job(Path(folder))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..memory.rows import PHASES, PhaseName, RankRow
 from ..memory.spread import BEST, SHOWN_SINGLY, WORST, Straggler, pressure, summary
+from ..telemetry.catalog import STEP_PARTS
 from .html.page import Unit
 from .read import Gather, Run, number
 
@@ -21,8 +22,6 @@ LABELS = {
     "peak_rss": "peak RSS",
     "state": "state",
 }
-TIMES = {"data_wait_s": "waiting for data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
-"""Parts of `step_time_s`."""
 Parts = dict[str, int]
 """Bytes by category."""
 
@@ -65,7 +64,10 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure("validation loss", validation[-1] if validation else None, "plain"),
         KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
-        *(KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0") for key, label in TIMES.items()),
+        *(
+            KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0")
+            for key, label in STEP_PARTS.items()
+        ),
         KeyFigure("stalled by saves", sum(saves + end_saves) if saves + end_saves else None, "s", "in all"),
     ]
     for key, label in LABELS.items():

@@ -236,7 +236,7 @@ class Loop:
 
     def _save_due(self) -> bool:
         is_asked = self.requests.save or self.requests.stop.agreed is not None
-        return self.checkpoints.due(self.step, is_last=self._is_last(self.step), asked=is_asked)
+        return self.checkpoints.due(self.step, is_last=self._is_last(self.step), requested=is_asked)
 
     def _save(self, step: LoopStep, record: Record) -> None:
         if not self._save_due():

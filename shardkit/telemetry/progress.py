@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import gib
 from ..memory.rows import RankRow
 from ..memory.spread import Summary, pressure, summary
+from .catalog import STEP_PARTS
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -24,8 +25,6 @@ BARS = 8
 """At most this many ranks get a bar: those with the largest peaks."""
 TIGHT = 0.9
 """A rank's bar turns red at this share of its memory."""
-
-_PARTS = {"data_wait_s": "data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
 
 
 class RunProgress:
@@ -219,11 +218,11 @@ def _tqdm_draws() -> bool:
 
 
 def parts_of(record: Mapping[str, float]) -> str:
-    """A step's time and its parts: `step 412 ms: data 2 %, forward 31 %, backward 58 %, update 9 %`."""
+    """A step's time and its parts: `step 412 ms: waiting for data 2 %, forward 31 %, backward 58 %, update 9 %`."""
     if "forward_s" not in record:
         return ""
     step_s = record["step_time_s"]
-    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in _PARTS.items()]
+    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in STEP_PARTS.items()]
     return f"step {1e3 * step_s:,.0f} ms: {', '.join(parts)}"
 
 

@@ -150,6 +150,11 @@ WRONG = [
     ("convert models/base --to torch --out served --dtype half", "--dtype 'half' is not a type", "fp32, bf16, fp16"),
     ("checkpoint ls runs/none", "runs/none is not a directory", "name the run.dir of a run"),
     ("checkpoint verify models/base", "models/base holds no checkpoint", "name the run.dir of a run"),
+    (
+        "tokenize nothing corpus --tokenizer models/base",
+        "data path nothing does not exist",
+        "name as SRC a file of text",
+    ),
     ("tokenize data/chats.jsonl corpus", "Missing option '--tokenizer'", "add --tokenizer PATH"),
     ("init recipe.yaml", "cannot write recipe.yaml/configs", "pass a directory you can write"),
 ]
@@ -166,7 +171,13 @@ def test_a_wrong_command_takes_two_lines_and_writes_nothing(
     command: str, cause: str, fix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if "init_from" in command or "adapter.targets" in command or "data." in command or "1024" in command:
+    if (
+        "tokenize nothing" in command
+        or "init_from" in command
+        or "adapter.targets" in command
+        or "data." in command
+        or "1024" in command
+    ):
         pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -92,7 +92,7 @@ def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys:
     shown.update(record(1, **times), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
     shown.close()
     text = terminal.getvalue()
-    assert "step 400 ms: data 2 %, forward 25 %, backward 60 %, update 10 %" in text
+    assert "step 400 ms: waiting for data 2 %, forward 25 %, backward 60 %, update 10 %" in text
     assert "1/20" in text and "loss 2.0000" in text
     assert "rank 0@node1" in text and "3.00 GiB of 128.00 GiB" in text and "500 ms" in text
     assert "\nrank 1@[red]node2" in text.replace("\r", "")  # a name is no markup
