@@ -76,7 +76,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
             KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
         )
     skew = None if condensed.peak is None else condensed.peak[1].skew
-    figures.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
+    figures.append(KeyFigure("largest peak / mean peak", skew, "plain", "1: all ranks need the same memory"))
     if any(record.get("skipped") is not None for record in run.metrics):
         figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
     return figures

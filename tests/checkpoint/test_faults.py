@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -237,6 +238,7 @@ def save_with_a_full_rank(root: str, async_save: bool) -> tuple[list[str | None]
         root, strategy, async_save=async_save, on_done=lambda report: errors.append(report.error)
     )
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.dont_write_bytecode = True  # the limit would cut it
     for step in (1, 2, 3):
         limited = step == 2 and dist.get_rank() == 1
         limit = 100_000 if limited else resource.RLIM_INFINITY
