@@ -15,7 +15,7 @@ from .html.page import Unit
 from .read import Gather, Run, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")
-REST = "unattributed"
+UNATTRIBUTED = "unattributed"
 LABELS = {
     "peak_allocated": "peak allocated",
     "peak_reserved": "peak reserved",
@@ -175,11 +175,14 @@ def parts(row: RankRow) -> dict[str, Parts]:
 
 def state_alone(locations: dict[str, Parts]) -> dict[str, Parts]:
     """`parts` without the unattributed rest."""
-    return {location: {kind: n for kind, n in parts.items() if kind != REST} for location, parts in locations.items()}
+    return {
+        location: {kind: n for kind, n in parts.items() if kind != UNATTRIBUTED}
+        for location, parts in locations.items()
+    }
 
 
 def _with_rest(attributed: Parts, total: int) -> Parts:
-    return {**attributed, REST: max(0, total - sum(attributed.values()))}
+    return {**attributed, UNATTRIBUTED: max(0, total - sum(attributed.values()))}
 
 
 @dataclass(frozen=True)

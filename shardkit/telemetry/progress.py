@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LINE_S = 30.0
-"""Most seconds between two lines where there is no terminal, if steps end meanwhile."""
+"""Longest pause in seconds between two lines without a terminal, if steps end meanwhile."""
 REFRESH_S = 1.0
 """Least seconds between two drawings of a terminal."""
 BARS = 8
