@@ -15,7 +15,7 @@ from .html.page import Unit
 from .read import Gather, Run, number
 
 STEP_PHASES: tuple[PhaseName, ...] = ("forward", "backward", "update")
-REST = "unattributed"
+UNATTRIBUTED = "unattributed"
 LABELS = {
     "peak_allocated": "peak allocated",
     "peak_reserved": "peak reserved",
@@ -76,7 +76,7 @@ def key_figures(run: Run) -> list[KeyFigure]:
             KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
         )
     skew = None if condensed.peak is None else condensed.peak[1].skew
-    figures.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
+    figures.append(KeyFigure("largest peak / mean peak", skew, "plain", "1: all ranks need the same memory"))
     if any(record.get("skipped") is not None for record in run.metrics):
         figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
     return figures
@@ -175,11 +175,14 @@ def parts(row: RankRow) -> dict[str, Parts]:
 
 def state_alone(locations: dict[str, Parts]) -> dict[str, Parts]:
     """`parts` without the unattributed rest."""
-    return {location: {kind: n for kind, n in parts.items() if kind != REST} for location, parts in locations.items()}
+    return {
+        location: {kind: n for kind, n in parts.items() if kind != UNATTRIBUTED}
+        for location, parts in locations.items()
+    }
 
 
 def _with_rest(attributed: Parts, total: int) -> Parts:
-    return {**attributed, REST: max(0, total - sum(attributed.values()))}
+    return {**attributed, UNATTRIBUTED: max(0, total - sum(attributed.values()))}
 
 
 @dataclass(frozen=True)

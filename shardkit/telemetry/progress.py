@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LINE_S = 30.0
-"""Most seconds between two lines where there is no terminal, if steps end meanwhile."""
+"""Longest pause in seconds between two lines without a terminal, if steps end meanwhile."""
 REFRESH_S = 1.0
 """Least seconds between two drawings of a terminal."""
 BARS = 8
@@ -91,7 +91,7 @@ class RunProgress:
         if self._condensed is not None and self._condensed.peak is not None:
             metric, spread = self._condensed.peak
             kind = "peak RSS" if metric == "peak_rss" else "peak allocated"
-            worst = f" (rank {spread.worst}, skew {spread.skew:.2f})" if len(self._rows) > 1 else ""
+            worst = f" (rank {spread.worst}, {spread.skew:.2f} × the mean)" if len(self._rows) > 1 else ""
             parts.append(f"{kind} {gib(spread.max)}{worst}")
             parts += [f"slow: rank {slow.name}" for slow in self._condensed.stragglers[:1]]
         if self._saves_s:

@@ -45,7 +45,8 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/20", "10/20", "20/20"]
     assert (
-        "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, skew 1.36)  slow: rank 2@node1" in lines[0]
+        "loss 2.0000  1,000 tokens/s  peak allocated 5.00 GiB (rank 1@node2, 1.36 × the mean)  slow: rank 2@node1"
+        in lines[0]
     )
     assert "saves" not in lines[0] and "saves 0.5 s" in lines[1]
     assert all(line.isprintable() for line in lines)
