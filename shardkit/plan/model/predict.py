@@ -26,10 +26,10 @@ from ...strategies.zero.config import STAGES, build_ds_config
 from ...tasks.base import Batch, Task
 from ...tasks.load import Prompts, load_task, read_prompts
 from ..simulate import shim
-from ..simulate.compat import PLANS
+from ..simulate.compat import PLANS, call_directly
 from ..simulate.engines import SHARDKIT, LoopTraits
 from ..simulate.step import count_model, on_fake, sample_batch, take_evaluation, take_step, wrapped
-from ..simulate.world import FakeWeights, fake_world
+from ..simulate.world import Fakes, FakeWeights, fake_world
 from ..target import Target
 from .allocator import ROUND, Arena, replay, required, whole_pages
 from .cost import Segment, Speeds, TimeEstimate, speeds_of, step_time
@@ -65,6 +65,7 @@ def prepare(target: Target, fakes: str = "cuda") -> Method:
     os.environ["DS_ACCELERATOR"] = fakes = "cpu" if target.gpu is None else fakes
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    call_directly(Fakes, TensorTracker)
     gpu = target.gpu
     if gpu is None or fakes == "cpu":
         return "cpu"
