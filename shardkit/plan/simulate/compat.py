@@ -193,9 +193,11 @@ def _install_guard() -> None:
     hooks: Any = _cuda_hooks.find()
     hooks.restype = ctypes.c_void_p
     table_of_hooks = ctypes.c_void_p.from_address(hooks())
-    first = (table_of_hooks.value or 0) - 16  # two words before a virtual table belong to it
-    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy((ctypes.c_void_p * (_SLOTS + 2)).from_address(first))
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
+    table_start = (table_of_hooks.value or 0) - 16  # two words before a virtual table belong to it
+    copied = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy(
+        (ctypes.c_void_p * (_SLOTS + 2)).from_address(table_start)
+    )
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _: True)
     for slot in (_IS_BUILT, _HAS_CONTEXT):
         copied[2 + slot] = ctypes.cast(yes, ctypes.c_void_p).value
     _alive.extend([copied, yes])
@@ -203,7 +205,7 @@ def _install_guard() -> None:
 
 
 def _function_for_no_devices() -> int | None:
-    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda this: 0)
+    zero = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
     _alive.append(zero)
     return ctypes.cast(zero, ctypes.c_void_p).value
 
