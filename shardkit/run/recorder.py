@@ -27,7 +27,7 @@ class Recorder:
     """`metrics.jsonl`, TensorBoard, the terminal and the Prometheus endpoint of a run; on rank 0 only.
 
     Args:
-        done: steps that the resumed run has already recorded.
+        n_recorded: steps that the resumed run has already recorded.
         last_step: the run's last step.
 
     Raises:
