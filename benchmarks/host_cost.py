@@ -159,7 +159,7 @@ def measured(
     loaded = load_config(None, settings(engine, tokens, folder, WARM + turns + COUNTED + 3) | dict(changes or {}))
     with start(loaded) as job:
         trainer = Trainer(job)
-        trainer._moved = True  # nothing is computed, so no weight moves
+        trainer.loop.first_update.is_checked = True  # nothing is computed, so no weight moves
         records = trainer.recorded_steps()
         arms: dict[str, Callable[[], Any]] = {
             "shardkit": lambda: next(records), "hand-written": hand_written(engine, loaded.config, tokens)

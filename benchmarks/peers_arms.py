@@ -289,7 +289,7 @@ def steps_of(engine: str, arm: str, tokens: str, folder: str, count: int) -> Gen
         cards = [] if _on_cpu() else ["memory.plan=false", "checkpoint.at_end=false", "memory.interval=1000"]
         ours = Ours([*overrides(engine, tokens, f"{folder}/run", count), *cards])
         if os.environ.get("EMUCUDA_COMPUTE") == "0":
-            ours.trainer._moved = True  # nothing is computed, so no weight moves
+            ours.trainer.loop.first_update.is_checked = True  # nothing is computed, so no weight moves
         try:
             for _ in range(count):
                 yield ours.step()

@@ -16,8 +16,8 @@ REPO = Path(__file__).resolve().parent.parent
 CORE = ["tests/strategies/test_parity.py", "tests/strategies/test_features.py"]
 NAMES = ["tests/test_libraries.py"]
 LIBRARIES = [
-    "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/memory/tracing/compat.py",
-    "shardkit/strategies/zero", "tests/environments.py", *NAMES,
+    "setup.cfg", "shardkit/config/libraries.py", "shardkit/parallel/compat.py", "shardkit/parallel/compat_fsdp.py",
+    "shardkit/memory/tracing/compat.py", "shardkit/strategies/zero", "tests/environments.py", *NAMES,
 ]  # fmt: skip
 """What names other libraries' private parts, or says which versions are supported."""
 # The fake CUDA device on a wheel for CUDA, without a GPU; `method` says that it was not given up for CPU fakes.

@@ -51,7 +51,7 @@ def in_turns(model: Model, where: Where) -> Found:
     computed = nothing_computed() if where.emulated else nullcontext()
     with computed, start(load_config(None, given)) as job:
         trainer = Trainer(job)
-        trainer._moved = where.emulated  # else it looks whether the weights move
+        trainer.loop.first_update.is_checked = where.emulated  # else it looks whether the weights move
         records = trainer.recorded_steps()
         data = batches(tokens, model, device)
         loop = Bare(job.config, job.model, data, device)

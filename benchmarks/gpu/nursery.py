@@ -149,10 +149,10 @@ def _be_rank(settings: Sequence[str], world: Mapping[str, str], said: int) -> No
         for stream, target in ((0, null), (1, null), (2, said)):
             os.dup2(target, stream)
         os.environ.update(world)
-        from shardkit.run.trainer import Trainer
+        from shardkit.run.first_update import FirstUpdate
         from shardkit.train import main
 
-        Trainer._check_moved = _nothing_moves  # type: ignore[assignment, method-assign]
+        FirstUpdate.check = _nothing_moves  # type: ignore[assignment, method-assign]
         code = main(list(settings))
     except BaseException:
         traceback.print_exc()
@@ -161,9 +161,9 @@ def _be_rank(settings: Sequence[str], world: Mapping[str, str], said: int) -> No
         os._exit(code)
 
 
-def _nothing_moves(trainer: Any, before: Any, lr: float) -> None:
+def _nothing_moves(first_update: Any, lr: float) -> None:
     """Stands for the check that the first step changes a parameter: these cards compute nothing."""
-    trainer._moved = True
+    first_update.is_checked = True
 
 
 if __name__ == "__main__":

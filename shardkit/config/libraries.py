@@ -22,6 +22,7 @@ TESTED = {"torch": ("2.9.0", "2.15.0"), "deepspeed": ("0.19.0", "0.19.8"), "tran
 """Library → (the oldest, the newest version that the tests have passed on); the oldest are setup.cfg's bounds."""
 PLACES = (
     "shardkit.parallel.compat",
+    "shardkit.parallel.compat_fsdp",
     "shardkit.memory.tracing.compat",
     "shardkit.plan.simulate.compat",
     "shardkit.strategies.zero.state",

@@ -28,7 +28,7 @@ def watch(
         ConfigError: as `shardkit.watch`.
     """
     half = accelerator.mixed_precision
-    known = {"precision.mode": half} if half in ("bf16", "fp16") else {}
+    precision = {"precision.mode": half} if half in ("bf16", "fp16") else {}
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    chosen = Settings(Path(run_dir), every, tool="accelerate", known=known, **settings)
+    chosen = Settings(Path(run_dir), every, tool="accelerate", tool_settings=precision, **settings)
     return Watching(model, optimizers, chosen)

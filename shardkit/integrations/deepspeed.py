@@ -26,7 +26,7 @@ def watch(engine: Any, *, run_dir: str | Path, every: int = 10, **settings: Any)
     """
     half = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     chosen = Settings(
-        Path(run_dir), every, tool="deepspeed", known={"precision.mode": half},
+        Path(run_dir), every, tool="deepspeed", tool_settings={"precision.mode": half},
         contents=lambda: [dict(engine.config)], **settings,
     )  # fmt: skip
     return Watching(engine, (), chosen)

@@ -58,7 +58,7 @@ class ShardkitCallback(Callback):  # type: ignore[misc]
             cap=self._cap,
             bars=trainer.progress_bar_callback is None,
             total=trainer.max_steps if trainer.max_steps and trainer.max_steps > 0 else None,
-            known={} if mode is None else {"precision.mode": mode},
+            tool_settings={} if mode is None else {"precision.mode": mode},
             is_marked=True,  # Lightning does not call the module's forward, and runs all of a step inside step()
         )
         model = trainer.strategy.model

@@ -77,7 +77,7 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
             cap=self._cap,
             bars=bool(args.disable_tqdm),
             total=state.max_steps,
-            known={} if half is None else {"precision.mode": half},
+            tool_settings={} if half is None else {"precision.mode": half},
             contents=lambda: [args],
         )
         self.watching = Watching(model, [kwargs["optimizer"]], settings)
@@ -87,8 +87,8 @@ class ShardkitCallback(TrainerCallback):  # type: ignore[misc]
         """Add the Trainer's figures to the step's record."""
         if self.watching is not None:
             numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, (int, float))}
-            kept = {_NAMES.get(key, key): value for key, value in numbers.items() if not key.startswith(_AT_THE_END)}
-            self.watching.log(**kept)
+            figures = {_NAMES.get(key, key): value for key, value in numbers.items() if not key.startswith(_AT_THE_END)}
+            self.watching.log(**figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather a last time and print the table; collective."""

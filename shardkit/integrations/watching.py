@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, OutOfMemoryError, TrainingError, printable
@@ -30,13 +26,14 @@ from ..oom.advice import Advice
 from ..oom.cap import MemoryCap, memory_cap
 from ..oom.postmortem import PostMortem
 from ..parallel.blocks import find_blocks
-from ..parallel.world import rank_env
 from ..run import directory
 from ..run.owner import Owner
 from ..run.planning import target_of
 from ..telemetry.metrics import MetricsWriter
-from ..telemetry.progress import Progress
-from .loop import Loop, Observed
+from ..telemetry.progress import RunProgress
+from .foreign_loop import ForeignLoop, ObservedConfig
+from .ranks import LoopRanks
+from .step_records import StepRecords
 
 PLANNING = ".shardkit/planning"
 """The file of the rank that plans after an out-of-memory error."""
@@ -101,7 +98,7 @@ class Settings:
     """The arguments of `watch` after the model and its optimizers.
 
     Attributes:
-        known: settings of shardkit that the tool says and the model does not show.
+        tool_settings: settings of shardkit that the tool says and the model does not show.
         contents: the tool's settings, in objects that `read_job` takes; called if memory runs out.
         is_marked: whether the caller marks the phases, through `Watching.marks`; else hooks do.
     """
@@ -115,7 +112,7 @@ class Settings:
     cap: str | None = None
     files: tuple[str, ...] = ()
     model_config: str | None = None
-    known: Mapping[str, Any] = field(default_factory=dict)
+    tool_settings: Mapping[str, Any] = field(default_factory=dict)
     contents: Callable[[], Sequence[Any]] | None = None
     is_marked: bool = False
     bars: bool = True
@@ -134,12 +131,12 @@ class Watching:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> None:
         if settings.every < 1:
             raise ConfigError(f"watch() got every={settings.every}", "pass the steps between two gathers, 1 or more")
-        self._settings, self._ranks = settings, _Ranks()
-        self._loop = Loop(model, optimizers, self._ranks.rank, self._ranks.size)
+        self._settings, self._ranks = settings, LoopRanks()
+        self._loop = ForeignLoop(model, optimizers, self._ranks.rank, self._ranks.size)
         if settings.files:  # what cannot be read is said now
             read_job(settings.files, settings.model_config, self._ranks.size)
         self._inside = ExitStack()
-        self._records: _Records | None = None
+        self._records: StepRecords | None = None
         self._is_open = self._is_broken = self._is_described = False
         self._cap: MemoryCap | None = None
         self._owner: Owner | None = None
@@ -199,11 +196,11 @@ class Watching:
             path, self._owner = _claimed(config, ranks)
             if self._owner is not None:
                 self._inside.enter_context(self._owner)
-            done = settings.done or 0
+            steps_before = settings.done or 0
             if settings.resume:
                 if settings.done is None:
-                    done = int(str(ranks.gather(job_starts.last_step(path))[0]))
-                directory.go_on(config, ranks, path, done)
+                    steps_before = int(str(ranks.gather(job_starts.last_step(path))[0]))
+                directory.go_on(config, ranks, path, steps_before)
             self._cap = self._inside.enter_context(memory_cap(config.config.memory.cap_bytes, device))
             if self._cap is not None:
                 self._cap.see([tensor for _, tensor in self._loop.state_tensors()])
@@ -214,16 +211,21 @@ class Watching:
             self.ledger.risk.on_risk = lambda row: self._post_mortem(planned=False).at_risk(row)
             if ranks.is_main:
                 (path / PLANNING).unlink(missing_ok=True)
-                shown = Progress(settings.total, done, every=None) if settings.bars else None
-                self._records = _Records(
-                    MetricsWriter(path, settings.tensorboard, done), self._loop.optimizers[0],
+                shown = RunProgress(settings.total, steps_before, every=None) if settings.bars else None
+                self._records = StepRecords(
+                    MetricsWriter(path, settings.tensorboard, steps_before), self._loop.optimizers[0],
                     None if shown is None else lambda record: shown.update(record, ranks.size, self.rows),
                 )  # fmt: skip
                 if shown is not None:
                     self._inside.callback(shown.close)
                 self._inside.callback(self._records.close)
             self._watch = LoopHooks(
-                self.ledger, self._loop.model, self._loop.optimizers, source=self._loop, listener=self, done=done
+                self.ledger,
+                self._loop.model,
+                self._loop.optimizers,
+                source=self._loop,
+                listener=self,
+                steps_before=steps_before,
             )
             self._inside.callback(self._watch.unhook)
             if settings.is_marked:
@@ -308,12 +310,16 @@ class Watching:
             write_jsonl(self.run_dir / "memory.jsonl", step, rows)
             self._records.writer.write_memory(step, rows)
 
-    def _config(self) -> Observed:
+    def _config(self) -> ObservedConfig:
         settings = self._settings
-        more = {"run.dir": str(settings.run_dir), "run.resume": "auto" if settings.resume else False, **settings.known}
+        overrides = {
+            "run.dir": str(settings.run_dir),
+            "run.resume": "auto" if settings.resume else False,
+            **settings.tool_settings,
+        }
         if settings.cap is not None:
-            more["memory.cap"] = settings.cap
-        return self._loop.config(more)
+            overrides["memory.cap"] = settings.cap
+        return self._loop.config(overrides)
 
     def _describe(self) -> None:
         """Write what the loop shows; a problem with it does not end the loop."""
@@ -326,19 +332,19 @@ class Watching:
     def _post_mortem(self, planned: bool) -> PostMortem:
         config, model, ranks = self._config().config, self._loop.model, self._ranks
         has_checkpointing = any(hasattr(module, "gradient_checkpointing_enable") for module in model.modules())
-        theirs = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
+        tool_keys = TheirKeys(self._settings.tool, config.parallel.strategy, has_checkpointing)
         return PostMortem(
             config, self.ledger, self._loop, ranks.local_size, self._cap,
             lambda model: len(find_blocks(model)), self._loop.buffers,
-            lambda advice: theirs.words(advice, self._loop.smaller_buckets()),
-            (lambda advice: self._planned(theirs, advice)) if planned else None,
+            lambda advice: tool_keys.words(advice, self._loop.smaller_buckets()),
+            (lambda advice: self._planned(tool_keys, advice)) if planned else None,
         )  # fmt: skip
 
-    def _planned(self, theirs: TheirKeys, advice: list[Advice]) -> list[Advice]:
+    def _planned(self, tool_keys: TheirKeys, advice: list[Advice]) -> list[Advice]:
         """Advice with plans, on the first rank that lacks memory."""
         with tempfile.TemporaryDirectory(prefix="shardkit-") as folder:
             job = self._job(Path(folder))
-            if job is None or not _first(self.run_dir / PLANNING):
+            if job is None or not _is_first_to_plan(self.run_dir / PLANNING):
                 return advice
             if job.not_planned:
                 say(f"shardkit: no change is planned: {'; '.join(job.not_planned)}")
@@ -349,128 +355,23 @@ class Watching:
             keys += ["run.device"] if seen["run.device"] == "cpu" else []
             overrides = [f"{key}={seen[key]}" for key in keys if key in seen]
             target = target_of(self._loop.device, self._ranks.size, self._ranks.local_size, cap)
-            return theirs.planned(advice, job, target, overrides)
+            return tool_keys.planned(advice, job, target, overrides)
 
     def _job(self, folder: Path) -> Job | None:
         """The loop as its tool's files and objects describe it; a model's config that has no file goes to `folder`."""
         contents = self._settings.contents
         names = [*self._settings.files, *(() if contents is None else contents())]
         described = self._settings.model_config
-        own: Any = next((one.config for one in self._loop.model.modules() if hasattr(one, "config")), None)
-        if described is None and hasattr(own, "to_json_file"):
-            own.to_json_file(folder / "config.json")
+        model_config: Any = next(
+            (module.config for module in self._loop.model.modules() if hasattr(module, "config")), None
+        )
+        if described is None and hasattr(model_config, "to_json_file"):
+            model_config.to_json_file(folder / "config.json")
             described = str(folder / "config.json")
         return read_job(names, described, self._ranks.size) if names and described is not None else None
 
 
-class _Ranks:
-    """The ranks of a loop's own process group, with a gloo group beside it."""
-
-    def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
-        if dist.is_initialized():
-            env = rank_env()
-            self.rank, self.size = env.rank, env.world_size
-            self.local_rank, self.local_size = env.local_rank, env.local_world_size
-        elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            raise ConfigError(
-                f"watch() was called in one of WORLD_SIZE={os.environ['WORLD_SIZE']} ranks, before they had a process "
-                "group",
-                "call it after torch.distributed.init_process_group, deepspeed.initialize or Accelerator()",
-            )
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def join(self) -> None:
-        """Make the gloo group; collective."""
-        if self.size > 1:
-            self.group = dist.new_group(backend="gloo")
-
-    def leave(self) -> None:
-        """Close the group: ranks that wait in it learn that this one is gone."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
-
-    def gather(self, value: object) -> list[object]:
-        """Every rank's value, on every rank."""
-        found: list[object] = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(found, value, group=self.group)
-        return found
-
-
-class _Records:
-    """Rank 0's record of each step; values that a GPU still computes are written later, in order."""
-
-    def __init__(
-        self, writer: MetricsWriter, optimizer: Any, show: Callable[[Mapping[str, float]], None] | None
-    ) -> None:
-        self.writer, self._optimizer, self._show = writer, optimizer, show
-        self._now: dict[str, Any] | None = None
-        self._early: dict[str, Any] = {}
-        self._queue: deque[tuple[dict[str, Any], Any]] = deque()
-        self._event: Any = None
-        self._tokens = 0.0
-
-    def begin(self, step: int, seconds: float, waited: float) -> None:
-        """The step ended; values are added to its record until the next forward."""
-        self.flush()
-        self._now = {"step": step, **self._early, "step_time_s": seconds, "data_wait_s": waited}
-        self._early = {}
-        rate = self._optimizer.param_groups[0].get("lr")
-        if isinstance(rate, (int, float)):
-            self._now.setdefault("lr", float(rate))
-
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add values to the record of the step that ended, or of the one that runs."""
-        into = self._early if self._now is None else self._now
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                into[key] = value.detach().to("cpu", non_blocking=True)
-                if value.is_cuda:
-                    self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    self._event.record()
-            elif isinstance(value, (int, float)) or hasattr(value, "item"):
-                into[key] = float(value)
-            else:
-                raise TypeError(f"log() got {key} of type {type(value).__name__}; it takes numbers")
-
-    def flush(self) -> None:
-        """The next step began: write what has arrived."""
-        if self._now is not None:
-            self._queue.append((self._now, self._event))
-            self._now = self._event = None
-        while self._queue and (self._queue[0][1] is None or self._queue[0][1].query()):
-            self._write(self._queue.popleft()[0])
-
-    def close(self) -> None:
-        self.flush()
-        for record, event in self._queue:
-            try:
-                event.synchronize()
-            except RuntimeError:  # the device failed, and with it what it computed
-                break
-            self._write(record)
-        self.writer.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        plain = {key: value if key == "step" else float(value) for key, value in record.items()}
-        if "tokens" in plain:
-            self._tokens += plain["tokens"]
-            plain |= {"tokens_total": self._tokens, "tokens_per_s": plain["tokens"] / plain["step_time_s"]}
-        self.writer.write(plain)
-        if self._show is not None:
-            try:
-                self._show(plain)
-            except OSError:  # the terminal is gone
-                self._show = None
-
-
-def _claimed(config: Observed, ranks: _Ranks) -> tuple[Path, Owner | None]:
+def _claimed(config: ObservedConfig, ranks: LoopRanks) -> tuple[Path, Owner | None]:
     """The run directory and, on rank 0, its owner; what is wrong with it is said in the words of `watch`."""
     try:
         return directory.prepare(config, ranks, exclusive=False)
@@ -491,7 +392,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _first(path: Path) -> bool:
+def _is_first_to_plan(path: Path) -> bool:
     """Whether this rank is the first to ask; the file says so to the others."""
     try:
         path.touch(exist_ok=False)

@@ -33,10 +33,12 @@ class ArrivalReport:
 
     def explain(self, step: int, names: Sequence[str], reason: Exception) -> TrainingError:
         """The error that names the ranks missing from the gather after `step`; `names` are all ranks', in order."""
-        found = [f"rank {names[rank]} ({_last(seen)})" for rank, seen in self._missing(step, len(names)).items()]
+        missing = [
+            f"rank {names[rank]} ({_last_report(seen)})" for rank, seen in self._missing(step, len(names)).items()
+        ]
         match = _NOISE.match(" ".join(str(reason).split()))
         return TrainingError(
-            f"memory was not gathered at step {step}; did not report: {', '.join(found) or 'unknown'}: "
+            f"memory was not gathered at step {step}; did not report: {', '.join(missing) or 'unknown'}: "
             f"{match[1] if match else reason}",
             "look at those ranks' logs: they were killed, failed, hang, or their node is lost",
         )
@@ -46,7 +48,7 @@ class ArrivalReport:
         deadline = time.monotonic() + SETTLE_S
         while True:
             seen = {rank: self._seen(rank) for rank in range(world_size)}
-            late = {rank: last for rank, last in seen.items() if last is None or last < step}
+            late = {rank: seen_step for rank, seen_step in seen.items() if seen_step is None or seen_step < step}
             if not late or time.monotonic() > deadline:
                 return late
             time.sleep(_POLL_S)
@@ -59,5 +61,5 @@ def _key(rank: int) -> str:
     return f"shardkit/memory/{rank}"
 
 
-def _last(step: int | None) -> str:
+def _last_report(step: int | None) -> str:
     return "never did" if step is None else f"last at step {step}"

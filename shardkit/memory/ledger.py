@@ -327,7 +327,7 @@ class MemoryLedger:
         for identity, (their_step, *_) in zip(self._identities, numbers, strict=True):
             if their_step != step:
                 raise RuntimeError(f"rank {identity.name} gathers memory at step {their_step}, rank 0 at step {step}")
-        return [decode(identity, rest) for identity, (_, *rest) in zip(self._identities, numbers, strict=True)]
+        return [decode(identity, fields) for identity, (_, *fields) in zip(self._identities, numbers, strict=True)]
 
     def _slow_probes(self) -> tuple[int | None, int | None, int | None]:
         """USS, children's RSS, memory of the card's processes; cached while a new reading would cost too much."""
@@ -341,8 +341,8 @@ class MemoryLedger:
 
 def _mean(values: Iterable[float]) -> float | None:
     """Mean of the values that are known."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else None
+    finite = [value for value in values if not math.isnan(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
 class _ModuleState:

@@ -38,11 +38,11 @@ class HostLimit:
             return int(memory.total - memory.available)
         usage, caches = _COUNTERS[(self.folder / "memory.current").exists()]
         try:
-            held = int((self.folder / usage).read_text())
+            used = int((self.folder / usage).read_text())
             stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         except OSError:
             return 0
-        return max(0, held - sum(int(stat.get(name, 0)) for name in caches))
+        return max(0, used - sum(int(stat.get(name, 0)) for name in caches))
 
 
 # Is it a cgroup of version 2? → the file with its usage, and the counters of memory that the kernel can reclaim.
@@ -131,37 +131,37 @@ class HostRisk:
         self.share = share
         self.on_risk: Callable[[RankRow], None] | None = None
         self._near = False
-        self._told: set[str] = set()
+        self._warned_hosts: set[str] = set()
 
-    def look(self, own: RankRow, rows: Sequence[RankRow]) -> None:
+    def look(self, own_row: RankRow, rows: Sequence[RankRow]) -> None:
         """Call on every rank; `rows` are all ranks' on rank 0, which warns once per host."""
-        near, self._near = self._near, self._is_near(own)
+        near, self._near = self._near, self._is_near(own_row)
         if self._near and not near and self.on_risk is not None:
-            self.on_risk(own)
+            self.on_risk(own_row)
         for row in rows:
             host = row.identity.host
-            if host not in self._told and self._is_near(row):
-                self._told.add(host)
-                _LOG.warning("%s", describe([other for other in rows if other.identity.host == host]))
+            if host not in self._warned_hosts and self._is_near(row):
+                self._warned_hosts.add(host)
+                _LOG.warning("%s", describe([neighbour for neighbour in rows if neighbour.identity.host == host]))
 
     def _is_near(self, row: RankRow) -> bool:
         host = row.host_mem
         return host.in_use is not None and host.in_use >= self.share * host.limit
 
 
-def held(row: RankRow) -> int:
+def used_by(row: RankRow) -> int:
     """Bytes that a rank and its loader processes have in memory; shared pages count for each process."""
     return row.host_mem.rss + (row.host_mem.children_rss or 0)
 
 
 def describe(rows: Sequence[RankRow]) -> str:
     """One line on the memory of one host, and on the rank that holds most of it."""
-    worst = max(rows, key=held)
+    worst = max(rows, key=used_by)
     memory = worst.host_mem
     workers = f", {gib(memory.children_rss)} of it in loader processes" if memory.children_rss else ""
     share = 100 * (memory.in_use or 0) / memory.limit
     return (
         f"host memory is almost used up on {worst.identity.host}: {gib(memory.in_use or 0)} of {gib(memory.limit)} "
-        f"({share:.0f} %); among its {len(rows)} rank(s), rank {worst.identity.rank} holds most: {gib(held(worst))}"
+        f"({share:.0f} %); among its {len(rows)} rank(s), rank {worst.identity.rank} holds most: {gib(used_by(worst))}"
         + workers
     )

@@ -46,7 +46,7 @@ class LoopHooks:
         path: rank 0 appends a line per gather to it.
         source: lists the state; default: the model's parameters and torch's optimizers.
         listener: hears of steps, and gathers in place of this class.
-        done: steps that were taken before.
+        steps_before: steps that were taken before.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class LoopHooks:
         *,
         source: HasState | None = None,
         listener: Listener | None = None,
-        done: int = 0,
+        steps_before: int = 0,
     ) -> None:
         if not optimizers:
             raise TypeError("watch() needs at least one optimizer: its step ends a training step")
         self._ledger, self._model, self._optimizers, self._path = ledger, model, optimizers, path
         self._source, self._listener = source, listener
         self._handles: list[Any] = []
-        self._step, self._began = done, 0.0
+        self._step, self._began = steps_before, 0.0
         self._gathered: int | None = None
         self._first_forward: float | None = None
         self._forward_s, self._forward_began = 0.0, 0.0
@@ -85,9 +85,9 @@ class LoopHooks:
             self._model.register_forward_pre_hook(_uncompiled(self._on_forward), with_kwargs=True),
             self._model.register_forward_hook(_uncompiled(self._on_backward)),
         ]
-        last = len(self._optimizers) - 1
+        last_index = len(self._optimizers) - 1
         for index, optimizer in enumerate(self._optimizers):
-            ends = self.step_ends if index == last else self._close_phase
+            ends = self.step_ends if index == last_index else self._close_phase
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._handles.append(optimizer.register_step_pre_hook(self._on_step))
                 self._handles.append(optimizer.register_step_post_hook(lambda *_, ends=ends: ends()))
@@ -151,11 +151,11 @@ class LoopHooks:
             self.backward_begins()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
-        if not given:
+        closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+        if not closures:
             self.update_begins()
             return None
-        closure = given[0]  # runs forward and backward inside the optimizer's step
+        closure = closures[0]  # runs forward and backward inside the optimizer's step
 
         def marked() -> Any:
             loss = closure()
@@ -208,7 +208,7 @@ class _Replaced:
     """An object's `step`, with calls before and after it, until `remove`."""
 
     def __init__(self, owner: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._owner, self._own, original = owner, vars(owner).get("step"), owner.step
+        self._owner, self._own_step, original = owner, vars(owner).get("step"), owner.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             before()
@@ -219,10 +219,10 @@ class _Replaced:
         owner.step = step
 
     def remove(self) -> None:
-        if self._own is None:
+        if self._own_step is None:
             del self._owner.step
         else:
-            self._owner.step = self._own
+            self._owner.step = self._own_step
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:

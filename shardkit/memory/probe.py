@@ -160,15 +160,15 @@ def _descendants(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
     if not (tasks / str(pid) / "children").exists():  # not Linux, or a kernel without CONFIG_PROC_CHILDREN
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    found, pending = [], [pid]
+    descendants, pending = [], [pid]
     while pending:
         current = pending.pop()
         children: list[int] = []
         for task in _listed(Path(f"/proc/{current}/task")):
             children += _pids(task / "children")
-        found += children
+        descendants += children
         pending += children
-    return found
+    return descendants
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -154,7 +154,7 @@ class RankRow:
         del row["identity"]
         row["host_mem"] = vars(self.host_mem)
         row["device_mem"] = None if self.device_mem is None else vars(self.device_mem)
-        row["state"] = None if self.state is None else {kind: vars(held) for kind, held in self.state.items()}
+        row["state"] = None if self.state is None else {kind: vars(n_bytes) for kind, n_bytes in self.state.items()}
         row["phases"] = {phase: vars(memory) for phase, memory in self.phases.items()}
         row["unattributed"] = self.unattributed
         return row
@@ -206,12 +206,12 @@ def encode(row: RankRow) -> list[int]:
 
 def decode(identity: Identity, numbers: Sequence[int]) -> RankRow:
     """Inverse of `encode`; times come back rounded to a microsecond."""
-    rest = iter([None if number == _NONE else int(number) for number in numbers])
-    step_time, data_wait, busy, overhead, retries, ooms = (next(rest) for _ in range(6))
-    host = _build(HostMemory, rest)
-    device = _build(DeviceMemory, rest)
-    state = {kind: _build(StateBytes, rest) for kind in KINDS}
-    phases = {phase: _build(PhaseMemory, rest) for phase in PHASES}
+    remaining = iter([None if number == _NONE else int(number) for number in numbers])
+    step_time, data_wait, busy, overhead, retries, ooms = (next(remaining) for _ in range(6))
+    host = _build(HostMemory, remaining)
+    device = _build(DeviceMemory, remaining)
+    state = {kind: _build(StateBytes, remaining) for kind in KINDS}
+    phases = {phase: _build(PhaseMemory, remaining) for phase in PHASES}
     assert host is not None
     counted = {kind: n_bytes for kind, n_bytes in state.items() if n_bytes is not None}
     return RankRow(
@@ -233,8 +233,8 @@ _T = TypeVar("_T", HostMemory, DeviceMemory, StateBytes, PhaseMemory, Identity)
 
 
 def _pick(cls: type[_T], obj: Mapping[str, Any]) -> _T:
-    known = (field for field in fields(cls) if field.name in obj or field.default is MISSING)
-    return cls(**{field.name: _checked(field.name, obj[field.name], str(field.type)) for field in known})
+    present = (field for field in fields(cls) if field.name in obj or field.default is MISSING)
+    return cls(**{field.name: _checked(field.name, obj[field.name], str(field.type)) for field in present})
 
 
 _ALLOWED = {
@@ -258,8 +258,8 @@ def _values(cls: type[_T], obj: _T | None) -> list[int | None]:
     return [None if obj is None else getattr(obj, name) for name in _NAMES[cls]]
 
 
-def _build(cls: type[_T], rest: Iterator[int | None]) -> _T | None:
-    values = [next(rest) for _ in _NAMES[cls]]
+def _build(cls: type[_T], remaining: Iterator[int | None]) -> _T | None:
+    values = [next(remaining) for _ in _NAMES[cls]]
     return None if all(value is None for value in values) else cls(*values)  # type: ignore[arg-type]
 
 

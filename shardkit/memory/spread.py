@@ -13,7 +13,7 @@ SLOW = 1.2
 """A rank that is busy for more than this multiple of the median is called slow."""
 NOTICEABLE = 0.1
 """... if the difference is more than this share of a step: the rest is noise."""
-WHOLE = 16
+SHOWN_SINGLY = 16
 """Up to this many ranks, every one is shown; above that, only the `WORST` and the `BEST`."""
 WORST, BEST = 8, 2
 
@@ -62,8 +62,8 @@ class Summary:
     @property
     def peak(self) -> tuple[str, Spread] | None:
         """The metric to compare ranks by, and its spread: peak allocated on a device, peak RSS on the CPU."""
-        found = ((name, self.spreads[name]) for name in ("peak_allocated", "peak_rss") if name in self.spreads)
-        return next(found, None)
+        candidates = ((name, self.spreads[name]) for name in ("peak_allocated", "peak_rss") if name in self.spreads)
+        return next(candidates, None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +74,7 @@ def summary(rows: Sequence[RankRow]) -> Summary:
     hosts: dict[str, list[RankRow]] = {}
     for row in rows:
         hosts.setdefault(row.identity.host, []).append(row)
-    return Summary(_spreads(rows), _stragglers(rows), {host: _spreads(own) for host, own in hosts.items()})
+    return Summary(_spreads(rows), _stragglers(rows), {host: _spreads(host_rows) for host, host_rows in hosts.items()})
 
 
 def pressure(row: RankRow) -> float:

@@ -27,9 +27,9 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
 
     Parameters that only an optimizer holds (fp32 masters of a mixed-precision wrapper) are `master_params`.
     """
-    own = set()
+    model_params = set()
     for param in model.parameters():
-        own.add(id(param))
+        model_params.add(id(param))
         yield "params", param
         if param.grad is not None:
             yield "grads", param.grad
@@ -38,7 +38,7 @@ def module_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterat
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) not in own:
+                if id(param) not in model_params:
                     yield "master_params", param
                     if param.grad is not None:
                         yield "grads", param.grad
@@ -84,14 +84,14 @@ def count_state(tensors: Iterable[tuple[StateKind, torch.Tensor]], device: torch
         for local in (tensor,) if type(tensor) in _PLAIN else local_tensors(tensor):
             storage = local.untyped_storage()
             n_bytes = storage.nbytes()
-            where = local.device
-            if n_bytes == 0 or where.type == "meta":
+            local_device = local.device
+            if n_bytes == 0 or local_device.type == "meta":
                 continue
             # Two storages over the same memory (DLPack, set_) share the address; those of fakes, on meta, have none.
-            key = ("fake", id(storage)) if storage.device.type == "meta" else (where, storage.data_ptr())
-            known = seen.get(key)
-            if known is None or order < known[0]:
-                on_host = elsewhere and where.type == "cpu"
+            key = ("fake", id(storage)) if storage.device.type == "meta" else (local_device, storage.data_ptr())
+            counted = seen.get(key)
+            if counted is None or order < counted[0]:
+                on_host = elsewhere and local_device.type == "cpu"
                 if on_host and local.is_pinned():
                     n_bytes = page_locked(n_bytes)
                 seen[key] = (order, n_bytes, on_host)

@@ -17,7 +17,7 @@ from rich.table import Table
 from ..errors import DataError
 from ..files import append_jsonl
 from .rows import READABLE, RankRow, StateBytes, StateKind, gather_json
-from .spread import BEST, SLOW, WHOLE, WORST, Spread, Summary, pressure, summary
+from .spread import BEST, SHOWN_SINGLY, SLOW, WORST, Spread, Summary, pressure, summary
 
 _STATES: dict[StateKind, str] = {
     "params": "params",
@@ -121,7 +121,7 @@ def _table(rows: Sequence[RankRow], omit: Sequence[str]) -> Table:
     ordered = sorted(rows, key=pressure, reverse=True)
     worst = ordered[0]
     shown: list[RankRow | None] = list(rows)
-    if len(rows) > WHOLE:
+    if len(rows) > SHOWN_SINGLY:
         shown = [*ordered[:WORST], None, *ordered[-BEST:]]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     headers = units.headers()
@@ -136,8 +136,8 @@ def _table(rows: Sequence[RankRow], omit: Sequence[str]) -> Table:
             continue
         marked = row is worst and len(rows) > 1
         cells = units.cells(row, "*" if marked else "")
-        kept = (cell for (title, _), cell in zip(headers, cells, strict=True) if title not in omit)
-        table.add_row(*kept, style="bold red" if marked else "")
+        shown_cells = (cell for (title, _), cell in zip(headers, cells, strict=True) if title not in omit)
+        table.add_row(*shown_cells, style="bold red" if marked else "")
     return table
 
 
@@ -220,9 +220,9 @@ def _node_lines(condensed: Summary) -> Iterator[str]:
         return
     metric = condensed.peak[0]
     nodes = sorted(condensed.nodes.items(), key=lambda node: -node[1][metric].max)
-    for host, spreads in nodes[: WHOLE if len(nodes) <= WHOLE else WORST]:
+    for host, spreads in nodes[: SHOWN_SINGLY if len(nodes) <= SHOWN_SINGLY else WORST]:
         yield f"node {host}: {_spread_line(metric, spreads[metric])}"
-    if len(nodes) > WHOLE:
+    if len(nodes) > SHOWN_SINGLY:
         yield f"({len(nodes) - WORST} more nodes)"
 
 

@@ -1,15 +1,15 @@
-"""Cross-entropy of a linear head over a large vocabulary without ever holding the whole logits.
+"""Cross-entropy of a linear head over a large vocabulary, without ever holding all logits.
 
-Why a custom autograd function over the head's weight, called from inside the head module's forward, and not a
-checkpointed call of the head per chunk:
+It is a custom autograd function of the head's weight, called inside the head module's forward. A checkpointed call of
+the head per chunk would do the same, but:
 
 - The head module is called once per forward. ZeRO-3 gathers its weight once (not once per chunk and once more per
   recomputed chunk), FSDP2 and DDP see one use of the parameter, and a weight tied to the embedding needs nothing
   special.
-- The gradient of a sum of cross-entropies is known as soon as the logits are, up to the scalar that backward brings.
-  It is formed chunk by chunk in forward, so that nothing is recomputed: no second [tokens, d] × [d, vocab] product
-  (a tenth of all FLOPs for a 124M model). Peak memory does not suffer: the gradient of the weight, held from the end of
-  forward to the start of backward, is what backward would allocate first.
+- The gradient of a sum of cross-entropies follows from the logits alone, up to the scalar that backward brings. So
+  forward computes it chunk by chunk, and nothing is recomputed: a second [tokens, d] × [d, vocab] product would be a
+  tenth of all FLOPs of a 124M model. The peak of memory is no higher: the weight's gradient, which exists from the end
+  of forward on, is the first tensor that backward would allocate.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def chunked_cross_entropy(
 
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The type `F.linear` would compute in here; a custom function is not covered by autocast's own casts."""
+    """The type in which `F.linear` would compute here; autocast does not cast the inputs of a custom function."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
@@ -149,7 +149,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _counted_rows(targets: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
-    """Indices of the rows that count; `None` if all do, or if their number is not at hand: on a GPU, in a plan."""
+    """Indices of the rows whose targets count; `None` if all do, or their number is not known: on a GPU, in a plan."""
     if targets.device.type != "cpu" or type(targets) is not torch.Tensor:
         return None
     counted = (targets != ignore_index).nonzero().squeeze(1)
@@ -173,7 +173,7 @@ def _losses_then_gradient_(logits: torch.Tensor, targets: torch.Tensor, ignore_i
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += left @ right, where `total` may be wider than the factors."""
+    """total += a @ b, where `total` may have a wider type than the factors."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -183,17 +183,19 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None
 def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     """Make `model(tokens, targets, positions=None, documents=None)` return the sum of cross-entropies (fp32), in place.
 
-    The model's own forward runs, with its output projection replaced by one that knows the targets: a call of the
-    backbone from outside would bypass the engine's hooks, and miss the forward's changes to embeddings. `forward` is
-    replaced on the two modules, so parameters keep their names in transformers.
+    The model's own forward runs, with a `forward` of the output projection that knows the targets. A call of the
+    backbone alone would bypass the engine's hooks, and miss what the model's forward does to embeddings. `forward` is
+    replaced on the two modules, so that parameters keep their names.
 
     Args:
         model: a transformers model with an output projection (`get_output_embeddings`).
         loss_chunk_size: positions whose [chunk, vocab] logits exist at once; 0 = all, from the model's own forward.
 
-    tokens: [batch, seq]; targets: [batch, seq] classes, or with `positions` one per position [n]; -100 = not counted;
-    positions: [n] indices into the flattened batch × seq, where predictions are wanted; without targets, their logits
-    [n, vocab] are returned. documents: of a packed batch.
+    The new forward takes:
+        tokens: [batch, seq].
+        targets: [batch, seq] classes, or [n] with `positions`; -100 is not counted. None: it returns logits.
+        positions: [n] indices into the flattened batch × seq at which to predict; None = all.
+        documents: the documents of a packed batch.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     model_forward, project = model.forward, head.forward
@@ -213,14 +215,6 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
             return chunked_cross_entropy(hidden, head.weight, targets, loss_chunk_size, bias=head.bias)
         return _summed_loss(project(hidden), targets)
 
-    def outputs_of(tokens: torch.Tensor, documents: DocumentLayout | None) -> Any:
-        if documents is None:
-            return model_forward(input_ids=tokens)
-        inside = BatchDocuments(*documents[1:])
-        outputs = model_forward(input_ids=tokens, position_ids=documents[0], documents=inside)
-        check_seen(inside, model)
-        return outputs
-
     def forward(
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
@@ -228,12 +222,12 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
         documents: DocumentLayout | None = None,
     ) -> torch.Tensor:
         if positions is None and (targets is None or not loss_chunk_size):
-            outputs = outputs_of(tokens, documents)  # kept until the loss is known, as in transformers' own forward
+            outputs = _run(model, model_forward, tokens, documents)  # freed after the loss, as in transformers
             logits: torch.Tensor = outputs.logits
             return logits if targets is None else _summed_loss(logits, targets)
         requests.append((targets, positions))
         try:
-            logits_at: torch.Tensor = outputs_of(tokens, documents).logits
+            logits_at: torch.Tensor = _run(model, model_forward, tokens, documents).logits
             return logits_at
         finally:
             requests.pop()
@@ -243,12 +237,23 @@ def attach_loss(model: nn.Module, loss_chunk_size: int) -> nn.Module:
     return model
 
 
+def _run(model: nn.Module, model_forward: Any, tokens: torch.Tensor, documents: DocumentLayout | None) -> Any:
+    """Call a transformers model's own forward; check that all its layers use the documents, if there are any."""
+    if documents is None:
+        return model_forward(input_ids=tokens)
+    batch_documents = BatchDocuments(*documents[1:])
+    outputs = model_forward(input_ids=tokens, position_ids=documents[0], documents=batch_documents)
+    check_seen(batch_documents, model)
+    return outputs
+
+
 def _summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of cross-entropies of all logits at once, in fp32."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
 
 
 def check_loss_fits(model: nn.Module, fix: str) -> None:
-    """Refuse a model that changes its logits after the output projection: the loss computed there would be wrong.
+    """Refuse a model that changes its logits after the output projection, where chunks of the loss are computed.
 
     Runs the model's own forward once, on meta and without the backbone, and checks its result.
 
@@ -281,7 +286,7 @@ def check_loss_fits(model: nn.Module, fix: str) -> None:
 
 
 class _Hidden(dict[str, Any]):
-    """Stands in for any backbone's output: the hidden states first, nothing else."""
+    """Stands in for the output of any backbone: the hidden states come first, and every other field is None."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)

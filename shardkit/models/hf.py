@@ -1,8 +1,8 @@
-"""Transformers models built from a config, with random weights drawn as their own code draws them.
+"""Build transformers models from a config, and draw each parameter's random weights as the model's own code does.
 
-A model is built twice, without its weights: as a reference (parameters on meta, buffers real), which answers questions
-about the architecture and lends its modules to `init_parameter`; and as the model to train, under its engine's own
-construction context.
+A model is built twice. The reference has its parameters on the meta device and real buffers: it answers questions about
+the architecture, and `init_parameter` runs the rules of its modules. The model to train is built in its engine's own
+context.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ..parallel.weights import parameters_on_meta
 
 @torch.no_grad()
 def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill `full` as the model's `_init_weights` fills the parameter `fqn`: a function of the generator's state alone.
+    """Fill `full` as the model's `_init_weights` fills the parameter `fqn`, from the generator's state alone.
 
-    transformers calls `_init_weights(module)` for every module, children first; a parent may overwrite what a child's
-    rule did (GPT-2's residual projections). So the rule runs for the parameter's module and every module around it,
-    with only this parameter real: on the others, which are on meta, it does nothing and draws nothing.
+    transformers calls `_init_weights(module)` for every module, children first, and a parent's call may overwrite a
+    child's result (GPT-2's residual projections). So this function calls it for the parameter's module and for each
+    module around it. Only this parameter is real in them: on parameters on meta, `_init_weights` draws nothing.
 
     Args:
         model: a transformers model whose parameters are on meta.
+        full: takes the values; has the parameter's shape.
     """
     path = fqn.split(".")
     around = [model.get_submodule(".".join(path[:end])) for end in range(len(path))]
@@ -51,7 +52,7 @@ def init_as_the_model_does(model: nn.Module, fqn: str, full: torch.Tensor, gener
 
 
 def _rule_of(around: list[nn.Module]) -> Any:
-    """The innermost transformers model that the last module belongs to: in a composite model each part has its rule."""
+    """The innermost transformers model in nested modules: each part of a composite model has its own rule."""
     from transformers import PreTrainedModel
 
     return next(module for module in reversed(around) if isinstance(module, PreTrainedModel))
@@ -63,15 +64,15 @@ MAPPINGS = {
     "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "super_resolution": "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING",
 }
-"""Task name -> the table in transformers that maps a config's class to its model's class."""
+"""Task name → the table in transformers that maps a config's class to its model's class."""
 
 
 class HFModel:
-    """The architecture that `model.preset`, `model.hf_config` and `model.hf` describe, for one of the tasks.
+    """A transformers architecture for one task, as `model.preset`, `model.hf_config` and `model.hf` describe it.
 
     Args:
-        attention: a name in transformers' table of attention functions; None = its own choice.
-        rows: embedding rows that the model gets if its config gives it fewer (`model.resize_embeddings`).
+        attention: a name in transformers' table of attention functions; None = transformers chooses.
+        rows: least number of embedding rows (`model.resize_embeddings`); None = as many as the config says.
 
     Attributes:
         resized: with `rows`, the names of the parameters that have a row for each id; otherwise empty.
@@ -106,10 +107,12 @@ class HFModel:
         self.resized = frozenset() if rows is None else self._parameters_with_rows()
 
     def _parameters_with_rows(self) -> frozenset[str]:
-        """Names of the parameters with a row for each id: embedding, head, the head's bias.
+        """Names of the parameters with a row for each token id: embedding, head, the head's bias.
+
+        They are found by building the model with one id more.
 
         Raises:
-            ConfigError: the model is built otherwise, so more rows alone would not make it a larger one.
+            ConfigError: further ids change the model in another way than by rows at the end of these parameters.
         """
         larger = deepcopy(self.config)
         if hasattr(larger, "vocab_size"):
@@ -132,12 +135,12 @@ class HFModel:
 
     @cached_property
     def reference(self) -> nn.Module:
-        """The model without its weights: parameters on meta, buffers as the constructor and the init rule set them."""
+        """The model with parameters on meta, and with buffers as its constructor and its init rule set them."""
         with parameters_on_meta():
             return self._construct()
 
     def build(self) -> nn.Module:
-        """A model under the caller's construction context, with the reference's buffers."""
+        """Build the model in the caller's context, with the reference's buffers."""
         with ties_only():
             model = self._construct()
         fixed: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -155,25 +158,28 @@ class HFModel:
         return from_config(self._class, self.config, **self._options)
 
     def init_parameter(self, fqn: str, full: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill one whole parameter as the model's own code initialises it."""
+        """Fill `full` with the initial values of the parameter `fqn`, drawn as the model's own code draws them."""
         init_as_the_model_does(self.reference, fqn, full, generator)
 
     @cached_property
     def block_classes(self) -> tuple[type[nn.Module], ...]:
-        """The layers that transformers itself would checkpoint one by one."""
+        """The types of the layers to which transformers itself applies activation checkpointing."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         classes = {type(m): None for m in self.reference.modules() if isinstance(m, GradientCheckpointingLayer)}
         return tuple(classes)
 
     def longest_sequence(self) -> int | None:
-        """The model's number of positions; None if its config does not say."""
+        """The number of positions that the model's config allows; None if it does not say."""
         longest = getattr(self.config, "max_position_embeddings", None)
         return int(longest) if longest else None
 
 
 def _ends_of(model: Any) -> set[str]:
-    """Names of the weights that look up ids and score them; one that no parameter has if there is no such module."""
+    """Names of the weights of the input embedding and of the output head.
+
+    The set holds an empty name, which no parameter has, if the model does not say which modules these are.
+    """
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     try:
         ends = [model.get_input_embeddings(), model.get_output_embeddings() or model.get_input_embeddings()]
@@ -188,10 +194,13 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def import_transformers(needed_by: str) -> Any:
-    """The transformers module.
+    """Import transformers and return it, with its warnings off.
+
+    Args:
+        needed_by: name of the task that needs it, for the error.
 
     Raises:
-        ConfigError: it does not import; the fix says how to install it.
+        ConfigError: it cannot be imported; the fix says how to install it.
     """
     try:
         import transformers
@@ -206,11 +215,15 @@ def import_transformers(needed_by: str) -> Any:
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
 )  # fmt: skip
-"""Names that transformers understands for most models; it takes any number for them."""
+"""Sizes that most configs of transformers have; transformers does not check that they are positive."""
 
 
 def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any]) -> Any:
-    """The transformers config: `defaults` < the file that describes the model < `model.hf` (a preset adds to it)."""
+    """The model's transformers config: `defaults`, overridden by the model's config file, overridden by `model.hf`.
+
+    Raises:
+        ConfigError: there is no model type or an unknown one, a key is unknown, or transformers refuses the config.
+    """
     keys = {**defaults, **_file_keys(model), **model.hf}
     model_type = keys.pop("model_type", None)
     config_classes = transformers.CONFIG_MAPPING
@@ -248,11 +261,16 @@ def read_config(transformers: Any, model: ModelConfig, defaults: dict[str, Any])
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"the {model_type} config has {size}={value}", f"set model.hf.{size} to 1 or more")
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # for generation: it would hold every layer's keys and values
+        config.use_cache = False  # the cache is for generation, and would hold every layer's keys and values
     return config
 
 
 def _file_keys(model: ModelConfig) -> dict[str, Any]:
+    """The keys of the config.json that describes the model, without those that name kernels; empty without a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no mapping, or is of a quantised model.
+    """
     file = model.described_by
     if file is None:
         return {}
@@ -276,12 +294,12 @@ def _file_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 _KERNEL_KEY = re.compile(r"_?\w*_implementation(_internal)?")
-"""Keys whose value may name a repository of compiled kernels, which transformers would fetch and import. They say how
-a model is computed, not what it is, so a file of a stranger loses nothing without them; `model.hf` may set them."""
+"""Keys whose value may name a repository of compiled kernels, which transformers would download and import. They affect
+how a model is computed, not what it computes: a stranger's file loses nothing without them. `model.hf` may set them."""
 
 
 def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config file, and of the configs inside it, without those that name kernels."""
+    """The keys of a config, and of the configs nested in it, without those that can name kernels."""
     return {
         key: _without_kernels(value) if isinstance(value, dict) else value
         for key, value in keys.items()
@@ -290,7 +308,11 @@ def _without_kernels(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
-    """Refuse ids of special tokens, set in the file or by the user, that the vocabulary does not have."""
+    """Refuse a special token, set by the config file or the user, whose id is outside the vocabulary.
+
+    Raises:
+        ConfigError: there is one; the message names its key.
+    """
     vocab_size = getattr(config, "vocab_size", None)
     keys = {**_file_keys(model), **model.hf}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -304,7 +326,11 @@ def _refuse_special_ids(config: Any, model: ModelConfig) -> None:
 
 
 def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any]) -> None:
-    """Refuse unknown keys: transformers keeps any key, so it would ignore a misspelt one."""
+    """Refuse keys that the config class does not have: transformers stores any key, and would ignore a misspelt one.
+
+    Raises:
+        ConfigError: a key is unknown; the fix proposes the nearest.
+    """
     defaults = config_class()
     names = {*defaults.to_dict(), *config_class.attribute_map, *(n for n in dir(defaults) if not n.startswith("_"))}
     for key in user_keys:
@@ -317,7 +343,11 @@ def _refuse_unknown(config_class: Any, model_type: str, user_keys: dict[str, Any
 
 
 def _restore(fixed: list[tuple[nn.Module, str, torch.Tensor]], *_: Any) -> None:
-    """Undo an engine's cast of computed buffers: rotary frequencies in bf16 would put positions off by whole turns."""
+    """Restore computed buffers that an engine has cast: with rotary frequencies in bf16, positions are off by turns.
+
+    Args:
+        fixed: (module, name of the buffer, its values in the right type).
+    """
     for module, key, buffer in fixed:
         current = getattr(module, key)
         if current.dtype != buffer.dtype:

@@ -59,12 +59,12 @@ def advise(config: RunConfig, world_size: int, local_world_size: int, device: st
         device: "cpu" or "cuda".
     """
     n = Numbers(config, world_size, resolve_batch(config, world_size), device, used)
-    found = [Advice(*rule) for rule in outside(n)] if used.where == "device" else []
-    for settings, saving, cost, why in rules(n):
+    advice = [Advice(*rule) for rule in outside(n)] if used.where == "device" else []
+    for settings, saving, cost, reason in rules(n):
         if (saving is None or saving >= 1) and _allowed(config, settings, world_size, local_world_size, device):
             change = " ".join(f"{key}={_shown(value)}" for key, value in settings.items())
-            found.append(Advice(change, None if saving is None else round(saving), cost, why))
-    return sorted(found, key=lambda advice: -(advice.saving_bytes or 0))
+            advice.append(Advice(change, None if saving is None else round(saving), cost, reason))
+    return sorted(advice, key=lambda advice: -(advice.saving_bytes or 0))
 
 
 def _allowed(config: RunConfig, settings: Mapping[str, Any], world: int, local_world: int, device: str) -> bool:

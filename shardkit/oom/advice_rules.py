@@ -76,13 +76,13 @@ class Numbers:
         self.config, self.world, self.accum, self.device, self.used = config, world_size, accum, device, used
         state = used.state or {}
 
-        def held(kind: StateKind) -> int:
+        def state_bytes(kind: StateKind) -> int:
             return state[kind].device if kind in state else 0
 
-        self.params, self.masters = held("params"), held("master_params")
+        self.params, self.masters = state_bytes("params"), state_bytes("master_params")
         if not self.params and used.phase == "wrap":
             self.params = used.other  # nothing was counted yet, but memory in use while wrapping is weights
-        self.grads, self.optimizer = held("grads"), held("optimizer")
+        self.grads, self.optimizer = state_bytes("grads"), state_bytes("optimizer")
         if used.phase != "wrap" and config.parallel.offload_optimizer == config.parallel.offload_param == "none":
             self._expect(config)
         in_pass = used.phase in ("forward", "backward", None)
@@ -95,7 +95,7 @@ class Numbers:
         per_byte = {"adamw": 2.0, "adamw8bit": 0.5, "sgd": 1.0 if config.optim.momentum else 0.0, "muon": 1.0}
         self.optimizer = max(self.optimizer, int(per_byte.get(config.optim.name, 0.0) * updated))
 
-    def held(self, *kinds: str) -> int:
+    def bytes_of(self, *kinds: str) -> int:
         by_name = {
             "params": self.params, "master_params": self.masters, "grads": self.grads, "optimizer": self.optimizer
         }  # fmt: skip
@@ -103,7 +103,7 @@ class Numbers:
 
     def listed(self, *kinds: str) -> str:
         """Those of these categories that hold memory, in words."""
-        return ", ".join(text for kind, text in _NAMES.items() if kind in kinds and self.held(kind))
+        return ", ".join(text for kind, text in _NAMES.items() if kind in kinds and self.bytes_of(kind))
 
 
 def rules(n: Numbers) -> Iterator[Rule]:
@@ -118,49 +118,49 @@ def rules(n: Numbers) -> Iterator[Rule]:
 
 
 def _activations(n: Numbers) -> Iterator[Rule]:
-    config, held = n.config, n.activations
+    config, activations = n.config, n.activations
     micro, blocks = config.train.micro_batch_size, n.used.n_blocks
-    if held <= 0:
+    if activations <= 0:
         return
     if blocks > 1:
-        kept = 1 / blocks + _KEPT_INPUTS
+        remaining = 1 / blocks + _KEPT_INPUTS
         yield (
             {"activation.policy": "full"},
-            held * (1 - kept) if config.activation.policy == "none" else None,
+            activations * (1 - remaining) if config.activation.policy == "none" else None,
             "forward runs twice: about a third more compute",
             f"only the inputs of {blocks} blocks, and one block's activations, exist at a time",
         )
         if n.device == "cuda":
             yield (
                 {"activation.offload": "cpu"},
-                held * (1 - 2 / blocks) if config.activation.policy == "none" else None,
+                activations * (1 - 2 / blocks) if config.activation.policy == "none" else None,
                 "as much pinned host memory, copied out and back in each micro-batch",
                 "blocks keep their tensors for backward in host memory",
             )
-    for smaller in _smaller(micro, held, n.used.missing):
+    for smaller in _smaller(micro, activations, n.used.missing):
         settings: dict[str, Any] = {"train.micro_batch_size": smaller}
         if config.train.global_batch_size is None or config.train.grad_accum_steps is not None:
             settings["train.grad_accum_steps"] = n.accum * (micro // smaller)
         yield (
             settings,
-            held * (1 - smaller / micro),
+            activations * (1 - smaller / micro),
             f"{micro // smaller} times as many passes for the same samples per step",
             "activations grow with the samples in a pass",
         )
     if config.precision.mode in ("fp32", "tf32"):
         yield (
             {"precision.mode": "bf16"},
-            held / 2 - n.params / 2,
+            activations / 2 - n.params / 2,
             "8 bits of mantissa in forward and backward; weights stay fp32",
             "activations take 2 bytes instead of 4",
         )
     yield from _logits(n)
 
 
-def _smaller(micro: int, held: int, missing: int | None) -> Iterator[int]:
+def _smaller(micro: int, activations: int, missing: int | None) -> Iterator[int]:
     """The largest divisor of the micro-batch that saves enough, else 1; nothing for a micro-batch of one."""
     divisors = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
-    enough = [size for size in divisors if missing is None or held * (1 - size / micro) >= missing]
+    enough = [size for size in divisors if missing is None or activations * (1 - size / micro) >= missing]
     yield from (enough or divisors[-1:])[:1]
 
 
@@ -190,11 +190,11 @@ def _sharding(n: Numbers) -> Iterator[Rule]:
         gathered = 2 * n.params // n.used.n_blocks if "params" in kinds and n.used.n_blocks else 0
         settings: dict[str, Any] = {"parallel.strategy": target}
         if parallel.strategy == "hsdp":
-            given = [key for key in ("dp_replicate", "dp_shard") if getattr(parallel, key) is not None]
-            settings |= {f"parallel.{key}": None for key in given}
+            set_keys = [key for key in ("dp_replicate", "dp_shard") if getattr(parallel, key) is not None]
+            settings |= {f"parallel.{key}": None for key in set_keys}
         yield (
             settings,
-            n.held(*kinds) * (1 - 1 / parts) - gathered,
+            n.bytes_of(*kinds) * (1 - 1 / parts) - gathered,
             _SHARD_COST[target],
             f"{n.listed(*kinds)} are shared out among {n.world} ranks",
         )
@@ -221,17 +221,17 @@ def _offload(n: Numbers) -> Iterator[Rule]:
         return
     slow = "the update runs on the CPU; gradients and parameters cross PCIe in each step"
     if parallel.strategy in ("zero1", "zero2", "zero3"):
-        why = "optimizer states and fp32 weights live in host memory"
-        yield {"parallel.offload_optimizer": "cpu"}, n.held("optimizer", "master_params"), slow, why
+        reason = "optimizer states and fp32 weights live in host memory"
+        yield {"parallel.offload_optimizer": "cpu"}, n.bytes_of("optimizer", "master_params"), slow, reason
     elif parallel.strategy in ("single", "ddp"):
         saved = n.optimizer + n.grads * (1 - 1 / n.world)
-        why = "optimizer states live in host memory"
-        yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, why
+        reason = "optimizer states live in host memory"
+        yield {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}, saved, slow, reason
     if parallel.strategy in ("fsdp", "hsdp", "zero3"):
         kinds = ("params",) if parallel.strategy == "zero3" else ("params", "grads", "optimizer")
-        saved = n.held(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
-        why = f"{n.listed(*kinds)} live in host memory between uses"
-        yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, why
+        saved = n.bytes_of(*kinds) * (1 - 1 / max(2, n.used.n_blocks))
+        reason = f"{n.listed(*kinds)} live in host memory between uses"
+        yield {"parallel.offload_param": "cpu"}, saved, "parameters cross PCIe in each pass; " + slow, reason
 
 
 def _optimizer(n: Numbers) -> Iterator[Rule]:
@@ -271,11 +271,11 @@ def _host(n: Numbers) -> Iterator[Rule]:
         )  # fmt: skip
     if n.device == "cuda":
         for key, kinds in (("offload_param", ("params",)), ("offload_optimizer", ("optimizer", "master_params"))):
-            held = sum(bytes_.host for kind, bytes_ in state.items() if kind in kinds)
-            why = "state stays on the GPU"
-            yield {f"parallel.{key}": "none"}, held or None, "as much memory of the GPU", why
-        why = "activations stay on the GPU"
-        yield {"activation.offload": "none"}, None, "as much memory of the GPU", why
+            on_host = sum(bytes_.host for kind, bytes_ in state.items() if kind in kinds)
+            reason = "state stays on the GPU"
+            yield {f"parallel.{key}": "none"}, on_host or None, "as much memory of the GPU", reason
+        reason = "activations stay on the GPU"
+        yield {"activation.offload": "none"}, None, "as much memory of the GPU", reason
 
 
 def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
@@ -283,11 +283,11 @@ def outside(n: Numbers) -> Iterator[tuple[str, int, str, str]]:
     strategy = n.config.parallel.strategy
     kinds = _SHARDED.get(strategy)
     if kinds is not None and n.used.state:
-        why = f"{n.listed(*kinds)} are shared out among twice as many"
-        yield f"{2 * n.world} ranks", n.held(*kinds) // 2, "twice the devices", why
+        reason = f"{n.listed(*kinds)} are shared out among twice as many"
+        yield f"{2 * n.world} ranks", n.bytes_of(*kinds) // 2, "twice the devices", reason
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     idle = n.used.fragmentation
-    large = idle >= max(1, n.used.missing or 0, int(_LARGE * (idle + n.held("params", "grads", "optimizer"))))
+    large = idle >= max(1, n.used.missing or 0, int(_LARGE * (idle + n.bytes_of("params", "grads", "optimizer"))))
     if n.device == "cuda" and large and "expandable_segments:True" not in settings:
-        why = "the allocator holds memory in pieces that no request fits into"
-        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", idle, "none to speak of", why
+        reason = "the allocator holds memory in pieces that no request fits into"
+        yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", idle, "none to speak of", reason

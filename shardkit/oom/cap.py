@@ -47,7 +47,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
-        self._last, self._over = 0, False
+        self._allocated_before, self._over = 0, False
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], Made]] = {}
 
     def __enter__(self) -> MemoryCap:
@@ -58,7 +58,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
         before = self.current("cpu")
         out = super().__torch_dispatch__(func, types, args, kwargs)
         now = self.current("cpu")
-        grown, self._last = now - (before if now > before else self._last), now
+        grown, self._allocated_before = now - (before if now > before else self._allocated_before), now
         self._over = self._over and before > self.limit
         if now <= self.limit:
             if grown * _NOTED_SHARE >= self.limit:
@@ -86,7 +86,7 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
         return error
 
     def _note(self, out: Any, func: Any) -> None:
-        where = innermost(sys._getframe(1))
+        source_line = innermost(sys._getframe(1))
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
             if not isinstance(tensor, torch.Tensor):
                 continue
@@ -94,10 +94,14 @@ class MemoryCap(TensorTracker):  # type: ignore[no-untyped-call]
                 storage = local.untyped_storage()
                 if storage.nbytes() * _NOTED_SHARE < self.limit or local.device.type != "cpu":
                     continue
-                known = self._made.get(id(storage))
-                if known is None or known[0]() is None:
+                noted = self._made.get(id(storage))
+                if noted is None or noted[0]() is None:
                     made = Made(
-                        storage.nbytes(), storage.data_ptr(), tuple(local.shape), str(local.dtype), f"{func} at {where}"
+                        storage.nbytes(),
+                        storage.data_ptr(),
+                        tuple(local.shape),
+                        str(local.dtype),
+                        f"{func} at {source_line}",
                     )
                     self._made[id(storage)] = (weakref.ref(storage), made)
         if len(self._made) > _PRUNE:

@@ -14,7 +14,7 @@ from ..memory.state import local_tensors
 from .cap import Made
 
 
-class Named(Protocol):
+class NamedShard(Protocol):
     """A shard of a strategy: its name and its local memory."""
 
     @property
@@ -53,7 +53,7 @@ def biggest(
     count: int,
     device: torch.device,
     state: Iterable[tuple[StateKind, torch.Tensor]] = (),
-    shards: Iterable[Named] = (),
+    shards: Iterable[NamedShard] = (),
     made: Iterable[Made] = (),
     blocks: Mapping[int, tuple[int, str | None]] | None = None,
 ) -> list[Live]:
@@ -65,28 +65,28 @@ def biggest(
         made: storages that a memory cap recorded.
         blocks: address → (bytes, where it was made) of the CUDA allocator's blocks in use, from `snapshot_blocks`.
     """
-    found: dict[int, Live] = {}
+    storages: dict[int, Live] = {}
     for tensor in _tensors():
         for local in _plain(tensor, device):
-            _add(found, local)
+            _add(storages, local)
     for note in made:
-        known = found.setdefault(note.address, Live(note.n_bytes, note.shape, note.dtype))
-        known.made = note.by
+        live = storages.setdefault(note.address, Live(note.n_bytes, note.shape, note.dtype))
+        live.made = note.by
     for address, (n_bytes, frames) in (blocks or {}).items():
-        known = found.setdefault(address, Live(n_bytes))
-        known.made = known.made or frames
+        live = storages.setdefault(address, Live(n_bytes))
+        live.made = live.made or frames
     order = {kind: index for index, kind in enumerate(KINDS)}
     for kind, tensor in state:
         for local in _plain(tensor, device):
-            known = found.setdefault(local.untyped_storage().data_ptr(), Live(local.untyped_storage().nbytes()))
-            if known.category is None or order[kind] < order[known.category]:
-                known.category = kind
+            live = storages.setdefault(local.untyped_storage().data_ptr(), Live(local.untyped_storage().nbytes()))
+            if live.category is None or order[kind] < order[live.category]:
+                live.category = kind
     for shard in shards:
         for local in _plain(shard.local, device):
-            owner = found.get(local.untyped_storage().data_ptr())
+            owner = storages.get(local.untyped_storage().data_ptr())
             if owner is not None and owner.name is None:
                 owner.name = shard.name
-    return sorted(found.values(), key=lambda live: -live.n_bytes)[:count]
+    return sorted(storages.values(), key=lambda live: -live.n_bytes)[:count]
 
 
 def snapshot_blocks(snapshot: Mapping[str, Any] | None, index: int | None) -> dict[int, tuple[int, str | None]]:
@@ -103,8 +103,8 @@ def snapshot_blocks(snapshot: Mapping[str, Any] | None, index: int | None) -> di
 
 def _frame(frames: Iterable[Mapping[str, Any]]) -> str | None:
     lines = [frame for frame in frames if frame["filename"].endswith(".py")]
-    own = next((frame for frame in lines if "/torch/" not in frame["filename"]), None)
-    return None if own is None else f"{own['filename']}:{own['line']} in {own['name']}"
+    user_frame = next((frame for frame in lines if "/torch/" not in frame["filename"]), None)
+    return None if user_frame is None else f"{user_frame['filename']}:{user_frame['line']} in {user_frame['name']}"
 
 
 def _tensors() -> Iterator[torch.Tensor]:
@@ -117,8 +117,8 @@ def _tensors() -> Iterator[torch.Tensor]:
 def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
     """The strided tensors with real memory on the device; fake tensors claim to be there, but have none."""
     for local in local_tensors(tensor):
-        here = local.device
-        if here.type != device.type or (device.index is not None and here.index != device.index):
+        local_device = local.device
+        if local_device.type != device.type or (device.index is not None and local_device.index != device.index):
             continue
         if local.layout == torch.strided:
             storage = local.untyped_storage()
@@ -126,9 +126,9 @@ def _plain(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]
                 yield local
 
 
-def _add(found: dict[int, Live], local: torch.Tensor) -> None:
+def _add(storages: dict[int, Live], local: torch.Tensor) -> None:
     storage = local.untyped_storage()
-    known = found.setdefault(storage.data_ptr(), Live(storage.nbytes()))
-    shown = 0 if known.shape is None else torch.Size(known.shape).numel()
-    if known.shape is None or local.numel() > shown:
-        known.shape, known.dtype = tuple(local.shape), str(local.dtype)
+    live = storages.setdefault(storage.data_ptr(), Live(storage.nbytes()))
+    shown = 0 if live.shape is None else torch.Size(live.shape).numel()
+    if live.shape is None or local.numel() > shown:
+        live.shape, live.dtype = tuple(local.shape), str(local.dtype)

@@ -27,7 +27,7 @@ from ..memory.rows import RankRow, StateKind
 from . import shortage as shortages
 from .advice import Advice, Used, advise
 from .cap import MemoryCap
-from .live import Live, Named, biggest, snapshot_blocks
+from .live import Live, NamedShard, biggest, snapshot_blocks
 from .shortage import Shortage, module_of, raised_at
 
 SCHEMA = 1
@@ -48,7 +48,7 @@ class Subject(Protocol):
 
     def state_tensors(self) -> Iterable[tuple[StateKind, torch.Tensor]]: ...
 
-    def shards(self) -> Iterable[Named]: ...
+    def shards(self) -> Iterable[NamedShard]: ...
 
 
 class PostMortem:
@@ -93,14 +93,14 @@ class PostMortem:
 
         The file names the facts that could not be found; no problem here hides the error itself.
         """
-        found = shortages.of(error)
-        if found is None:
+        observed = shortages.of(error)
+        if observed is None:
             return None
         self._gaps = []
         model = self._attempt("the model", lambda: self._subject.model, None)
         phase = phase_of(error) or self._ledger.open_phase
         row = self._row()
-        shortage = self._completed(found, row)
+        shortage = self._completed(observed, row)
         advice = self._advice(shortage, row, phase, model)
         record = {
             **self._head(shortage, row),
@@ -109,14 +109,14 @@ class PostMortem:
             "at": raised_at(error),
             "message": str(error)[:4000],
             "tensors": [live.to_json() for live in self._tensors(shortage)],
-            "advice": [one.to_json() for one in advice],
+            "advice": [tip.to_json() for tip in advice],
             "snapshot": self._save_snapshot(shortage),
         }
         problem = self._write(record)
         if self._planned is not None:
             plan = self._planned
             advice = self._attempt("planned advice", lambda: plan(advice), advice)
-            problem = self._write({**record, "advice": [one.to_json() for one in advice]})
+            problem = self._write({**record, "advice": [tip.to_json() for tip in advice]})
         return OutOfMemoryError(_cause(record, self._config.memory.cap), _fix(advice, shortage, self.path, problem))
 
     def at_risk(self, row: RankRow) -> None:
@@ -128,7 +128,13 @@ class PostMortem:
         advice = self._advice(shortage, row, None, None)
         record = {**self._head(shortage, row), "phase": None, "module": None, "at": None}
         problem = self._write(
-            {**record, "message": None, "tensors": [], "advice": [one.to_json() for one in advice], "snapshot": None}
+            {
+                **record,
+                "message": None,
+                "tensors": [],
+                "advice": [tip.to_json() for tip in advice],
+                "snapshot": None,
+            }
         )
         if problem:
             _LOG.warning("cannot write %s: %s", self.path, problem)
@@ -179,13 +185,13 @@ class PostMortem:
 
     def _advice(self, shortage: Shortage, row: RankRow, phase: str | None, model: nn.Module | None) -> list[Advice]:
         on_host = shortage.kind in ("host", "host-risk")
-        held = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
-        held -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
+        not_state = 0 if on_host else (shortage.allocated or 0) - (row.state_on_device or 0)  # RSS is not tensors alone
+        not_state -= 0 if on_host else self._attempt("buffers", lambda: self._buffers(phase), 0)
         blocks = 0 if model is None else self._attempt("blocks", lambda: self._count_blocks(model), 0)
         used = Used(
             where="host" if on_host else "device",
             state=row.state,
-            other=max(0, held + (shortage.request or 0)),
+            other=max(0, not_state + (shortage.request or 0)),
             phase=phase,
             missing=shortage.missing,
             fragmentation=shortage.fragmentation or 0,
@@ -194,8 +200,8 @@ class PostMortem:
             staging=row.host_mem.staging,
         )
         size, local_size, device = self._ledger.world_size, self._local_world_size, self._ledger.device.type
-        found = lambda: self._words(advise(self._config, size, local_size, device, used))  # noqa: E731
-        return self._attempt("advice", found, [])
+        make_advice = lambda: self._words(advise(self._config, size, local_size, device, used))  # noqa: E731
+        return self._attempt("advice", make_advice, [])
 
     def _tensors(self, shortage: Shortage) -> list[Live]:
         device, subject = self._ledger.device, self._subject
@@ -206,12 +212,12 @@ class PostMortem:
         blocks = snapshot_blocks(shortage.snapshot, device.index)
         return self._attempt("tensors", lambda: biggest(TENSORS, device, state, shards, made, blocks), [])
 
-    def _attempt(self, what: str, find: Callable[[], _T], otherwise: _T) -> _T:
+    def _attempt(self, subject: str, find: Callable[[], _T], otherwise: _T) -> _T:
         """A value for the file, or a note in it why the value is unknown: the failure may have left broken state."""
         try:
             return find()
         except Exception as problem:
-            gap = f"{what}: {type(problem).__name__}: {problem}"
+            gap = f"{subject}: {type(problem).__name__}: {problem}"
             if gap not in self._gaps:
                 self._gaps.append(gap)
             return otherwise
@@ -243,24 +249,24 @@ def _replace(path: Path, content: bytes) -> str | None:
 
 def _cause(record: dict[str, Any], cap: str | None) -> str:
     memory, request, phase = record["memory"], record["request"], record["phase"]
-    where = f"in {phase} of" if phase else "between the phases of"
-    doing = f"{where} step {record['step']}" if record["step"] else "before the first step"
+    in_phase = f"in {phase} of" if phase else "between the phases of"
+    doing = f"{in_phase} step {record['step']}" if record["step"] else "before the first step"
     doing = _DOING.get(phase, doing).format(step=record["step"])
     inside = f" ({record['module']})" if record["module"] else ""
-    whole = {"host": "the host's memory", "cap": f"memory.cap={cap}"}.get(
+    memory_name = {"host": "the host's memory", "cap": f"memory.cap={cap}"}.get(
         record["kind"], f"{record['device']}'s memory"
     )
     if record["kind"] == "device" and cap is not None:
-        whole = f"memory.cap={cap}"
-    asked = "it asked for more than there was" if request is None else f"it asked for {gib(request)}"
+        memory_name = f"memory.cap={cap}"
+    request_text = "it asked for more than there was" if request is None else f"it asked for {gib(request)}"
     free = "" if memory["free"] is None else f", {gib(memory['free'])} were free"
     idle = memory["fragmentation"] or 0
     pieces = f" and {gib(idle)} held in pieces" if request is not None and idle >= request else ""
-    return f"rank {record['rank']} ran out of memory {doing}{inside}: {asked} of {whole}{free}{pieces}"
+    return f"rank {record['rank']} ran out of memory {doing}{inside}: {request_text} of {memory_name}{free}{pieces}"
 
 
 def _fix(advice: list[Advice], shortage: Shortage, path: Path, problem: str | None) -> str:
-    best = [f"{one.change} ({one.effect})" for one in advice[:2] if one.effect and one.verdict != "does not fit"]
+    best = [f"{tip.change} ({tip.effect})" for tip in advice[:2] if tip.effect and tip.verdict != "does not fit"]
     tips = "set " + ", or ".join(best) if best else "use more ranks, or a smaller model"
     file = f"see {path}" if problem is None else f"{path} could not be written: {problem}"
     return f"{tips}; {file}"

@@ -36,11 +36,11 @@ def innermost(frame: FrameType | None) -> str:
 
 def raised_at(error: BaseException) -> str | None:
     """`FILE:LINE in FUNCTION` of the deepest frame of an exception's traceback outside torch and this package."""
-    found = None
+    line = None
     for trace in _traces(error):
         if not trace.tb_frame.f_code.co_filename.startswith(_OTHERS):
-            found = _line(trace.tb_frame, trace.tb_lineno)
-    return found
+            line = _line(trace.tb_frame, trace.tb_lineno)
+    return line
 
 
 def module_of(error: BaseException, model: nn.Module | None) -> str | None:
@@ -50,16 +50,16 @@ def module_of(error: BaseException, model: nn.Module | None) -> str | None:
     whose forward is recomputed, or whose parameters FSDP2 gathers; else `None`.
     """
     names = {} if model is None else {id(module): plain_name(name) for name, module in model.named_modules()}
-    found, inside = None, False
+    name_so_far, inside = None, False
     for trace in _traces(error):
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module):  # an engine that is a module itself also has methods that run no forward
             inside = inside or trace.tb_frame.f_code.co_name in ("_call_impl", "forward")
-            found = names.get(id(owner), found) if inside else found
+            name_so_far = names.get(id(owner), name_so_far) if inside else name_so_far
         elif type(owner).__name__ == "FSDPParamGroup":
             name = fsdp_module_name(owner)
-            found = found if name is None else plain_name(name)
-    return found
+            name_so_far = name_so_far if name is None else plain_name(name)
+    return name_so_far
 
 
 def plain_name(name: str) -> str:
@@ -141,9 +141,9 @@ def of(error: BaseException) -> Shortage | None:
         if seen is None and text.startswith(_BARE) and _device_has_room():
             return Shortage("host")
         return seen or parse(text)
-    found = _CPU_ALLOCATOR.search(text) if isinstance(error, RuntimeError) else None
-    if found is not None:
-        return Shortage("host", request=int(found[1]))
+    match = _CPU_ALLOCATOR.search(text) if isinstance(error, RuntimeError) else None
+    if match is not None:
+        return Shortage("host", request=int(match[1]))
     return Shortage("host") if isinstance(error, MemoryError) else None
 
 
@@ -158,8 +158,8 @@ def parse(message: str) -> Shortage:
     """The figures in a message of torch's CUDA allocator (torch 2.9 to 2.13)."""
 
     def size(pattern: str) -> int | None:
-        found = re.search(pattern.replace("SIZE", _SIZE), message)
-        return round(float(found[1]) * _UNITS[found[2]]) if found else None
+        match = re.search(pattern.replace("SIZE", _SIZE), message)
+        return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
     allocated, idle = size(r"Of the allocated memory SIZE is"), size(r"and SIZE is reserved by PyTorch but")
     return Shortage(

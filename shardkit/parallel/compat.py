@@ -30,8 +30,6 @@ SEGMENTS = Feature("activation.policy=sqrt")
 OFFLOAD = Feature("activation.offload")
 TIMEOUT = Feature("run.init_timeout_s and run.step_timeout_s in every group")
 ABORT = Feature("leaving a failed job without waiting for its ranks")
-GATHERED = Feature("gathered parameters and unreduced gradients of FSDP2 in memory's categories")
-REACH = Feature("FSDP2 with parameters that are used outside of their unit's forward")
 EMA = Feature("train.ema_decay in one kernel")
 FP8_SPEED = Feature("fp8 in shardkit doctor --calibrate")
 FLIGHT = Feature("NCCL's last collectives in the report of a hang")
@@ -90,24 +88,6 @@ _counters = BREAKS.use("torch._dynamo.utils.counters")
 _set_pg_timeout = TIMEOUT.take("torch.distributed.distributed_c10d._set_pg_timeout")
 _groups = TIMEOUT.use("torch.distributed.distributed_c10d._world.pg_map")
 _abort_process_group = ABORT.take("torch.distributed.distributed_c10d._abort_process_group")
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_fsdp = [
-    GATHERED.use("torch.distributed.fsdp.FSDPModule._get_fsdp_state"),
-    GATHERED.use(f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group"),
-    GATHERED.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params"),
-    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs"),
-    GATHERED.use(f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad"),
-]
-_reach = [
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._training_state"),
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPState._state_ctx"),
-    REACH.use(f"{_FSDP}._fsdp_state.FSDPStateContext.post_backward_final_callback_queued"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup._training_state"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward"),
-    REACH.use(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward"),
-]
-REACH.use(f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param")
-REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 _foreach_lerp = EMA.take("torch._foreach_lerp_")
 _scaled_mm = FP8_SPEED.take("torch._scaled_mm")
 _trace_nccl = FLIGHT.use("torch._C._distributed_c10d._dump_nccl_trace", cuda=True)
@@ -237,88 +217,6 @@ def abort_groups() -> None:
         dist.group.WORLD.abort()
 
 
-def gathered_params(module: Any) -> Iterator[torch.Tensor]:
-    """The tensors that FSDP2 gathers a module's parameters into; their storages have bytes only while needed."""
-    for param in _fsdp_params(module):
-        yield from getattr(param, "all_gather_outputs", ())
-
-
-def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps while gradient synchronisation is off."""
-    for param in _fsdp_params(module):
-        grad = getattr(param, "unsharded_accumulated_grad", None)
-        if grad is not None:
-            yield grad
-
-
-def reduce_gradients(module: Any) -> None:
-    """Reduce the gradients of FSDP2's unit `module` as the end of its backward does, and free its parameters."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:
-        group.post_backward()
-        group.finalize_backward()
-
-
-def before_reduction(module: Any, note: Callable[[list[Any]], None]) -> None:
-    """Call `note` each time FSDP2 is about to reduce the gradients of its unit `module`.
-
-    Args:
-        note: takes the trained parameters, sharded, that have no gradient to reduce.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    reduce = group.post_backward
-
-    def noted(*unused: Any) -> Any:
-        if group.reduce_grads:
-            note([param.sharded_param for param in group.fsdp_params if _lacks_gradient(param)])
-        return reduce(*unused)
-
-    group.post_backward = noted
-
-
-def _lacks_gradient(param: Any) -> bool:
-    if param.unsharded_accumulated_grad is not None or not param.sharded_param.requires_grad:
-        return False
-    gathered = getattr(param, "_unsharded_param", None)
-    return gathered is None or gathered.grad is None
-
-
-def was_gathered(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has been gathered yet: before, it has no gradients that could count as zero."""
-    return all(getattr(param, "_unsharded_param", None) is not None for param in _fsdp_params(module))
-
-
-def has_gradients(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has gradients of gathered parameters, which it has not reduced."""
-    params = (getattr(param, "_unsharded_param", None) for param in _fsdp_params(module))
-    return any(param is not None and param.grad is not None for param in params)
-
-
-@contextmanager
-def backward_inside_forward(root: Any, units: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, a backward leaves FSDP2 as it was; at the end the list holds those of `units` that it went through.
-
-    Else torch would end the step with that backward: it would free the model's own parameters in mid-forward.
-    """
-    entered: list[Any] = []
-    states = [unit._get_fsdp_state() for unit in units]
-    parts = [(state, *([state._fsdp_param_group] if state._fsdp_param_group else [])) for state in states]
-    before = [[part._training_state for part in group_states] for group_states in parts]
-    context = root._get_fsdp_state()._state_ctx
-    queued, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, True
-    try:
-        yield entered
-    finally:
-        context.post_backward_final_callback_queued = queued
-        for unit, group_states, earlier in zip(units, parts, before, strict=True):
-            if [part._training_state for part in group_states] != earlier:
-                entered.append(unit)
-            for part, state in zip(group_states, earlier, strict=True):
-                part._training_state = state
-
-
 def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """The hooks that change a parameter's gradient, in the order they run."""
     return list((getattr(param, "_backward_hooks", None) or {}).values())
@@ -327,21 +225,6 @@ def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
 def accumulated_hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """The hooks that run when a parameter's gradient is complete."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def _fsdp_params(module: Any) -> Sequence[Any]:
-    try:
-        group = module._get_fsdp_state()._fsdp_param_group
-        params: Sequence[Any] = () if group is None else group.fsdp_params
-        if params:
-            _ = params[0].all_gather_outputs, params[0].unsharded_accumulated_grad
-    except AttributeError:
-        gone = next((name for name in _fsdp if not name.exists()), None)
-        if gone is None:
-            raise
-        GATHERED.lost(gone)
-        return ()
-    return params
 
 
 def lerp_all(averages: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:

@@ -18,11 +18,11 @@ WHERE = ("run.dir", "run.overwrite", "run.resume", "logging.prometheus_port")
 def compare_page(a: Run, b: Run) -> str:
     """The HTML file that shows two runs side by side; ratios are B over A."""
     runs = dict(zip(NAMES, (a, b), strict=True))
-    told = Markup("").join(
+    lead = Markup("").join(
         Markup('<p>{}: {} <span class="faint">({})</span></p>').format(name, run.path, measure.status(run)[1])
         for name, run in runs.items()
     )
-    page = Page(f"{a.name} and {b.name}", told)
+    page = Page(f"{a.name} and {b.name}", lead)
     page.section("summary", "Key figures", _key_figures(a, b), *_notes(runs))
     page.section("settings", "What differs", _settings(a, b))
     page.section("training", "Loss and throughput", page.figure("training", figures.training(runs)))
@@ -36,13 +36,13 @@ def _notes(runs: dict[str, Run]) -> list[Markup]:
 
 
 def _key_figures(a: Run, b: Run) -> Markup:
-    before, after = ({found.label: found for found in measure.key_figures(run)} for run in (a, b))
+    before, after = ({figure.label: figure for figure in measure.key_figures(run)} for run in (a, b))
     lines = []
     for label in dict.fromkeys([*before, *after]):
         pair = [side.get(label) for side in (before, after)]
-        if any(found is not None and found.value is not None for found in pair):
-            cells = [Cell("–") if found is None else quantity(found.value, found.unit) for found in pair]
-            values = [None if found is None else found.value for found in pair]
+        if any(figure is not None and figure.value is not None for figure in pair):
+            cells = [Cell("–") if figure is None else quantity(figure.value, figure.unit) for figure in pair]
+            values = [None if figure is None else figure.value for figure in pair]
             lines.append([words(label), *cells, _ratio(values[0], values[1])])
     return table(["", ">A", ">B", ">B / A"], lines)
 
@@ -58,11 +58,11 @@ def _settings(a: Run, b: Run) -> Markup:
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key) and key not in WHERE
     ]
-    told = [dict(facts(run)) for run in (a, b)]
+    run_facts = [dict(facts(run)) for run in (a, b)]
     lines += [
-        [words(name), *(words(side.get(name, "–")) for side in told)]
+        [words(name), *(words(side.get(name, "–")) for side in run_facts)]
         for name in ("world",)
-        if told[0].get(name) != told[1].get(name)
+        if run_facts[0].get(name) != run_facts[1].get(name)
     ]
     versions = [
         {**mapping(run.environment.get("packages")), "git commit": run.environment.get("git_commit")} for run in (a, b)
@@ -83,7 +83,9 @@ def _worst(page: Page, runs: dict[str, Run]) -> list[Markup]:
     kinds = {"peak allocated" if row.device_mem else "peak RSS" for row in rows.values()}
     return [
         heading("State"),
-        page.figure("state", figures.categories({name: measure.state_alone(held) for name, held in bars.items()})),
+        page.figure(
+            "state", figures.categories({name: measure.state_alone(locations) for name, locations in bars.items()})
+        ),
         heading("State and the rest of the peak"),
         page.figure("categories", figures.categories(bars)),
         heading("Peak by phase"),

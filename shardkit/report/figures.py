@@ -11,7 +11,7 @@ from typing import Any
 from ..memory.rows import PHASES, RankRow
 from . import measure
 from .html.page import LINES, Figure, label, unit_of
-from .measure import REST, Parts, StepTime
+from .measure import REST, Parts, RankStepTime
 from .read import Run
 
 COLOURS = {
@@ -30,7 +30,7 @@ PHASE_COLOURS = dict(zip(PHASES, ("#d8d8d8", "#bdbdbd", "#9ecae9", "#fdbe85", "#
 POINTS = 1000
 """A line keeps about this many points at most, including its extremes."""
 
-Named = Mapping[str, Run]
+RunsByLabel = Mapping[str, Run]
 """Runs by their label in a plot; a single run has the label ""."""
 
 
@@ -39,23 +39,23 @@ def thin(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple
     if len(xs) <= limit:
         return list(xs), list(ys)
     width = -(-2 * len(xs) // limit)
-    kept = set[int]()
+    shown = set[int]()
     for start in range(0, len(xs), width):
         stretch = range(start, min(start + width, len(xs)))
-        kept |= {min(stretch, key=lambda i: ys[i]), max(stretch, key=lambda i: ys[i])}
-    order = sorted(kept | {len(xs) - 1})
+        shown |= {min(stretch, key=lambda i: ys[i]), max(stretch, key=lambda i: ys[i])}
+    order = sorted(shown | {len(xs) - 1})
     return [xs[i] for i in order], [ys[i] for i in order]
 
 
 def line(
-    name: str, xs: Sequence[float], ys: Sequence[float], colour: str, panel: int = 0, **more: Any
+    name: str, xs: Sequence[float], ys: Sequence[float], colour: str, panel: int = 0, **trace_settings: Any
 ) -> dict[str, Any]:
     """A curve over steps in one of the stacked panels."""
-    kept_x, kept_y = thin(xs, ys)
+    xs_shown, ys_shown = thin(xs, ys)
     mode = "lines+markers" if len(xs) < 50 else "lines"
     return {
-        "type": "scatter", "mode": mode, "name": label(name), "x": kept_x, "y": kept_y, "line": {"color": colour},
-        "yaxis": _axis(panel), "hovertemplate": "%{y:.6g}<br>step %{x}", **more,
+        "type": "scatter", "mode": mode, "name": label(name), "x": xs_shown, "y": ys_shown, "line": {"color": colour},
+        "yaxis": _axis(panel), "hovertemplate": "%{y:.6g}<br>step %{x}", **trace_settings,
     }  # fmt: skip
 
 
@@ -80,11 +80,11 @@ def _axis(panel: int) -> str:
 def smoothed(values: Sequence[float]) -> list[float]:
     """An exponential moving average over about a fiftieth of a line, without bias towards the first value."""
     keep = 1 - 1 / max(5, len(values) // 50)
-    found, total, weight = [], 0.0, 0.0
+    means, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = keep * total + value, keep * weight + 1
-        found.append(total / weight)
-    return found
+        means.append(total / weight)
+    return means
 
 
 def _scale_buttons() -> dict[str, Any]:
@@ -97,27 +97,27 @@ def _scale_buttons() -> dict[str, Any]:
             "yanchor": "top", "pad": {"r": 4, "t": 4}, "font": {"size": 11}}  # fmt: skip
 
 
-def training(runs: Named) -> Figure:
+def training(runs: RunsByLabel) -> Figure:
     """Loss (smoothed for 50 steps or more), validation loss and throughput over steps: one colour per run."""
-    data = []
+    traces = []
     for number, (name, run) in enumerate(runs.items()):
         colour = LINES[number]
         dotted: dict[str, Any] = {"mode": "lines+markers", "line": {"color": colour, "dash": "dot"}}
         solid: dict[str, Any] = {}
         parts = [(key, f"validation loss, {part}", dotted) for key, part in measure.validation_parts(run).items()]
-        for key, text, more in (("loss", "loss", solid), ("val_loss", "validation loss", dotted), *parts):
-            steps, values = measure.column(run, key)
-            if values:
-                data.append({**line(f"{name} {text}".strip(), steps, values, colour), **more})
-            if key == "loss" and len(values) >= 50:
-                data[-1]["opacity"] = 0.35
-                data.append(line(f"{name} loss, smoothed".strip(), steps, smoothed(values), colour))
-        steps, values = measure.column(run, "tokens_per_s")
-        if values:
-            data.append(line(f"{name} {run.targets}/s".strip(), steps, values, colour, 1))
+        for key, text, style in (("loss", "loss", solid), ("val_loss", "validation loss", dotted), *parts):
+            steps, ys = measure.column(run, key)
+            if ys:
+                traces.append({**line(f"{name} {text}".strip(), steps, ys, colour), **style})
+            if key == "loss" and len(ys) >= 50:
+                traces[-1]["opacity"] = 0.35
+                traces.append(line(f"{name} loss, smoothed".strip(), steps, smoothed(ys), colour))
+        steps, ys = measure.column(run, "tokens_per_s")
+        if ys:
+            traces.append(line(f"{name} {run.targets}/s".strip(), steps, ys, colour, 1))
     units = "/s, ".join(dict.fromkeys(run.targets for run in runs.values()))
     layout = {**panels(["loss", f"{units}/s"], "optimizer step"), "updatemenus": [_scale_buttons()]}
-    return Figure(data, layout, "no step was recorded")
+    return Figure(traces, layout, "no step was recorded")
 
 
 def memory(run: Run) -> Figure:
@@ -125,83 +125,84 @@ def memory(run: Run) -> Figure:
     gpu = measure.on_gpu(run)
     kinds = (("allocated", "reserved") if gpu else ()) + ("rss",)
     lines = [measure.series(run, lambda row, kind=kind: measure.interval_peak(row, kind)) for kind in kinds]  # type: ignore[misc]
-    unit, scale = unit_of(value for found in lines for _, values in found.values() for value in values)
-    data = [
-        line(f"rank {name}", steps, [value / scale for value in values], LINES[index % len(LINES)], panel,
+    unit, scale = unit_of(y for by_rank in lines for _, ys in by_rank.values() for y in ys)
+    traces = [
+        line(f"rank {name}", steps, [y / scale for y in ys], LINES[index % len(LINES)], panel,
              legendgroup=label(name), showlegend=panel == 0)
-        for panel, found in enumerate(lines)
-        for index, (name, (steps, values)) in enumerate(found.items())
+        for panel, by_rank in enumerate(lines)
+        for index, (name, (steps, ys)) in enumerate(by_rank.items())
     ]  # fmt: skip
     titles = [f"peak {'RSS' if kind == 'rss' else kind}, {unit}" for kind in kinds]
-    return Figure(data, panels(titles, "optimizer step"), "no memory was gathered")
+    return Figure(traces, panels(titles, "optimizer step"), "no memory was gathered")
 
 
-def worst_memory(runs: Named) -> Figure:
+def worst_memory(runs: RunsByLabel) -> Figure:
     """The largest peak of any rank at every gather, one line per run."""
-    found = {name: measure.worst_over_time(run) for name, run in runs.items()}
-    unit, scale = unit_of(value for _, values in found.values() for value in values)
-    data = [
-        line(name, steps, [value / scale for value in values], LINES[index])
-        for index, (name, (steps, values)) in enumerate(found.items())
-        if values
+    by_run = {name: measure.worst_over_time(run) for name, run in runs.items()}
+    unit, scale = unit_of(y for _, ys in by_run.values() for y in ys)
+    traces = [
+        line(name, steps, [y / scale for y in ys], LINES[index])
+        for index, (name, (steps, ys)) in enumerate(by_run.items())
+        if ys
     ]
-    return Figure(data, panels([f"largest peak of a rank, {unit}"], "optimizer step"), "no memory was gathered")
+    return Figure(traces, panels([f"largest peak of a rank, {unit}"], "optimizer step"), "no memory was gathered")
 
 
 def categories(bars: Mapping[str, Mapping[str, Parts]]) -> Figure:
     """Stacked bars of bytes by category, for every name and place (device, host)."""
-    columns = [(name, place, parts) for name, places in bars.items() for place, parts in places.items()]
+    columns = [(name, location, parts) for name, locations in bars.items() for location, parts in locations.items()]
     unit, scale = unit_of(sum(parts.values()) for _, _, parts in columns)
     present = dict.fromkeys(kind for _, _, parts in columns for kind, n_bytes in parts.items() if n_bytes)
     order = [kind for kind in COLOURS if kind in present] + [kind for kind in present if kind not in COLOURS]
-    data = [
+    traces = [
         {
             "type": "bar", "name": label(kind.replace("_", " ")),
-            "x": [[label(name) for name, _, _ in columns], [label(place) for _, place, _ in columns]],
+            "x": [[label(name) for name, _, _ in columns], [label(location) for _, location, _ in columns]],
             "y": [parts.get(kind, 0) / scale for _, _, parts in columns],
             "marker": {"color": COLOURS.get(kind, LINES[number % len(LINES)])},
             "hovertemplate": f"%{{y:.6g}} {unit}",
         }
         for number, kind in enumerate(order)
     ]  # fmt: skip
-    return Figure(data, {**panels([unit], ""), "barmode": "stack", "height": 380}, "no state was counted")
+    return Figure(traces, {**panels([unit], ""), "barmode": "stack", "height": 380}, "no state was counted")
 
 
-def phases(peaks: Mapping[str, Mapping[str, int]], what: str) -> Figure:
+def phases(peaks: Mapping[str, Mapping[str, int]], metric: str) -> Figure:
     """Grouped bars: the peak in each phase, one colour per name."""
-    unit, scale = unit_of(value for found in peaks.values() for value in found.values())
-    data = [
+    unit, scale = unit_of(peak for peak_by_phase in peaks.values() for peak in peak_by_phase.values())
+    traces = [
         {
-            "type": "bar", "name": label(name), "x": list(found), "y": [value / scale for value in found.values()],
+            "type": "bar", "name": label(name), "x": list(peak_by_phase),
+            "y": [peak / scale for peak in peak_by_phase.values()],
             "marker": {"color": LINES[index % len(LINES)]}, "hovertemplate": f"%{{y:.6g}} {unit} in %{{x}}",
         }
-        for index, (name, found) in enumerate(peaks.items())
-        if found
+        for index, (name, peak_by_phase) in enumerate(peaks.items())
+        if peak_by_phase
     ]  # fmt: skip
-    return Figure(data, {**panels([f"{what}, {unit}"], ""), "barmode": "group"}, "no phase was accounted")
+    return Figure(traces, {**panels([f"{metric}, {unit}"], ""), "barmode": "group"}, "no phase was accounted")
 
 
-def ranks(rows: Sequence[RankRow], times: Mapping[int, StepTime]) -> Figure:
+def ranks(rows: Sequence[RankRow], times: Mapping[int, RankStepTime]) -> Figure:
     """Each rank's peak, and below it the parts of its mean step time."""
     names = [label(f"rank {row.name}") for row in rows]
     peaks = [row.host_mem.peak_rss if row.device_mem is None else row.device_mem.peak_allocated for row in rows]
     unit, scale = unit_of(peaks)
-    what = "peak allocated" if any(row.device_mem for row in rows) else "peak RSS"
+    metric = "peak allocated" if any(row.device_mem for row in rows) else "peak RSS"
     bars: list[tuple[str, list[float | None], str, str, str]] = [
-        (what, [peak / scale for peak in peaks], LINES[0], "y", unit)
+        (metric, [peak / scale for peak in peaks], LINES[0], "y", unit)
     ]
     spent = [times.get(row.identity.rank) for row in rows]
     for name, key, colour in (
         ("waiting for data", "data", LINES[3]),
         ("forward", "forward", LINES[2]),
-        ("backward, update, waiting for ranks", "rest", LINES[7]),
+        ("backward, update, waiting for ranks", "remainder", LINES[7]),
     ):
         bars.append((name, [None if t is None else 1e3 * getattr(t, key) for t in spent], colour, "y2", "ms"))
-    data = [
+    traces = [
         {
-            "type": "bar", "name": name, "x": names, "y": values, "yaxis": axis, "marker": {"color": colour},
+            "type": "bar", "name": name, "x": names, "y": ys, "yaxis": axis, "marker": {"color": colour},
             "hovertemplate": f"%{{y:.6g}} {of}",
         }
-        for name, values, colour, axis, of in bars
+        for name, ys, colour, axis, of in bars
     ]  # fmt: skip
-    return Figure(data, {**panels([f"{what}, {unit}", "step time, ms"], "", 170), "barmode": "stack"}, "no ranks")
+    return Figure(traces, {**panels([f"{metric}, {unit}", "step time, ms"], "", 170), "barmode": "stack"}, "no ranks")

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Literal
 
 from ..memory.rows import PHASES, PhaseName, RankRow
-from ..memory.spread import BEST, WHOLE, WORST, Straggler, pressure, summary
+from ..memory.spread import BEST, SHOWN_SINGLY, WORST, Straggler, pressure, summary
 from .html.page import Unit
 from .read import Gather, Run, number
 
@@ -39,8 +39,8 @@ class KeyFigure:
 
 def column(run: Run, key: str) -> tuple[list[int], list[float]]:
     """(steps, values) of a field of metrics.jsonl, for the steps where it is a number."""
-    found = [(record["step"], value) for record in run.metrics if (value := number(record.get(key))) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    pairs = [(record["step"], figure) for record in run.metrics if (figure := number(record.get(key))) is not None]
+    return [step for step, _ in pairs], [figure for _, figure in pairs]
 
 
 def validation_parts(run: Run) -> dict[str, str]:
@@ -55,10 +55,10 @@ def key_figures(run: Run) -> list[KeyFigure]:
     best = min(zip(losses, steps, strict=True), default=None)
     _, validation = column(run, "val_loss")
     tokens, times = (_settled(column(run, key)[1]) for key in ("tokens_per_s", "step_time_s"))
-    saves, last, skipped = (column(run, key)[1] for key in ("save_s", "end_save_s", "skipped"))
+    saves, end_saves, skipped = (column(run, key)[1] for key in ("save_s", "end_save_s", "skipped"))
     condensed = summary(run.last_rows)
     spreads = condensed.spreads
-    found = [
+    figures = [
         KeyFigure("optimizer steps", float(steps[-1]) if steps else None, "count"),
         KeyFigure("final loss", losses[-1] if losses else None, "plain"),
         KeyFigure("best loss", best[0] if best else None, "plain", f"step {best[1]}" if best else ""),
@@ -66,18 +66,18 @@ def key_figures(run: Run) -> list[KeyFigure]:
         KeyFigure(f"{run.targets} per second", median(tokens) if tokens else None, "rate", "median over steps"),
         KeyFigure("step time", median(times) if times else None, "s", "median over steps"),
         *(KeyFigure(label, _share_of_steps(run, key), "share", "of step time, rank 0") for key, label in TIMES.items()),
-        KeyFigure("stalled by saves", sum(saves + last) if saves + last else None, "s", "in all"),
+        KeyFigure("stalled by saves", sum(saves + end_saves) if saves + end_saves else None, "s", "in all"),
     ]
     for key, label in LABELS.items():
         spread = spreads.get(key)
-        found.append(
+        figures.append(
             KeyFigure(label, spread.max if spread else None, "bytes", f"rank {spread.worst}" if spread else "")
         )
     skew = None if condensed.peak is None else condensed.peak[1].skew
-    found.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
+    figures.append(KeyFigure("memory skew", skew, "plain", "largest peak over the mean"))
     if any(record.get("skipped") is not None for record in run.metrics):
-        found.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
-    return found
+        figures.append(KeyFigure("skipped steps", sum(skipped), "count", "loss scaling"))
+    return figures
 
 
 def _settled(values: Sequence[float]) -> Sequence[float]:
@@ -88,24 +88,24 @@ def _settled(values: Sequence[float]) -> Sequence[float]:
 def _share_of_steps(run: Run, key: str) -> float | None:
     """The part of step time that `key` counts, over the steps that have it: older starts of a run may lack it."""
     pairs = ((number(record.get(key)), number(record.get("step_time_s"))) for record in run.metrics)
-    known = [(part, whole) for part, whole in pairs if part is not None and whole is not None]
-    whole = sum(whole for _, whole in known)
-    return sum(part for part, _ in known) / whole if whole > 0 else None
+    measured = [(part, step_s) for part, step_s in pairs if part is not None and step_s is not None]
+    step_s = sum(step_s for _, step_s in measured)
+    return sum(part for part, _ in measured) / step_s if step_s > 0 else None
 
 
 def stragglers(run: Run) -> list[tuple[Straggler, int]]:
     """(its worst gather, number of gathers in which it was slow) for every rank that was ever slow."""
-    found: dict[str, list[Straggler]] = {}
+    by_rank: dict[str, list[Straggler]] = {}
     for gather in run.gathers:
         for slow in summary(gather.rows).stragglers:
-            found.setdefault(slow.name, []).append(slow)
-    worst = [(max(times, key=lambda slow: slow.ratio), len(times)) for times in found.values()]
-    return sorted(worst, key=lambda item: -item[0].ratio)
+            by_rank.setdefault(slow.name, []).append(slow)
+    worst = [(max(times, key=lambda slow: slow.ratio), len(times)) for times in by_rank.values()]
+    return sorted(worst, key=lambda entry: -entry[0].ratio)
 
 
 def shown(rows: Sequence[RankRow]) -> list[RankRow]:
     """The rows to show one by one: all, or in a large world those under most and least memory pressure."""
-    if len(rows) <= WHOLE:
+    if len(rows) <= SHOWN_SINGLY:
         return list(rows)
     ordered = sorted(rows, key=pressure, reverse=True)
     return sorted([*ordered[:WORST], *ordered[-BEST:]], key=lambda row: row.identity.rank)
@@ -122,28 +122,28 @@ def interval_peak(row: RankRow, kind: Literal["allocated", "reserved", "rss"]) -
     return max((peak for peak in peaks if peak is not None), default=instead)
 
 
-def series(run: Run, value: Callable[[RankRow], float | None]) -> dict[str, tuple[list[int], list[float]]]:
+def series(run: Run, figure: Callable[[RankRow], float | None]) -> dict[str, tuple[list[int], list[float]]]:
     """(steps, values) over the gathers by rank, for the ranks of `shown`."""
     names = {row.name for row in shown(run.last_rows)}
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    by_rank: dict[str, tuple[list[int], list[float]]] = {}
     for gather in run.gathers:
         for row in gather.rows:
-            if row.name in names and (measured := value(row)) is not None:
-                steps, values = found.setdefault(row.name, ([], []))
+            if row.name in names and (measured := figure(row)) is not None:
+                steps, ys = by_rank.setdefault(row.name, ([], []))
                 steps.append(gather.step)
-                values.append(measured)
-    return found
+                ys.append(measured)
+    return by_rank
 
 
 def worst_over_time(run: Run) -> tuple[list[int], list[int]]:
     """(steps, bytes): at each gather the largest peak of any rank."""
     kind: Literal["allocated", "rss"] = "allocated" if on_gpu(run) else "rss"
-    found = [
+    peaks = [
         (gather.step, max((p for row in gather.rows if (p := interval_peak(row, kind)) is not None), default=None))
         for gather in run.gathers
     ]
-    known = [(step, peak) for step, peak in found if peak is not None]
-    return [step for step, _ in known], [peak for _, peak in known]
+    measured = [(step, peak) for step, peak in peaks if peak is not None]
+    return [step for step, _ in measured], [peak for _, peak in measured]
 
 
 def phase_peaks(gathers: Sequence[Gather], rank: int) -> dict[str, int]:
@@ -161,27 +161,27 @@ def parts(row: RankRow) -> dict[str, Parts]:
     """A row's memory by place and category; the rest of the peak is `unattributed`."""
     state = row.state or {}
     staging = {"staging": row.host_mem.staging}
-    on_device: Parts = {kind: held.device for kind, held in state.items()}
+    on_device: Parts = {kind: n_bytes.device for kind, n_bytes in state.items()}
     if row.device_mem is None:
         return {"host": _with_rest({**on_device, **staging}, row.host_mem.peak_rss)}
-    on_host: Parts = {kind: held.host for kind, held in state.items()}
+    on_host: Parts = {kind: n_bytes.host for kind, n_bytes in state.items()}
     return {
         "device": _with_rest(on_device, row.device_mem.peak_allocated),
         "host": _with_rest({**on_host, **staging}, row.host_mem.peak_rss),
     }
 
 
-def state_alone(places: dict[str, Parts]) -> dict[str, Parts]:
+def state_alone(locations: dict[str, Parts]) -> dict[str, Parts]:
     """`parts` without the unattributed rest."""
-    return {place: {kind: n for kind, n in held.items() if kind != REST} for place, held in places.items()}
+    return {location: {kind: n for kind, n in parts.items() if kind != REST} for location, parts in locations.items()}
 
 
-def _with_rest(known: Parts, whole: int) -> Parts:
-    return {**known, REST: max(0, whole - sum(known.values()))}
+def _with_rest(attributed: Parts, total: int) -> Parts:
+    return {**attributed, REST: max(0, total - sum(attributed.values()))}
 
 
 @dataclass(frozen=True)
-class StepTime:
+class RankStepTime:
     """One rank's mean step in seconds: total, waiting for data, and in forward."""
 
     total: float
@@ -189,7 +189,7 @@ class StepTime:
     forward: float
 
     @property
-    def rest(self) -> float:
+    def remainder(self) -> float:
         return max(0.0, self.total - self.data - self.forward)
 
 
@@ -197,14 +197,14 @@ def last_start(run: Run) -> list[Gather]:
     """The gathers of the run's last start, which may have other ranks than earlier ones."""
     began = _time(run.environment.get("time"))
     recent = [gather for gather in run.gathers if began is not None and gather.time >= began] or list(run.gathers)
-    first = len(recent) - 1
+    start = len(recent) - 1
     while (
-        first > 0
-        and len(recent[first - 1].rows) == len(recent[-1].rows)
-        and (recent[first - 1].step < recent[first].step)
+        start > 0
+        and len(recent[start - 1].rows) == len(recent[-1].rows)
+        and (recent[start - 1].step < recent[start].step)
     ):
-        first -= 1
-    return recent[max(first, 0) :]
+        start -= 1
+    return recent[max(start, 0) :]
 
 
 def _time(text: Any) -> float | None:
@@ -215,31 +215,35 @@ def _time(text: Any) -> float | None:
         return None
 
 
-def step_times(run: Run) -> dict[int, StepTime]:
+def step_times(run: Run) -> dict[int, RankStepTime]:
     """Mean step by rank in the run's last start, over all gathers but its first, which includes one-time work."""
-    found: dict[int, list[tuple[float, float, float]]] = {}
+    by_rank: dict[int, list[tuple[float, float, float]]] = {}
     gathers = last_start(run)
     for gather in gathers[1:] or gathers:
         for row in gather.rows:
             if row.step_time_s is not None:
-                data = row.data_wait_s or 0.0
-                forward = max(0.0, (row.busy_s or 0.0) - data) if row.busy_s != row.step_time_s else 0.0
-                found.setdefault(row.identity.rank, []).append((row.step_time_s, data, forward))
-    means = {rank: [sum(v) / len(v) for v in zip(*values, strict=True)] for rank, values in found.items()}
-    return {rank: StepTime(*values) for rank, values in means.items()}
+                waiting = row.data_wait_s or 0.0
+                forward = max(0.0, (row.busy_s or 0.0) - waiting) if row.busy_s != row.step_time_s else 0.0
+                by_rank.setdefault(row.identity.rank, []).append((row.step_time_s, waiting, forward))
+    means = {rank: [sum(v) / len(v) for v in zip(*figures, strict=True)] for rank, figures in by_rank.items()}
+    return {rank: RankStepTime(*figures) for rank, figures in means.items()}
 
 
 def status(run: Run) -> tuple[bool, str]:
     """(whether all is well, in words: the run's progress, and what ended it if it failed)."""
-    done = run.metrics[-1]["step"] if run.metrics else 0
-    wanted = run.setting("train.max_steps")
+    last_step = run.metrics[-1]["step"] if run.metrics else 0
+    max_steps = run.setting("train.max_steps")
     if run.setting("train.epochs") is not None:  # the data decide
-        wanted = run.environment.get("last_step")
-    if isinstance(wanted, int) and done >= wanted:
-        return True, f"finished {done} of {wanted} steps"
-    so_far = f"step {done} of {wanted}" if wanted is not None else f"step {done}"
+        max_steps = run.environment.get("last_step")
+    if isinstance(max_steps, int) and last_step >= max_steps:
+        return True, f"finished {last_step} of {max_steps} steps"
+    so_far = f"step {last_step} of {max_steps}" if max_steps is not None else f"step {last_step}"
     # The run may have continued after host memory ran low or after an earlier start failed.
-    ooms = [r for r, o in run.ooms.items() if o.get("kind") != "host-risk" and (number(o.get("step")) or done) >= done]
+    ooms = [
+        r
+        for r, o in run.ooms.items()
+        if o.get("kind") != "host-risk" and (number(o.get("step")) or last_step) >= last_step
+    ]
     if ooms:
         return False, f"out of memory on rank {', '.join(map(str, ooms))} at {so_far}"
     if run.failures:

@@ -42,7 +42,7 @@ def run_page(run: Run, out: Path) -> str:
     if run.plan is not None:
         page.section("plan", "Predicted and measured", *_planned(run, run.plan, page))
     if run.ooms:
-        page.section("oom", "Out of memory", *(postmortem.show(rank, found) for rank, found in run.ooms.items()))
+        page.section("oom", "Out of memory", *(postmortem.show(rank, record) for rank, record in run.ooms.items()))
     if run.profiles:
         page.section("profile", "Profiler", *_profiles(run, out))
     page.section("config", "Config and versions", *_config(run))
@@ -57,7 +57,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     task, model = mapping(run.config.get("task")), mapping(run.config.get("model"))
     sizes = _sizes(task, model)
     named = model.get("preset") or model.get("init_from") or model.get("hf_config") or ("" if sizes else "not named")
-    found = [
+    named_facts = [
         ("task", task.get("factory") or task.get("name")),
         ("model", f"{named} ({sizes})" if named and sizes else named or sizes),
         ("strategy", run.setting("parallel.strategy")),
@@ -66,7 +66,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("started", run.environment.get("time")),
         ("run directory", run.path),
     ]
-    return [(name, str(value)) for name, value in found if value]
+    return [(name, str(fact)) for name, fact in named_facts if fact]
 
 
 def _sizes(task: Mapping[str, Any], model: Mapping[str, Any]) -> str:
@@ -85,17 +85,17 @@ def _count(things: Sized, name: str) -> str:
 
 
 def _summary(run: Run) -> list[Markup]:
-    told = table(["", ""], [[words(name), words(value)] for name, value in facts(run)])
-    known = [found for found in measure.key_figures(run) if found.value is not None]
-    figured = table(["", ">", ""], [[words(f.label), quantity(f.value, f.unit), words(f.remark)] for f in known])
-    parts = [Markup('<div class="columns">{}{}</div>').format(told, figured)]
+    settings = table(["", ""], [[words(name), words(fact)] for name, fact in facts(run)])
+    figures = [figure for figure in measure.key_figures(run) if figure.value is not None]
+    figured = table(["", ">", ""], [[words(f.label), quantity(f.value, f.unit), words(f.remark)] for f in figures])
+    parts = [Markup('<div class="columns">{}{}</div>').format(settings, figured)]
     for slow, times in islice(measure.stragglers(run), 8):
         often = "bad" if 4 * times >= len(run.gathers) else "faint"
         busy = f"Slow: rank {slow.name} is busy for up to {slow.ratio:.2f} × the median of a step"
         parts.append(paragraph(f"{busy} (in {times} of {len(run.gathers)} gathers).", often))
     if run.restarts:
         parts.append(paragraph(f"Started {len(run.restarts) + 1} times; why the earlier starts ended:"))
-        parts.append(table(["", "reason"], [[Cell(f"{i}"), words(why)] for i, why in enumerate(run.restarts, 1)]))
+        parts.append(table(["", "reason"], [[Cell(f"{i}"), words(reason)] for i, reason in enumerate(run.restarts, 1)]))
     parts += [paragraph(f"Note: {note}", "faint") for note in run.notes]
     return parts
 
@@ -139,9 +139,11 @@ def _categories(run: Run, page: Page) -> list[Markup]:
         ),
         page.figure("categories", figures.categories(counted)),
     ]
-    found = {rank: traced.categories_of(trace) for rank, trace in run.traces.items()}
-    if any(found.values()):
-        bars = {f"rank {rank}": {"at the traced peak": held} for rank, held in found.items() if held}
+    by_rank = {rank: traced.categories_of(trace) for rank, trace in run.traces.items()}
+    if any(by_rank.values()):
+        bars = {
+            f"rank {rank}": {"at the traced peak": categories} for rank, categories in by_rank.items() if categories
+        }
         parts += [heading("At the peak of the traced step"), page.figure("traced-categories", figures.categories(bars))]
     return parts
 
@@ -149,10 +151,12 @@ def _categories(run: Run, page: Page) -> list[Markup]:
 def _phases(run: Run, page: Page) -> list[Markup]:
     rows = measure.shown(run.last_rows)
     peaks = {f"rank {row.name}": measure.phase_peaks(run.gathers, row.identity.rank) for row in rows}
-    what = "peak allocated" if measure.on_gpu(run) else "peak RSS"
-    names = list(dict.fromkeys(phase for found in peaks.values() for phase in found))
-    cells = [[words(name), *(n_bytes(found.get(phase)) for phase in names)] for name, found in peaks.items()]
-    return [page.figure("phases", figures.phases(peaks, what)), table(["", *(f">{name}" for name in names)], cells)]
+    metric = "peak allocated" if measure.on_gpu(run) else "peak RSS"
+    names = list(dict.fromkeys(phase for peak_by_phase in peaks.values() for phase in peak_by_phase))
+    cells = [
+        [words(name), *(n_bytes(peak_by_phase.get(phase)) for phase in names)] for name, peak_by_phase in peaks.items()
+    ]
+    return [page.figure("phases", figures.phases(peaks, metric)), table(["", *(f">{name}" for name in names)], cells)]
 
 
 def _ranks(run: Run, page: Page) -> list[Markup]:
@@ -224,21 +228,21 @@ def _traced(run: Run, page: Page) -> list[Markup]:
 
 def _planned(run: Run, plan: Mapping[str, Any], page: Page) -> list[Markup]:
     alone = {row.identity.rank for row in measure.shown(run.last_rows)}
-    found = planned.compared(plan, run.gathers, run.traces)
-    found = [c for c in found if c.rank in alone or not alone]
+    comparisons = planned.compared(plan, run.gathers, run.traces)
+    comparisons = [c for c in comparisons if c.rank in alone or not alone]
     lines = [
-        [Cell(str(c.rank), c.rank), words(c.what), n_bytes(c.predicted), n_bytes(c.measured), percent(c.error)]
-        for c in found
+        [Cell(str(c.rank), c.rank), words(c.figure), n_bytes(c.predicted), n_bytes(c.measured), percent(c.error)]
+        for c in comparisons
     ]
     capacity = plan.get("device_memory")
-    told = [f"The plan said: {plan.get('verdict') or 'no limit was given'}"]
+    sentences = [f"The plan said: {plan.get('verdict') or 'no limit was given'}"]
     if isinstance(plan.get("uncertainty"), int | float):
-        told.append(f"its figures were expected to be right within {100 * plan['uncertainty']:.0f} %")
+        sentences.append(f"its figures were expected to be right within {100 * plan['uncertainty']:.0f} %")
     if isinstance(capacity, int):
-        told.append(f"a device has {n_bytes(capacity).text}")
+        sentences.append(f"a device has {n_bytes(capacity).text}")
     return [
-        paragraph(f"{'; '.join(told)}."),
-        page.figure("plan", planned.predicted(found)),
+        paragraph(f"{'; '.join(sentences)}."),
+        page.figure("plan", planned.predicted(comparisons)),
         table(["rank", "", ">predicted", ">measured", ">off by"], lines),
     ]
 

@@ -26,7 +26,7 @@ class Compared:
     """A predicted and a measured figure in bytes; either may be missing."""
 
     rank: int
-    what: str
+    figure: str
     predicted: float | None
     measured: float | None
 
@@ -46,13 +46,13 @@ def compared(
     A plan lists several ranks in `ranks`, or describes one rank. It also holds for other ranks with equal shards.
     """
     rows = {row.identity.rank: row for row in gathers[-1].rows} if gathers else {}
-    found: list[Compared] = []
+    comparisons: list[Compared] = []
     for rank, entry in sorted(_planned(plan, rows).items()):
         row, trace = rows.get(rank), mapping(traces.get(rank))
-        found += _peaks(rank, entry, row, trace)
-        found += _phases(rank, entry, row, gathers)
-        found += _categories(rank, entry, row, trace)
-    return [c for c in found if c.predicted is not None]
+        comparisons += _peaks(rank, entry, row, trace)
+        comparisons += _phases(rank, entry, row, gathers)
+        comparisons += _categories(rank, entry, row, trace)
+    return [c for c in comparisons if c.predicted is not None]
 
 
 def _planned(plan: Mapping[str, Any], rows: Mapping[int, RankRow]) -> dict[int, Mapping[str, Any]]:
@@ -60,30 +60,32 @@ def _planned(plan: Mapping[str, Any], rows: Mapping[int, RankRow]) -> dict[int, 
 
     Ranks differ only in the sizes of their shards.
     """
-    own = {
+    plans = {
         int(rank): entry
         for entry in map(mapping, sequence(plan.get("ranks")) or [plan])
         if (rank := number(entry.get("rank"))) is not None
     }
-    found = dict(own)
+    by_rank = dict(plans)
     for rank, row in rows.items():
-        alike = (other for other in own if other in rows and rows[other].state == row.state)
-        if rank not in own and row.state is not None and (like := next(alike, None)) is not None:
-            found[rank] = own[like]
-    return found
+        alike = (
+            planned_rank for planned_rank in plans if planned_rank in rows and rows[planned_rank].state == row.state
+        )
+        if rank not in plans and row.state is not None and (like := next(alike, None)) is not None:
+            by_rank[rank] = plans[like]
+    return by_rank
 
 
 def _peaks(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:
     peak, device = mapping(entry.get("peak")), row.device_mem if row else None
     allocated = number(peak_of(trace).get("bytes")) if device is None else float(device.peak_allocated)
-    on_host = sum(held.host for held in row.state.values()) if row and row.state else None
-    found = [
+    on_host = sum(n_bytes.host for n_bytes in row.state.values()) if row and row.state else None
+    comparisons = [
         Compared(rank, "peak allocated", number(peak.get("allocated")), allocated),
         Compared(rank, "tensors on the host", number(entry.get("host_peak")) or None, on_host),
     ]
     if device is not None:  # the CPU's allocator reserves nothing
-        found.insert(1, Compared(rank, "peak reserved", number(peak.get("reserved")), device.peak_reserved))
-    return found
+        comparisons.insert(1, Compared(rank, "peak reserved", number(peak.get("reserved")), device.peak_reserved))
+    return comparisons
 
 
 def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: Sequence[Gather]) -> list[Compared]:
@@ -98,34 +100,40 @@ def _phases(rank: int, entry: Mapping[str, Any], row: RankRow | None, gathers: S
 
 def _categories(rank: int, entry: Mapping[str, Any], row: RankRow | None, trace: Mapping[str, Any]) -> list[Compared]:
     at_peak = categories_of(trace)
-    state = {kind: held.device for kind, held in (row.state or {}).items()} if row else {}
-    found = []
+    state = {kind: n_bytes.device for kind, n_bytes in (row.state or {}).items()} if row else {}
+    comparisons = []
     for kind, figures in mapping(entry.get("categories")).items():
         predicted = number(mapping(figures).get("device"))
         measured = at_peak.get(kind, state.get(kind))  # type: ignore[call-overload]
         if predicted or measured:
-            found.append(Compared(rank, f"{kind} on the device", predicted, measured))
+            comparisons.append(Compared(rank, f"{kind} on the device", predicted, measured))
     if row is not None and row.unattributed is not None and not at_peak:
-        rest = [mapping(f).get("device") for kind, f in mapping(entry.get("categories")).items() if kind not in KINDS]
-        together = sum(number(n_bytes) or 0 for n_bytes in rest)
-        found.append(Compared(rank, "all but state", together or None, row.unattributed))
-    return found
+        not_state = [
+            mapping(f).get("device") for kind, f in mapping(entry.get("categories")).items() if kind not in KINDS
+        ]
+        together = sum(number(n_bytes) or 0 for n_bytes in not_state)
+        comparisons.append(Compared(rank, "all but state", together or None, row.unattributed))
+    return comparisons
 
 
-def predicted(found: Sequence[Compared], what: str = "peak allocated") -> Figure:
+def predicted(comparisons: Sequence[Compared], figure: str = "peak allocated") -> Figure:
     """Bars of one figure, predicted beside measured, for every rank."""
-    own = [c for c in found if c.what == what and (c.predicted is not None or c.measured is not None)]
-    unit, scale = unit_of(v for c in own for v in (c.predicted, c.measured))
-    data = [
+    shown = [c for c in comparisons if c.figure == figure and (c.predicted is not None or c.measured is not None)]
+    unit, scale = unit_of(v for c in shown for v in (c.predicted, c.measured))
+    traces = [
         {
-            "type": "bar", "name": name, "x": [f"rank {c.rank}" for c in own], "marker": {"color": colour},
-            "y": [None if (v := getattr(c, name)) is None else v / scale for c in own],
+            "type": "bar", "name": name, "x": [f"rank {c.rank}" for c in shown], "marker": {"color": colour},
+            "y": [None if (v := getattr(c, name)) is None else v / scale for c in shown],
             "hovertemplate": f"%{{y:.6g}} {unit}",
         }
         for name, colour in (("predicted", COLOURS[REST]), ("measured", LINES[0]))
     ]  # fmt: skip
-    layout = {"barmode": "group", "height": 300, "yaxis": {"title": {"text": f"{what}, {unit}"}, "rangemode": "tozero"}}
-    return Figure(data if own else [], layout, "the plan names no rank")
+    layout = {
+        "barmode": "group",
+        "height": 300,
+        "yaxis": {"title": {"text": f"{figure}, {unit}"}, "rangemode": "tozero"},
+    }
+    return Figure(traces if shown else [], layout, "the plan names no rank")
 
 
 RANKS = 4
@@ -154,26 +162,26 @@ def close(run_dir: Path) -> None:
         _LOG.warning("this run is not noted for later plans: %s", error)
 
 
-def beside(found: Sequence[Compared], run: Run) -> str:
+def beside(comparisons: Sequence[Compared], run: Run) -> str:
     """One line per predicted figure with the ranks' measurements; of many ranks those under most memory pressure."""
     from ..plan.show import columns  # a report without a plan need not load the planner
 
-    compared_ranks = {c.rank for c in found}
+    compared_ranks = {c.rank for c in comparisons}
     ranks = [row for row in run.last_rows if row.identity.rank in compared_ranks]
     ranks = sorted(sorted(ranks, key=pressure, reverse=True)[:RANKS], key=lambda row: row.identity.rank)
     lines = [("", "predicted", *(f"rank {row.name}" for row in ranks))]
-    by_name = {(c.what, c.rank): c for c in found}
-    for what in dict.fromkeys(c.what for c in found):
-        cells = [by_name.get((what, row.identity.rank)) for row in ranks]
+    by_name = {(c.figure, c.rank): c for c in comparisons}
+    for figure in dict.fromkeys(c.figure for c in comparisons):
+        cells = [by_name.get((figure, row.identity.rank)) for row in ranks]
         predicted = next((c.predicted for c in cells if c is not None and c.predicted is not None), 0.0)
-        lines.append((what, gib(predicted), *map(_cell, cells)))
+        lines.append((figure, gib(predicted), *map(_cell, cells)))
     return "\n".join(columns(lines))
 
 
-def _cell(one: Compared | None) -> str:
-    if one is None or one.measured is None:
+def _cell(comparison: Compared | None) -> str:
+    if comparison is None or comparison.measured is None:
         return "–"
-    return gib(one.measured) + ("" if one.error is None else f" ({one.error:+.1%})")
+    return gib(comparison.measured) + ("" if comparison.error is None else f" ({comparison.error:+.1%})")
 
 
 def entry(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,10 +223,10 @@ def _outside(gathers: Sequence[Gather]) -> int | None:
 
     The driver is read less often than the allocator: one gather may mix two moments.
     """
-    found = [
+    differences = [
         memory.in_use - memory.reserved
         for gather in gathers
         for row in gather.rows
         if (memory := row.device_mem) is not None and memory.in_use is not None and memory.in_use >= memory.reserved
     ]
-    return round(median(found)) if found else None
+    return round(median(differences)) if differences else None

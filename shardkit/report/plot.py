@@ -109,24 +109,24 @@ def write_page(
     return path
 
 
-def front_plot(found: SearchResult) -> Figure:
+def front_plot(plan: SearchResult) -> Figure:
     """One point per combination that fits, coloured by engine; the front as a line."""
-    unit, scale = unit_of([setting.needed for setting in found.fitting])
-    engines = list(dict.fromkeys(setting.combination.engine for setting in found.fitting))
-    front = sorted(found.front, key=lambda setting: setting.needed)
-    data: list[dict[str, Any]] = [{
+    unit, scale = unit_of([setting.needed for setting in plan.fitting])
+    engines = list(dict.fromkeys(setting.combination.engine for setting in plan.fitting))
+    front = sorted(plan.front, key=lambda setting: setting.needed)
+    traces: list[dict[str, Any]] = [{
         "type": "scatter", "mode": "lines", "name": "front", "hoverinfo": "skip",
         "x": [setting.needed / scale for setting in front], "y": [setting.tokens_per_s for setting in front],
         "line": {"color": "#b8c0c8", "width": 2, "shape": "hv"},
     }]  # fmt: skip
-    for place, engine in enumerate(engines):
-        own = [setting for setting in found.fitting if setting.combination.engine == engine]
-        data.append({
+    for number, engine in enumerate(engines):
+        settings = [setting for setting in plan.fitting if setting.combination.engine == engine]
+        traces.append({
             "type": "scatter", "mode": "markers", "name": label(engine),
-            "x": [setting.needed / scale for setting in own], "y": [setting.tokens_per_s for setting in own],
-            "text": [label(named(setting, found.samples)) for setting in own],
-            "marker": {"size": [15 if setting is found.best else 9 for setting in own],
-                       "color": LINES[place % len(LINES)]},
+            "x": [setting.needed / scale for setting in settings], "y": [setting.tokens_per_s for setting in settings],
+            "text": [label(named(setting, plan.samples)) for setting in settings],
+            "marker": {"size": [15 if setting is plan.best else 9 for setting in settings],
+                       "color": LINES[number % len(LINES)]},
             "hovertemplate": f"%{{text}}<br>%{{x:.2f}} {unit}<br>%{{y:,.0f}} tokens/s<extra></extra>",
         })  # fmt: skip
     layout = {
@@ -134,16 +134,16 @@ def front_plot(found: SearchResult) -> Figure:
         "xaxis": {"title": {"text": f"memory of a rank, {unit} (predicted)"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "tokens/s of all ranks (predicted)"}, "rangemode": "tozero", "tickformat": ","},
     }  # fmt: skip
-    return Figure(data, layout, "nothing fits")
+    return Figure(traces, layout, "nothing fits")
 
 
-def save_front(found: SearchResult, folder: Path) -> Path:
+def save_front(plan: SearchResult, folder: Path) -> Path:
     """Write `auto.html`; returns its path.
 
     Raises:
         ConfigError: Plotly is not installed.
     """
     head = [*FRONT_HEAD[:3], *(f">{title}" for title in FRONT_HEAD[3:])]
-    rows = [[*map(words, row[:3]), *map(Cell, row[3:])] for row in front_rows(found)]
-    best = f"The best: {named(found.best, found.samples)}, {gib(found.best.needed)}."
-    return write_page(folder / "auto.html", "Automatic plan", front_plot(found), head, rows, best, *reasons(found))
+    rows = [[*map(words, row[:3]), *map(Cell, row[3:])] for row in front_rows(plan)]
+    best = f"The best: {named(plan.best, plan.samples)}, {gib(plan.best.needed)}."
+    return write_page(folder / "auto.html", "Automatic plan", front_plot(plan), head, rows, best, *reasons(plan))

@@ -20,19 +20,19 @@ _COUNT = re.compile(r"retries|ooms|count|rank|step")
 TENSORS = 25
 
 
-def show(rank: int, found: Mapping[str, Any]) -> Markup:
+def show(rank: int, record: Mapping[str, Any]) -> Markup:
     """One rank's post-mortem."""
-    plain = [(key, value) for key, value in _flat(found) if key != "schema"]
-    risk = ": the host's memory was almost used up" if found.get("kind") == "host-risk" else ""
+    plain = [(key, entry) for key, entry in _flat(record) if key != "schema"]
+    risk = ": the host's memory was almost used up" if record.get("kind") == "host-risk" else ""
     parts = [
         heading(f"Rank {rank}{risk}"),
-        table(["", ""], [[words(_name(key)), replace(cell(key, value), numeric=False)] for key, value in plain]),
+        table(["", ""], [[words(_name(key)), replace(cell(key, entry), numeric=False)] for key, entry in plain]),
     ]
-    for key, value in found.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            parts += [heading(_name(key)), _list(value[:TENSORS])]
-        elif isinstance(value, dict | list) and value and not _is_flat(value):
-            parts.append(folded(_name(key), json.dumps(value, indent=1, ensure_ascii=False)))
+    for key, entry in record.items():
+        if isinstance(entry, list) and entry and all(isinstance(entry, dict) for entry in entry):
+            parts += [heading(_name(key)), _list(entry[:TENSORS])]
+        elif isinstance(entry, dict | list) and entry and not _is_flat(entry):
+            parts.append(folded(_name(key), json.dumps(entry, indent=1, ensure_ascii=False)))
     return Markup("\n").join(parts)
 
 
@@ -47,13 +47,13 @@ def cell(key: str, value: Any) -> Cell:
     return words("–" if value is None else value)
 
 
-def _flat(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Plain values, and the values of objects that hold only plain values."""
-    for key, value in found.items():
-        if _is_flat(value):
-            yield from ((f"{key}: {inner}", plain) for inner, plain in value.items())
-        elif not isinstance(value, dict | list):
-            yield key, value
+    for key, entry in record.items():
+        if _is_flat(entry):
+            yield from ((f"{key}: {inner}", plain) for inner, plain in entry.items())
+        elif not isinstance(entry, dict | list):
+            yield key, entry
 
 
 def _is_flat(value: Any) -> bool:

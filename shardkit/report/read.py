@@ -81,8 +81,8 @@ class Run:
     def setting(self, dotted: str) -> Any:
         """A config value by its dotted name; None if the config lacks it."""
         section, _, key = dotted.partition(".")
-        found = self.config.get(section)
-        return found.get(key) if isinstance(found, dict) else None
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
 
 
 def read_run(path: Path) -> Run:
@@ -103,7 +103,7 @@ def read_run(path: Path) -> Run:
         path=path,
         config=_yaml(text, notes),
         config_text=text,
-        environment=_json(path / "env.json", notes, wanted=True) or {},
+        environment=_json(path / "env.json", notes, required=True) or {},
         metrics=[line for line in _lines(path / "metrics.jsonl", notes) if isinstance(line.get("step"), int)],
         samples=[
             line
@@ -136,26 +136,26 @@ def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("an alias, which no run writes")  # a few of them stand for gigabytes
-        found = yaml.safe_load(text)
+        tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         notes.append(f"config.yaml: {str(error).partition(chr(10))[0]}")
         return {}
-    return found if isinstance(found, dict) else {}
+    return tree if isinstance(tree, dict) else {}
 
 
-def _json(path: Path, notes: list[str], wanted: bool = False) -> dict[str, Any] | None:
+def _json(path: Path, notes: list[str], required: bool = False) -> dict[str, Any] | None:
     """One object from a file, or None; a failure is noted unless the file is absent and not `wanted`."""
-    if not path.exists() and not wanted:
+    if not path.exists() and not required:
         return None
     try:
-        found = parse_json(read_regular(path))
+        content = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}")
         return None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         notes.append(f"{path.name}: not an object")
         return None
-    return found
+    return content
 
 
 def _opened(path: Path) -> IO[str]:
@@ -172,8 +172,8 @@ def _lines(path: Path, notes: list[str], every: int = 1) -> Iterator[dict[str, A
             for number, line in enumerate(file, 1):
                 if number % every and number != total:
                     continue
-                if found := parsed(line):
-                    yield found
+                if entry := parsed(line):
+                    yield entry
                 else:
                     torn.append(number)
     except OSError as error:
@@ -217,12 +217,12 @@ def _thinning(path: Path) -> int:
 
 def _by_rank(folder: Path, notes: list[str]) -> dict[int, dict[str, Any]]:
     """The folder's `rank{r}.json` files by r."""
-    found = {}
+    by_rank = {}
     for path in folder.glob("rank*.json"):
         number = path.stem.removeprefix("rank")
-        if number.isdecimal() and (value := _json(path, notes)) is not None:
-            found[int(number)] = value
-    return dict(sorted(found.items()))
+        if number.isdecimal() and (content := _json(path, notes)) is not None:
+            by_rank[int(number)] = content
+    return dict(sorted(by_rank.items()))
 
 
 def _failures(logs: Path) -> list[tuple[int, str]]:
@@ -230,9 +230,9 @@ def _failures(logs: Path) -> list[tuple[int, str]]:
     launches = [folder for folder in logs.glob("*") if folder.is_dir() and failure.attempts(folder)]
     if not launches:
         return []
-    last = max(launches, key=lambda folder: folder.stat().st_mtime)
-    found = failure.in_attempt(failure.attempts(last)[-1])
-    return [(one.rank, one.message.partition("\n")[0]) for one in found if one.exit_code]
+    newest = max(launches, key=lambda folder: folder.stat().st_mtime)
+    failures = failure.in_attempt(failure.attempts(newest)[-1])
+    return [(failed.rank, failed.message.partition("\n")[0]) for failed in failures if failed.exit_code]
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

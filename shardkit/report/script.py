@@ -35,8 +35,8 @@ class ScriptStart:
 
     def log_of(self, failed: failure.Failure) -> Path | None:
         """The failed rank's stderr, if it is here."""
-        last = failure.attempts(self.folder)[-1]
-        for log in sorted(last.glob("*/stderr.log")):
+        attempt = failure.attempts(self.folder)[-1]
+        for log in sorted(attempt.glob("*/stderr.log")):
             if log.parent.name == str(failed.local_rank if failed.local_rank is not None else failed.rank):
                 return log
         return None
@@ -53,11 +53,11 @@ class ScriptRun:
     @property
     def status(self) -> tuple[bool, str]:
         """(whether no rank of the last start failed, how the last start ended)."""
-        last = self.starts[-1]
-        if not last.failures:
+        newest = self.starts[-1]
+        if not newest.failures:
             return True, "no rank of the last start reported an error"
-        first = last.failures[0]
-        return False, f"rank {first.rank} failed: {_reason(first)}"
+        origin = newest.failures[0]
+        return False, f"rank {origin.rank} failed: {_reason(origin)}"
 
 
 def read_script(path: Path) -> ScriptRun | None:
@@ -76,13 +76,13 @@ def read_script(path: Path) -> ScriptRun | None:
 def _start(folder: Path) -> ScriptStart:
     parts = _TIME.fullmatch(folder.name)
     began = "{}-{}-{} {}:{}:{}".format(*parts.groups()[:6]) if parts else ""
-    failures = [one for one in failure.of_launcher(folder) if one.exit_code not in (0, exit_codes.PREEMPTED)]
+    failures = [failed for failed in failure.of_launcher(folder) if failed.exit_code not in (0, exit_codes.PREEMPTED)]
     return ScriptStart(folder, began, parts[7] if parts else "", len(failure.attempts(folder)), failures)
 
 
 def _reason(failed: failure.Failure) -> str:
-    first = failed.message.partition("\n")[0]
-    return first or exit_codes.describe(failed.exit_code)
+    first_line = failed.message.partition("\n")[0]
+    return first_line or exit_codes.describe(failed.exit_code)
 
 
 def script_page(run: ScriptRun) -> str:
@@ -118,8 +118,8 @@ def _failures(start: ScriptStart) -> list[Markup]:
         log = start.log_of(failed)
         code = exit_codes.describe(failed.exit_code)
         rows.append([Cell(str(failed.rank), failed.rank), words(code), words(_reason(failed)), words(log or "–")])
-    first = start.failures[0]
-    log = start.log_of(first)
-    text = first.trace or ("" if log is None else stderr.last_lines(stderr.tail(log)))
-    shown = [folded(f"Last lines of rank {first.rank}", text)] if text else []
+    origin = start.failures[0]
+    log = start.log_of(origin)
+    text = origin.trace or ("" if log is None else stderr.last_lines(stderr.tail(log)))
+    shown = [folded(f"Last lines of rank {origin.rank}", text)] if text else []
     return [table(["rank", "ended with", "reason", "log"], rows), *shown]

@@ -38,13 +38,13 @@ def categories_of(trace: Mapping[str, Any]) -> dict[str, int]:
 
 def by_phase(trace: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes by category at the peak of each phase, by the module that ran then."""
-    found = {phase_name(str(phase)): mapping(peak) for phase, peak in mapping(trace.get("phases")).items()}
-    return {phase: {str(peak.get("module") or "–"): _categories_at(peak)} for phase, peak in found.items()}
+    peaks = {phase_name(str(phase)): mapping(peak) for phase, peak in mapping(trace.get("phases")).items()}
+    return {phase: {str(peak.get("module") or "–"): _categories_at(peak)} for phase, peak in peaks.items()}
 
 
 def _categories_at(peak: Mapping[str, Any]) -> dict[str, int]:
-    found = mapping(peak.get("categories"))
-    return {str(kind): int(n_bytes) for kind, n_bytes in found.items() if number(n_bytes) is not None}
+    by_kind = mapping(peak.get("categories"))
+    return {str(kind): int(n_bytes) for kind, n_bytes in by_kind.items() if number(n_bytes) is not None}
 
 
 def timeline(trace: Mapping[str, Any]) -> Figure:
@@ -56,49 +56,49 @@ def timeline(trace: Mapping[str, Any]) -> Figure:
         return Figure([], {}, "the trace holds no timeline")
     events, totals = [p[0] for p in points], [p[1] for p in points]
     unit, scale = unit_of(totals)
-    stack = {str(kind): sequence(values) for kind, values in mapping(trace.get("stack")).items()}
-    whole = {kind: values for kind, values in stack.items() if len(values) == len(events) and any(values)}
-    order = [k for k in COLOURS if k in whole] + [k for k in whole if k not in COLOURS]
-    data: list[dict[str, Any]] = [
+    stack = {str(kind): sequence(heights) for kind, heights in mapping(trace.get("stack")).items()}
+    complete = {kind: heights for kind, heights in stack.items() if len(heights) == len(events) and any(heights)}
+    order = [k for k in COLOURS if k in complete] + [k for k in complete if k not in COLOURS]
+    traces: list[dict[str, Any]] = [
         {
             "type": "scatter", "mode": "lines", "stackgroup": "memory", "name": label(kind.replace("_", " ")),
-            "x": events, "y": [(number(v) or 0) / scale for v in whole[kind]],
+            "x": events, "y": [(number(v) or 0) / scale for v in complete[kind]],
             "line": {"width": 0, "shape": "hv"}, "fillcolor": COLOURS.get(kind, LINES[0]),
             "hovertemplate": f"%{{y:.6g}} {unit}",
         }
         for kind in order
     ]  # fmt: skip
-    data.append(
+    traces.append(
         {
             "type": "scatter", "mode": "lines", "name": "total", "x": events, "y": [t / scale for t in totals],
             "line": {"color": "#222222", "width": 1, "shape": "hv"}, "hovertemplate": f"%{{y:.6g}} {unit}",
         }
     )  # fmt: skip
-    found = bands(trace)
-    data += _drawn(found)
+    drawn_bands = bands(trace)
+    traces += _drawn(drawn_bands)
     layout: dict[str, Any] = {
         "height": 520, "barmode": "overlay", "uniformtext": {"minsize": 10, "mode": "hide"},
         "xaxis": {"title": {"text": "allocation event"}},
-        "yaxis": {"title": {"text": unit}, "domain": [0.32, 1] if found else [0, 1], "rangemode": "tozero"},
+        "yaxis": {"title": {"text": unit}, "domain": [0.32, 1] if drawn_bands else [0, 1], "rangemode": "tozero"},
     }  # fmt: skip
-    if found:
+    if drawn_bands:
         layout["xaxis"]["anchor"] = "y2"
-        lanes = max(band.lane for band in found) + 1
+        lanes = max(band.lane for band in drawn_bands) + 1
         layout["yaxis2"] = {
             "title": {"text": "modules"}, "domain": [0, 0.28], "range": [lanes - 0.4, -0.6], "showticklabels": False,
             "fixedrange": True,
         }  # fmt: skip
-    return Figure(data, layout)
+    return Figure(traces, layout)
 
 
 def bands(trace: Mapping[str, Any]) -> list[Band]:
     """The longest bands of modules, each in the lane of its depth."""
-    found = []
+    parsed = []
     for band in map(mapping, sequence(trace.get("bands"))):
         begin, end = number(band.get("begin")), number(band.get("end"))
         if begin is not None and end is not None and end >= begin:
-            found.append((begin, end, str(band.get("module", "")), phase_name(str(band.get("phase", "")))))
-    longest = sorted(found, key=lambda b: b[0] - b[1])[:BANDS]
+            parsed.append((begin, end, str(band.get("module", "")), phase_name(str(band.get("phase", "")))))
+    longest = sorted(parsed, key=lambda b: b[0] - b[1])[:BANDS]
     placed, open_until = [], list[float]()
     for begin, end, module, phase in sorted(longest, key=lambda b: (b[0], -b[1])):
         while open_until and open_until[-1] <= begin:
@@ -109,18 +109,19 @@ def bands(trace: Mapping[str, Any]) -> list[Band]:
     return placed
 
 
-def _drawn(found: Sequence[Band]) -> list[dict[str, Any]]:
+def _drawn(all_bands: Sequence[Band]) -> list[dict[str, Any]]:
     """One trace of bars per phase: the legend can hide each phase."""
     drawn = []
-    for phase in dict.fromkeys(band.phase for band in found):
-        own = [band for band in found if band.phase == phase]
+    for phase in dict.fromkeys(band.phase for band in all_bands):
+        phase_bands = [band for band in all_bands if band.phase == phase]
         # The update belongs to no module, whichever ran last.
-        names = [label(phase if phase == "update" else band.module or "(whole model)") for band in own]
+        names = [label(phase if phase == "update" else band.module or "(whole model)") for band in phase_bands]
         drawn.append(
             {
                 "type": "bar", "orientation": "h", "yaxis": "y2", "name": label(phase or "modules"),
-                "base": [band.begin for band in own], "x": [band.end - band.begin for band in own],
-                "y": [band.lane for band in own], "text": names, "textposition": "inside", "insidetextanchor": "start",
+                "base": [band.begin for band in phase_bands], "x": [band.end - band.begin for band in phase_bands],
+                "y": [band.lane for band in phase_bands], "text": names,
+                "textposition": "inside", "insidetextanchor": "start",
                 "constraintext": "inside", "width": 0.9,
                 "marker": {"color": PHASE_COLOURS.get(phase, "#cccccc"), "line": {"color": "#ffffff", "width": 1}},  # type: ignore[call-overload]
                 "hovertemplate": "%{text}<br>events %{base} to %{x}",

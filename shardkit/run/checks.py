@@ -9,7 +9,6 @@ import math
 import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import pvariance
@@ -21,8 +20,7 @@ from torch import nn
 from ..config.capability import CAPABILITIES, ZERO
 from ..config.libraries import is_first_rank
 from ..config.schema import ParallelConfig, PrecisionConfig, RunConfig, StrategyName
-from ..errors import ConfigError, DataError, TrainingError, gib
-from ..memory.phases import Phases
+from ..errors import ConfigError, DataError, gib
 from ..memory.rows import KINDS
 from ..memory.state import local_tensors
 from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, may_leave_out, plain_type
@@ -31,7 +29,8 @@ from ..parallel.precision import master_dtype
 from ..parallel.world import World
 from ..strategies import Strategy
 from ..strategies.clocks import GatherWaits, HostValue
-from ..strategies.step import MicroBatch, accumulate, one_number
+from ..strategies.step import one_number
+from .not_finite import listed
 
 if TYPE_CHECKING:
     from ..strategies.reach import Reach
@@ -237,7 +236,7 @@ class BlockCalls:
         )
 
     def flags(self) -> list[float]:
-        """Two numbers for this step's calls; sum them over ranks and pass the sums to `agree`."""
+        """Two numbers for this step's calls; their sums over all ranks go to `agree`."""
         number = float(zlib.crc32(f"{self._called} {self._unused_alike()}".encode()) & 0xFFFFF)
         return [number, number * number]
 
@@ -246,14 +245,14 @@ class BlockCalls:
         names = self._unused.names() if self._unused is not None else ()
         return [name for name in names if name not in self._may_differ]
 
-    def agree(self, total: float, squares: float) -> None:
-        """Compare this step's calls and begin the next step; collective if ranks called different blocks.
+    def agree(self, sums: Sequence[float]) -> None:
+        """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ.
 
         Raises:
             ConfigError: ranks called different blocks, or used different parameters.
         """
         called, self._called = self._called, self._called[-1:]
-        if not self._equal(total, squares):
+        if not self._equal(*sums):
             everyone: list[Any] = self._world.gather(([self._order[index] for index in called], self._unused_alike()))
             calls, unused = [names for names, _ in everyone], [set(names) for _, names in everyone]
             indices = range(len(called) + 1)
@@ -327,7 +326,7 @@ def refuse_unused(model: nn.Module, optimizer: torch.optim.Optimizer, config: Pa
         if lacking:
             when = "this step" if steps else "the first step"
             raise ConfigError(
-                f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({_listed(lacking)}), which "
+                f"{len(lacking)} of {len(trained)} parameters got no gradient in {when} ({listed(lacking)}), which "
                 f"parallel.strategy={strategy} cannot train: {reason}",
                 "freeze them (requires_grad_(False)), use them in the loss, or "
                 + ("set parallel.find_unused=true" if strategy == "ddp" else "set parallel.strategy=fsdp"),
@@ -474,9 +473,13 @@ class SumCheck:
     """Warns once if a loss that should be a sum over targets does not grow with their number: it may be a mean.
 
     Looks at rank 0's first micro-batches, if their numbers of targets differ.
+
+    Args:
+        loss_name, fix: words for the warning.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_name: str, fix: str) -> None:
+        self._loss_name, self._fix = loss_name, fix
         self._counts: list[int] = []
         self._losses: list[HostValue] = []
         self._done = not is_first_rank()
@@ -497,7 +500,7 @@ class SumCheck:
 
         return noted
 
-    def judge(self, what: str, fix: str) -> None:
+    def judge(self) -> None:
         """Warn if the losses look like means; call it after a step whose loss is known."""
         if self._done:
             return
@@ -513,93 +516,9 @@ class SumCheck:
             self._done = True
             _LOG.warning(
                 "%s does not grow with its targets (%d to %d of them): it looks like their mean, but is used as "
-                "their sum, which makes gradients too small\n  fix: %s", what, min(counts), max(counts), fix,
+                "their sum, which makes gradients too small\n  fix: %s",
+                self._loss_name, min(counts), max(counts), self._fix,
             )  # fmt: skip
-
-
-def not_finite_gradient(
-    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
-    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
-) -> TrainingError:  # fmt: skip
-    """The error that names the ranks and parameters whose gradient is not finite; collective.
-
-    The gradients are reduced and gone by then: repeating the step's forward and backward shows each rank's own. If the
-    update could not be skipped and has spoilt the state, the error names that state.
-    """
-    spoilt = sorted({s.name.partition(".")[2] for s in strategy.shards() if not s.local.isfinite().all()})
-    if any(world.gather(bool(spoilt))):
-        found = sorted({str(name) for names in world.gather(spoilt[:SHOWN]) for name in names})  # type: ignore[attr-defined]
-        cause = f"the gradient is not finite at step {step}, nor is the state after its update: {_listed(found)}"
-    else:
-        cause = _own_gradients(strategy, ledger, world, step, micro_batches, loss_fn, n_targets)
-    return TrainingError(
-        cause,
-        "look at the loss on that step's data (a division by 0, a root or log of 0), lower optim.lr, or train in fp32; "
-        f"nothing after step {step - 1} was saved, checkpoints hold the state before",
-    )
-
-
-def _own_gradients(
-    strategy: Strategy, ledger: Phases, world: World, step: int, micro_batches: Sequence[MicroBatch],
-    loss_fn: Callable[[Any, Any], torch.Tensor], n_targets: float,
-) -> str:  # fmt: skip
-    """Repeat the step's passes and name the ranks whose own gradients are not finite."""
-    largest: dict[str, torch.Tensor] = {}
-    with watching_gradients(strategy.model, largest):
-        try:
-            accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world.size, world.device)
-        except Exception as error:  # the error is then reported without its origin
-            _LOG.warning("cannot repeat step %d to find its bad gradient: %s: %s", step, type(error).__name__, error)
-    sizes = {fqn: float(value) for fqn, value in largest.items()}
-    bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
-    top = max(sizes, key=sizes.__getitem__, default="") if not bad else ""
-    told: list[Any] = world.gather((len(bad), bad[:SHOWN], len(sizes), top, sizes.get(top, 0.0)))
-    ranks = [rank for rank, (n_bad, *_) in enumerate(told) if n_bad]
-    if ranks:
-        n_bad, names, total, *_ = told[ranks[0]]
-        on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
-        return f"the gradient is not finite at step {step} on {on}: {', '.join(names)} ({n_bad} of {total} parameters)"
-    rank, (*_, name, size) = max(enumerate(told), key=lambda item: item[1][-1])
-    if size < math.sqrt(torch.finfo(torch.float32).max) / 2**20:
-        return f"the gradient is not finite at step {step}, but finite on every rank when the step is repeated"
-    return (
-        f"the gradient norm overflowed at step {step}: every gradient is finite, the largest element {size:.0e} "
-        f"({name} on rank {rank})"
-    )
-
-
-@contextmanager
-def watching_gradients(model: nn.Module, largest: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Record the largest magnitude of each parameter's gradient as backward makes it, before any reduction.
-
-    Parameters are looked up when each module's forward runs: engines that shard replace them.
-    """
-    handles: list[Any] = []
-    seen: dict[int, torch.Tensor] = {}
-
-    def note(fqn: str, grad: torch.Tensor) -> None:
-        if grad.numel():
-            largest[fqn] = torch.maximum(largest[fqn], grad.detach().abs().max().float())  # keeps NaN
-
-    def look(prefix: str, module: nn.Module, args: Any) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            if param.requires_grad and id(param) not in seen:
-                seen[id(param)] = param
-                fqn = f"{prefix}.{name}".lstrip(".").removeprefix("module.")
-                largest[fqn] = torch.zeros((), device=param.device)
-                handles.append(param.register_hook(partial(note, fqn)))  # type: ignore[no-untyped-call]
-
-    for prefix, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(look, prefix)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _listed(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:SHOWN])) + (", …" if len(items) > SHOWN else "")
 
 
 def describe(found: Bytes) -> str:

@@ -18,7 +18,7 @@ from ..config.load import LoadedConfig, resolve_batch
 from ..config.schema import RunConfig
 from ..data.tokenize.model_folder import check_model_folder
 from ..data.tokenize.tokenizer import with_local_folders
-from ..errors import ConfigError, TrainingError
+from ..errors import ConfigError
 from ..launch.failures import failure
 from ..memory.ledger import MemoryLedger
 from ..oom.cap import MemoryCap, memory_cap
@@ -30,8 +30,9 @@ from ..parallel.weights import Init, Weights
 from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
-from ..strategies.step import Meanwhile, one_number, train_step
-from .checks import BlockCalls, SumCheck, check_masters, not_finite_gradient, refuse_unused, say_graph_breaks
+from ..strategies.step import one_number
+from .checks import BlockCalls, SumCheck, check_masters, refuse_unused, say_graph_breaks
+from .optimizer_step import OptimizerStep
 from .user_config import load_user_config
 
 T = TypeVar("T")
@@ -69,7 +70,9 @@ class Job:
     step_index: int = 0
     at_end: ExitStack = field(default_factory=ExitStack)
     _last_step: float = math.nan
-    _sums: SumCheck = field(default_factory=SumCheck)
+    _sums: SumCheck = field(
+        default_factory=lambda: SumCheck("the loss of job.step", "pass reduction='mean' to job.step")
+    )
 
     def __post_init__(self) -> None:
         local_size = self.world.env.local_world_size
@@ -164,50 +167,47 @@ class Job:
             ConfigError: wrong arguments, or ranks that call different blocks.
             TrainingError: the loss or the gradient is not finite on some rank. Resume from a checkpoint then.
         """
+        self._check_arguments(batches, reduction)
+        self.step_index += 1
+        if self.step_index == 1:  # building the model is no part of it
+            self._last_step = time.perf_counter()
+        counts = [n_targets(batch) for batch in batches]
+        count = self.world.sum([float(sum(counts))])[0]
+        micro_batches = [(counted, False) for counted in zip(batches, counts, strict=True)]
+        due = self.ledger.due(self.step_index)
+        self.ledger.begin_step(self.step_index, due)
+
+        def summed(model: Any, counted: tuple[Any, int]) -> torch.Tensor:
+            loss = one_number(loss_fn(model, counted[0]))
+            return loss * counted[1] if reduction == "mean" else loss
+
+        self._sums.expect(counts)
+        step = OptimizerStep(
+            job=self, number=self.step_index, micro_batches=micro_batches, n_targets=count,
+            loss_fn=self.calls.around(self._sums.around(summed)),
+        )  # fmt: skip
+        step.take(self.ledger, due, step.begin_agreement)
+        if self.step_index == 1 and self.config.compile.enabled:
+            say_graph_breaks()
+        if not step.reduction.has_begun:
+            step.begin_agreement(step.output.loss_sum)
+        step.reduction.finish()
+        now = time.perf_counter()
+        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, step.busy_s())
+        self._last_step = now
+        step.refuse_bad_loss()
+        self._sums.judge()
+        return StepResult(step.loss, step.finite_norm(), int(count))
+
+    def _check_arguments(self, batches: Sequence[Any], reduction: str) -> None:
         if reduction not in ("sum", "mean"):
             raise ConfigError(f"step() got reduction={reduction!r}", "pass reduction='sum' or reduction='mean'")
-        config, world = self.config, self.world
-        expected = resolve_batch(config, world.size)
+        expected = resolve_batch(self.config, self.world.size)
         if len(batches) != expected:
             raise ConfigError(
                 f"step() got {len(batches)} micro-batches, but train.grad_accum_steps is {expected}",
                 "pass as many micro-batches as the config accumulates",
             )
-        self.step_index += 1
-        if self.step_index == 1:  # building the model is no part of it
-            self._last_step = time.perf_counter()
-        due = self.ledger.due(self.step_index)
-        self.ledger.begin_step(self.step_index, due)
-        counted = [(batch, n_targets(batch)) for batch in batches]
-        micro = [(item, False) for item in counted]
-        count = world.sum([float(sum(n for _, n in counted))])[0]
-
-        def summed(model: Any, item: tuple[Any, int]) -> torch.Tensor:
-            loss = one_number(loss_fn(model, item[0]))
-            return loss * item[1] if reduction == "mean" else loss
-
-        self._sums.expect([n for _, n in counted])
-        sums = Meanwhile(lambda loss, _: world.begin_sum([loss.item(), *self.calls.flags()]))
-        with self.calls.waits.watching(due) as waits:
-            out = train_step(
-                self.strategy, self.ledger, micro, self.calls.around(self._sums.around(summed)), count, world.size,
-                world.device, config.train.max_norm, sums,
-            )  # fmt: skip
-        if self.step_index == 1 and config.compile.enabled:
-            say_graph_breaks()
-        total, *called = sums(out.loss_sum, out.ended)()
-        self.calls.agree(*called)
-        loss = total / max(count, 1.0)
-        now = time.perf_counter()
-        self.ledger.end_step(self.step_index, now - self._last_step, 0.0, out.busy_s(waits))
-        self._last_step = now
-        if not math.isfinite(loss):
-            raise not_finite(world, self.step_index, out.loss_sum.item())
-        norm = out.grad_norm.item()
-        if not math.isfinite(norm) and config.precision.mode != "fp16":
-            raise not_finite_gradient(self.strategy, self.ledger, world, self.step_index, micro, summed, count)
-        self._sums.judge("the loss of job.step", "pass reduction='mean' to job.step")
-        return StepResult(loss, norm, int(count))
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -228,17 +228,6 @@ class Job:
         """Iterate over `items` inside `explaining`."""
         with self.explaining():
             yield from items
-
-
-def not_finite(world: World, step: int, local_loss: float) -> TrainingError:
-    """The error that names the ranks whose loss is not finite; collective."""
-    losses = [float(v) for v in world.gather(local_loss)]  # type: ignore[arg-type]
-    bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-    ranks = ", ".join(str(r) for r in bad) or "none alone, but their sum is"
-    return TrainingError(
-        f"the loss is not finite at step {step} on rank {ranks} (summed loss {[losses[r] for r in bad][:4]})",
-        "lower optim.lr, set train.max_norm, or look at that step's data; nothing after it was saved",
-    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..memory.rows import RankRow
 from ..parallel.world import World
 from ..tasks.base import Task
 from ..telemetry.metrics import MetricsWriter
-from ..telemetry.progress import Progress
+from ..telemetry.progress import RunProgress
 from . import directory
 from .job import Job
 
@@ -92,10 +92,10 @@ def _serve(logging: LoggingConfig) -> MetricsServer | None:
     return MetricsServer(logging.prometheus_host, logging.prometheus_port)
 
 
-def _progress(job: Job, task: Task, done: int, last_step: int) -> Progress:
+def _progress(job: Job, task: Task, done: int, last_step: int) -> RunProgress:
     flops = getattr(task, "flops_per_token", None)
     counted = targets_called(job.config.task.name, job.config.task.factory)
-    return Progress(
+    return RunProgress(
         last_step, done, job.config.logging.every, flops() if flops else None, _peak_flops(job),
         counted,
     )  # fmt: skip

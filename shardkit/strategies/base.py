@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,19 @@ class Shard:
     start: int
     local: torch.Tensor
     replica: int = 0
+
+
+class Update(NamedTuple):
+    """What an engine's `step` did.
+
+    Attributes:
+        grad_norm: global norm of the gradient before clipping; 0-d, not synced to the host.
+        updated: False if loss scaling skipped the update, on every rank. Without loss scaling the device decides by the
+            norm, and a norm that is not finite ends the run: True then.
+    """
+
+    grad_norm: torch.Tensor
+    updated: bool
 
 
 class Strategy(Protocol):
@@ -74,14 +87,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
-        """Clip to `max_norm`, update, clear gradients; returns the global norm before clipping (0-d, not synced to the
-        host)."""
+    def step(self, max_norm: float | None) -> Update:
+        """Clip to `max_norm`, update, clear gradients; returns the norm, and whether the update took place."""
         ...
 
     def loss_scale(self) -> float:
-        """The factor by which fp16 multiplies the loss now; 1 without scaling. With scaling, a norm that is not finite
-        means that every rank skipped the step."""
+        """The factor by which fp16 multiplies the loss now; 1 without scaling."""
         ...
 
     def evaluating(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
-from .base import OptimizerFactory
+from .base import OptimizerFactory, Update
 from .states import TorchStates, flat
 from .step import clip_and_step
 
@@ -106,12 +106,12 @@ class DDP(TorchStates):
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
+    def step(self, max_norm: float | None) -> Update:
+        update = clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)
         if not self._keeps_buckets:
             self._keeps_buckets = True
             self._let_first_buckets_go()
-        return norm
+        return update
 
     def _let_first_buckets_go(self) -> None:
         """Wait until nobody but DDP holds the buckets of the first step, once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import nn
 from ..memory.rows import StateKind
 from ..parallel.compat import lerp_all
 from ..parallel.weights import Weights
-from .base import OptimizerFactory, Shard, Strategy
+from .base import OptimizerFactory, Shard, Strategy, Update
 
 _MODEL, _EMA = "model.", "ema."
 
@@ -56,12 +55,12 @@ class EMA:
         self._averages = [shard.local.clone() for shard in self._weights()]
 
     @torch.no_grad()
-    def step(self, max_norm: float | None) -> torch.Tensor:
-        norm = self.inner.step(max_norm)
-        if self.inner.loss_scale() == 1 or math.isfinite(float(norm)):  # else the step was skipped
+    def step(self, max_norm: float | None) -> Update:
+        update = self.inner.step(max_norm)
+        if update.updated:
             self._followed = self._followed or [shard.local for shard in self._weights()]
             lerp_all(self._averages, self._followed, 1 - self._decay)
-        return norm
+        return update
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

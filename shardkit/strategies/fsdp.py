@@ -18,11 +18,12 @@ from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..memory.rows import StateKind
 from ..parallel.blocks import Unit, chosen_by_data, find_units
-from ..parallel.compat import accumulated_hooks_of, gathered_params, hooks_of, unreduced_grads
+from ..parallel.compat import accumulated_hooks_of, hooks_of
+from ..parallel.compat_fsdp import gathered_params, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Shard
+from .base import OptimizerFactory, Shard, Update
 from .reach import Reach, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
@@ -222,7 +223,7 @@ class FSDP(TorchStates):
         except (RuntimeError, AssertionError) as error:
             raise explained(error, self.model, self.name) from error
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
+    def step(self, max_norm: float | None) -> Update:
         self.reach.finish_step()
         skipped = self.skipped(self.unused) if self.unused is not None else []
         return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm, skipped)

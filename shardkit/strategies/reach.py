@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..config.libraries import is_first_rank
 from ..errors import ConfigError
-from ..parallel import compat
+from ..parallel import compat, compat_fsdp
 from ..parallel.blocks import plain_type
 
 _LOG = logging.getLogger(__name__)
@@ -133,15 +133,15 @@ class Reach(TorchFunctionMode):
         for unit in self.held:
             unit.set_requires_gradient_sync(reduces, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
-            compat.reduce_gradients(unit)
+            compat_fsdp.reduce_gradients(unit)
             self._keep(unit)
         for unit in self._late if reduces else ():
-            compat.reduce_gradients(unit)
+            compat_fsdp.reduce_gradients(unit)
 
     def _look_for_gradients(self, reduces: bool) -> None:
         """Find the units that got gradients after they had reduced theirs."""
         for unit in [*self._units, self._model] if reduces else ():
-            if unit not in self.held and unit not in self._late and compat.has_gradients(unit):
+            if unit not in self.held and unit not in self._late and compat_fsdp.has_gradients(unit):
                 self._late.append(unit)
 
     def finish_step(self) -> None:
@@ -186,7 +186,7 @@ class Reach(TorchFunctionMode):
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A backward inside of forward: hold the units that it goes through."""
         self._steps = -sys.maxsize  # observe every step
-        with compat.backward_inside_forward(self._model, self._units) as entered:
+        with compat_fsdp.backward_inside_forward(self._model, self._units) as entered:
             result = func(*args, **kwargs)
         for unit in entered:
             if unit not in self.held:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..parallel.precision import autocast_forward, loss_scaler
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory
+from .base import OptimizerFactory, Update
 from .states import TorchStates
 from .step import clip_and_step
 
@@ -69,9 +69,9 @@ class Single(TorchStates):
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
+    def step(self, max_norm: float | None) -> Update:
         if self._config.optim.in_backward:
             norm = torch.stack(self._squared_norms).sum().sqrt()
             self._squared_norms.clear()
-            return norm
+            return Update(norm, updated=True)
         return clip_and_step(self._parameters, self.optimizer, self._scaler, max_norm)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,33 +17,12 @@ from ..errors import ConfigError
 from ..memory.phases import Phases
 from ..parallel.blocks import release_graph_outputs
 from . import Strategy
+from .base import Update
 from .batches import to_device
 from .clocks import HostValue, Mark, Stopwatch
 
-Found = TypeVar("Found")
 MicroBatch = tuple[Any, bool]
 """(the loss function's batch, whether it is a filler of weight 0 on a rank without samples)."""
-
-
-class Meanwhile(Generic[Found]):
-    """Work of the host that needs a step's loss, done once, wherever it holds up the device least.
-
-    Args:
-        work: called with the loss and the moment from which on the host has nothing else to do.
-    """
-
-    def __init__(self, work: Callable[[HostValue, Mark], Found]) -> None:
-        self._work = work
-        self._found: list[Found] = []
-
-    @property
-    def done(self) -> bool:
-        return bool(self._found)
-
-    def __call__(self, loss_sum: HostValue, since: Mark) -> Found:
-        if not self._found:
-            self._found.append(self._work(loss_sum, since))
-        return self._found[0]
 
 
 @dataclass(frozen=True)
@@ -52,13 +31,23 @@ class StepOutput:
 
     Attributes:
         loss_sum: this rank's summed loss, before division by the global target count.
-        grad_norm: global gradient norm before clipping; it arrives at the end of the update.
+        grad_norm: global gradient norm before clipping.
+        updated: False if loss scaling skipped the update.
         turns: where each micro-batch's forward and its backward begin, in turns, and then the update.
+        ended: the end of the update.
     """
 
     loss_sum: HostValue
     grad_norm: HostValue
+    updated: bool
     turns: list[Mark]
+    ended: Mark
+
+    def arrived(self) -> StepOutput:
+        """Declare that the device has ended this step, as it has ended later work: reading waits for nothing then."""
+        self.ended.past()
+        self.grad_norm.arrived.past()
+        return self
 
     @cached_property
     def forward_s(self) -> float:
@@ -75,14 +64,9 @@ class StepOutput:
         Args:
             elsewhere_s: seconds between the first forward and the update that belong to none of them.
         """
-        forward, last = self.forward_s, self.turns[-1]
-        backward = last - self.turns[0] - forward - elsewhere_s
-        return {"forward_s": forward, "backward_s": backward, "update_s": self.ended - last}
-
-    @property
-    def ended(self) -> Mark:
-        """The end of the update."""
-        return self.grad_norm.arrived
+        forward, update = self.forward_s, self.turns[-1]
+        backward = update - self.turns[0] - forward - elsewhere_s
+        return {"forward_s": forward, "backward_s": backward, "update_s": self.ended - update}
 
 
 def train_step(
@@ -94,22 +78,33 @@ def train_step(
     world_size: int,
     device: torch.device,
     max_norm: float | None,
-    meanwhile: Meanwhile[Any] | None = None,
+    on_loss: Callable[[HostValue, Mark], None] | None = None,
 ) -> StepOutput:
     """Take one optimizer step: accumulate, clip, update.
 
-    `meanwhile` is called before the update on the CPU, where it may overlap with it, and where an engine waits for the
-    device in backward. Elsewhere the host is ahead of the device, and has the update to issue first: it is left out.
+    Args:
+        on_loss: work of the host that needs the step's loss. It is called before the update, with the loss and that
+            moment, where the host has time for it: inside backward if the engine waits for the device there, else on
+            the CPU, whose ranks may send messages during the update. It is not called otherwise: the host is ahead of
+            the GPU then, and has the update to issue first.
     """
+    waiting = [] if on_loss is None else [on_loss]
+
+    def work_at_once(loss_sum: HostValue) -> None:
+        while waiting:
+            waiting.pop()(loss_sum, Mark(device))
+
     release_graph_outputs()
-    loss_sum, turns = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device, meanwhile)
-    if meanwhile is not None and device.type == "cpu":
-        meanwhile(loss_sum, Mark(device))
+    loss_sum, turns = accumulate(strategy, ledger, micro_batches, loss_fn, n_targets, world_size, device, work_at_once)
+    if device.type == "cpu":
+        work_at_once(loss_sum)
     turns.append(Mark(device))
     ledger.sample_state(strategy)
     with ledger.phase("update", follows=True):  # what `sample_state` counts takes no memory to speak of
-        grad_norm = HostValue(strategy.step(max_norm), device)
-    return StepOutput(loss_sum, grad_norm, turns)
+        update = strategy.step(max_norm)
+        ended = Mark(device)
+        grad_norm = HostValue(update.grad_norm, device)
+    return StepOutput(loss_sum, grad_norm, update.updated, turns, ended)
 
 
 def accumulate(
@@ -120,13 +115,16 @@ def accumulate(
     n_targets: float,
     world_size: int,
     device: torch.device,
-    meanwhile: Meanwhile[Any] | None = None,
+    on_wait: Callable[[HostValue], None] | None = None,
 ) -> tuple[HostValue, list[Mark]]:
     """Forward and backward of a step's micro-batches; returns this rank's summed loss, and where each of them begins.
 
     The gradients are those of (sum of the loss over all ranks and micro-batches) / `n_targets`: engines average over
     ranks, hence each rank's sum is scaled once, in fp32, by world_size / n_targets. A mean of per-micro-batch means
     would weigh ragged micro-batches wrongly.
+
+    Args:
+        on_wait: called with the loss before an engine waits for the device in the last backward.
     """
     scale = world_size / max(n_targets, 1.0)
     total: torch.Tensor | None = None
@@ -146,16 +144,10 @@ def accumulate(
                     loss_sum = HostValue(total)
                 turns.append(loss_sum.arrived if is_last else Mark(device))
             with ledger.phase("backward", follows=True):
-                waiting = None
-                if is_last and meanwhile is not None:
-                    waiting = partial(_at_once, meanwhile, loss_sum, device)
-                strategy.backward(loss * (weight * scale), waiting)
+                before_wait = partial(on_wait, loss_sum) if is_last and on_wait is not None else None
+                strategy.backward(loss * (weight * scale), before_wait)
                 del loss
     return loss_sum, turns
-
-
-def _at_once(meanwhile: Meanwhile[Any], loss_sum: HostValue, device: torch.device) -> None:
-    meanwhile(loss_sum, Mark(device))
 
 
 def one_number(loss: Any) -> torch.Tensor:
@@ -166,9 +158,9 @@ def one_number(loss: Any) -> torch.Tensor:
     """
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss.float()
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise ConfigError(
-        f"the loss function returned {found}, not one number (a tensor without dimensions)",
+        f"the loss function returned {kind}, not one number (a tensor without dimensions)",
         "return the loss summed over the batch's targets, for example loss.sum()",
     )
 
@@ -179,8 +171,8 @@ def clip_and_step(
     scaler: GradScaler,
     max_norm: float | None,
     unused: Iterable[nn.Parameter] = (),
-) -> torch.Tensor:
-    """Unscale, clip the total 2-norm, update, drop gradients; returns the 0-d norm over all ranks before clipping.
+) -> Update:
+    """Unscale, clip the total 2-norm over all ranks, update, drop gradients.
 
     With loss scaling, a gradient that is not finite on any rank makes all ranks skip the update.
 
@@ -199,13 +191,25 @@ def clip_and_step(
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     for param in unused:
         param.grad = None
+    updated = True
     if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
+        updated = _scaled_step(optimizer, scaler, norm)
     else:
         step_if_finite(optimizer, norm)
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return Update(norm, updated)
+
+
+def _scaled_step(optimizer: torch.optim.Optimizer, scaler: GradScaler, near: torch.Tensor) -> bool:
+    """Update under loss scaling; returns whether the scaler let the optimizer do so. Waits for the device.
+
+    The scale tells: it falls after a skipped step only. A norm that is not finite does not tell, since finite gradients
+    may have one. `GradScaler.step` returns `None` for both, and fused optimizers skip the update on the device.
+    """
+    scale_before = scaler.scale(near.new_ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return not bool(scaler.scale(near.new_ones(())) < scale_before)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

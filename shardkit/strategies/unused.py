@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..parallel import compat
+from ..parallel import compat_fsdp
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 """Whether a gradient that a rank lacks can count as zero; else FSDP2 would mix it up with another parameter's."""
@@ -37,7 +37,7 @@ class UnusedParameters:
             if REDUCES_UNUSED:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
             count = torch.compiler.disable(partial(self._count, unit))  # type: ignore[no-untyped-call]
-            compat.before_reduction(unit, count)
+            compat_fsdp.before_reduction(unit, count)
 
     def _count(self, unit: FSDPModule, without_gradient: list[Any]) -> None:
         self.begin_step()
@@ -59,7 +59,7 @@ class UnusedParameters:
         if not self._gathered_once:
             self._gathered_once = True
             for unit in self._units:
-                if not compat.was_gathered(unit):
+                if not compat_fsdp.was_gathered(unit):
                     unit.unshard()
                     unit.reshard()
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..files import append_jsonl, extend_last_line
 from ..memory.rows import RankRow
-from ..memory.spread import WHOLE, pressure, summary
+from ..memory.spread import SHOWN_SINGLY, pressure, summary
 
 _LOG = logging.getLogger(__name__)
 BOARD_S = 5.0
@@ -35,19 +35,19 @@ class MetricsWriter:
     Args:
         wandb_project: also log to this Weights & Biases project; the run keeps its id when it is resumed.
         settings: the run's config for Weights & Biases.
-        done: steps that the resumed run has already recorded; TensorBoard drops later ones.
+        steps_before: steps that the resumed run has already recorded; TensorBoard drops later ones.
     """
 
     def __init__(
         self,
         run_dir: Path,
         tensorboard: bool,
-        done: int = 0,
+        steps_before: int = 0,
         wandb_project: str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self._wandb = None if wandb_project is None else _start_wandb(run_dir, wandb_project, settings or {})
-        self._purge_step = done + 1 if done else None
+        self._purge_step = steps_before + 1 if steps_before else None
         self._path = run_dir / "metrics.jsonl"
         self._tensorboard_dir = run_dir / "tensorboard" if tensorboard else None
         self._board: Any = None
@@ -72,9 +72,9 @@ class MetricsWriter:
             shown = {f"samples/{i}": f"{text['prompt']} **→** {text['text']}" for i, text in enumerate(texts)}
             self._picture({}, int(texts[0]["step"]), shown)
 
-    def ended(self, more: Mapping[str, float]) -> None:
+    def ended(self, late_fields: Mapping[str, float]) -> None:
         """Add to the last step's object what is known only at the run's end."""
-        extend_last_line(self._path, more)
+        extend_last_line(self._path, late_fields)
 
     def _picture(self, scalars: Mapping[str, float], step: int, texts: Mapping[str, str] | None = None) -> None:
         self._events.append((time.time(), step, scalars, texts or {}))
@@ -110,14 +110,14 @@ class MetricsWriter:
         if self._tensorboard_dir is None or not rows:
             return
         condensed = summary(rows)
-        found = {
+        scalars = {
             f"memory/{name}/{key}": getattr(spread, key)
             for name, spread in condensed.spreads.items()
             for key in ("max", "min", "skew")
         }
-        if condensed.peak is not None and len(rows) <= WHOLE:
-            found |= {f"memory_of_rank/{condensed.peak[0]}/{row.identity.rank}": pressure(row) for row in rows}
-        self._picture(found, step)
+        if condensed.peak is not None and len(rows) <= SHOWN_SINGLY:
+            scalars |= {f"memory_of_rank/{condensed.peak[0]}/{row.identity.rank}": pressure(row) for row in rows}
+        self._picture(scalars, step)
 
     def close(self) -> None:
         if self._wandb is not None:
@@ -144,8 +144,8 @@ def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
             f"logging.wandb_project={project} needs wandb, which does not import: {error}",
             "pip install 'shardkit[wandb]', or remove logging.wandb_project",
         ) from error
-    known = run_dir / "wandb" / "run_id"
-    run_id = known.read_text().strip() if known.exists() else secrets.token_hex(4)
+    id_file = run_dir / "wandb" / "run_id"
+    run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
     try:
         run = wandb.init(
             project=project, dir=str(run_dir), id=run_id, resume="allow", config=settings, name=run_dir.name
@@ -155,6 +155,6 @@ def _start_wandb(run_dir: Path, project: str, settings: dict[str, Any]) -> Any:
             f"logging.wandb_project={project}: {error}",
             "log in with `wandb login`, set WANDB_MODE=offline, or remove logging.wandb_project",
         ) from error
-    known.parent.mkdir(exist_ok=True)
-    known.write_text(run_id + "\n")
+    id_file.parent.mkdir(exist_ok=True)
+    id_file.write_text(run_id + "\n")
     return run

@@ -28,13 +28,13 @@ TIGHT = 0.9
 _PARTS = {"data_wait_s": "data", "forward_s": "forward", "backward_s": "backward", "update_s": "update"}
 
 
-class Progress:
+class RunProgress:
     """Shows loss, throughput, MFU if the GPU's peak is known, the ranks' memory, seconds spent on saves,
     and the remaining time.
 
     Args:
         total: the last step; `None`: unknown.
-        first: steps that were taken before.
+        steps_before: steps that were taken before.
         every: steps between two lines where stdout or stderr is no terminal, fewer if they take long; `None`: a
             terminal alone is written to, and only while nothing else draws bars there.
     """
@@ -42,7 +42,7 @@ class Progress:
     def __init__(
         self,
         total: int | None,
-        first: int,
+        steps_before: int,
         every: int | None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
@@ -51,12 +51,12 @@ class Progress:
         self._targets = targets
         self._total, self._every = total, every
         self._mfu_per_token = flops_per_token / peak_flops if flops_per_token and peak_flops else None
-        self._began, self._first = time.perf_counter(), first
+        self._began, self._steps_before = time.perf_counter(), steps_before
         self._saves_s = 0.0
         self._rows: Sequence[RankRow] = ()
         self._condensed: Summary | None = None
-        self._said = time.perf_counter()
-        self._screen = Screen(total, first, _tqdm_draws if every is None else None) if draws_bars() else None
+        self._last_line_at = time.perf_counter()
+        self._screen = Screen(total, steps_before, _tqdm_draws if every is None else None) if draws_bars() else None
 
     def update(self, record: Mapping[str, float], ranks: int, rows: Sequence[RankRow]) -> None:
         """Show a step's record; `rows` come from the last gather."""
@@ -72,8 +72,10 @@ class Progress:
 
     def _is_due(self, step: int, every: int) -> bool:
         now = time.perf_counter()
-        is_due = step in (self._first + 1, self._total) or step % every == 0 or now - self._said >= LINE_S
-        self._said = now if is_due else self._said
+        is_due = (
+            step in (self._steps_before + 1, self._total) or step % every == 0 or now - self._last_line_at >= LINE_S
+        )
+        self._last_line_at = now if is_due else self._last_line_at
         return is_due
 
     def _text(self, record: Mapping[str, float], ranks: int) -> str:
@@ -98,9 +100,9 @@ class Progress:
         return "  ".join(parts)
 
     def _eta(self, step: int) -> str:
-        done = max(1, step - self._first)
-        left = int((time.perf_counter() - self._began) / done * ((self._total or step) - step))
-        return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+        steps_taken = max(1, step - self._steps_before)
+        seconds_left = int((time.perf_counter() - self._began) / steps_taken * ((self._total or step) - step))
+        return f"{seconds_left // 3600}:{seconds_left // 60 % 60:02d}:{seconds_left % 60:02d}"
 
     def close(self) -> None:
         if self._screen is not None:
@@ -120,11 +122,11 @@ class Screen:
 
     Args:
         total: the last step; `None`: unknown.
-        first: steps that were taken before.
+        steps_before: steps that were taken before.
         is_taken: whether something else draws bars now.
     """
 
-    def __init__(self, total: int | None, first: int, is_taken: Callable[[], bool] | None = None) -> None:
+    def __init__(self, total: int | None, steps_before: int, is_taken: Callable[[], bool] | None = None) -> None:
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -134,7 +136,7 @@ class Screen:
         console = Console(file=sys.stderr)
         columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
         self._bar = RichProgress(*columns, TextColumn("{task.description}", markup=False), console=console)
-        self._task = self._bar.add_task("", total=total, completed=first)
+        self._task = self._bar.add_task("", total=total, completed=steps_before)
         self._group, self._plain = Group, Text
         self._new: Callable[[], Live] = lambda: Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -220,9 +222,9 @@ def parts_of(record: Mapping[str, float]) -> str:
     """A step's time and its parts: `step 412 ms: data 2 %, forward 31 %, backward 58 %, update 9 %`."""
     if "forward_s" not in record:
         return ""
-    whole = record["step_time_s"]
-    parts = [f"{name} {record[key] / whole:.0%}".replace("%", " %") for key, name in _PARTS.items()]
-    return f"step {1e3 * whole:,.0f} ms: {', '.join(parts)}"
+    step_s = record["step_time_s"]
+    parts = [f"{name} {record[key] / step_s:.0%}".replace("%", " %") for key, name in _PARTS.items()]
+    return f"step {1e3 * step_s:,.0f} ms: {', '.join(parts)}"
 
 
 def ranks_table(rows: Sequence[RankRow]) -> Table:

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,29 @@ def test_ls_of_odd_manifests_with_right_digests(count: int, saved: Path, capsys:
             shown = said.out + said.err
             assert ended.value.code in (0, 1, 2) and all(c.isprintable() or c == "\n" for c in shown), (at, odd, shown)
             assert ended.value.code != 2 or said.err.startswith("error: "), (at, odd, said)
+
+
+COSTLY: dict[str, dict[str, Any]] = {
+    "long shape": {"tensors": {"w": {"dtype": "int8", "shape": [2**62] * 24_000, "chunks": []}}},
+    "small sizes": {"tensors": {"w": {"dtype": "int8", "shape": [3] * 200_000, "chunks": []}}},
+    "many tensors": {"tensors": {f"w{i}": {"dtype": "int8", "shape": [2**62] * 64, "chunks": []} for i in range(300)}},
+    "long numbers": {"tensors": {"w": {"dtype": "int8", "shape": [10**4200] * 100, "chunks": []}}},
+    "empty chunks": {"tensors": {"w": {"dtype": "int8", "shape": [1], "chunks": [[0, 0, 0, 0, []]] * 30_000}}},
+    "long name": {"strategy": "x" * 500_000},
+}
+"""Keys of a manifest of half a megabyte that a parser could spend a minute on."""
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_ls_of_a_costly_manifest_is_bounded(case: str, saved: Path) -> None:
+    file = saved / "step_00000003" / "manifest.json"
+    text = _canonical({**json.loads(file.read_bytes())["manifest"], **COSTLY[case]})
+    file.write_text(f'{{"digest":"{_digest(text)}","manifest":{text}}}')
+    began = time.process_time()
+    code, shown = invoke("ls", saved.parent)
+    assert (code, len(shown.splitlines())) == (0, 4), shown
+    assert "step_00000003" in shown and len(shown) < 3000
+    assert time.process_time() - began < 3
 
 
 def names(root: Path) -> list[str]:

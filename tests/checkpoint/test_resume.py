@@ -391,9 +391,9 @@ def stopped_while_evaluating(folder: str) -> tuple[int, str | None, int, bool]:
     note_early()  # as train's entry does: the signal stays pending
     with start(load_config(None, settings)) as job:
         trainer = Trainer(job)
-        (whole,) = trainer.val_parts.values()
+        (whole,) = trainer.val_data.values()
         data = Asked(whole, job.world.rank)
-        trainer.val_parts = {"": data}
+        trainer.loop.val_parts = {"": data}
         outcome = trainer.fit()
     return outcome.steps, outcome.stopped_by, data.read, outcome.val_loss is not None
 

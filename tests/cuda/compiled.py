@@ -26,8 +26,9 @@ from shardkit.config import capability
 from shardkit.config.load import load_config
 from shardkit.errors import CheckpointError, ConfigError
 from shardkit.parallel.compat import graph_breaks
-from shardkit.run import trainer
+from shardkit.run import loop, optimizer_step
 from shardkit.run.job import start
+from shardkit.run.trainer import Trainer
 from shardkit.strategies.clocks import HostValue
 from tests.cuda.parity import Case as Engine
 from tests.cuda.parity import pool as engine_pool
@@ -278,8 +279,8 @@ def without_timing() -> Iterator[None]:
 def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
     """Train; each step and each evaluation is a span."""
     with start(None, settings) as job:
-        run = trainer.Trainer(job)
-        run._moved = True  # nothing is computed: no parameter changes
+        run = Trainer(job)
+        run.loop.first_update.is_checked = True  # nothing is computed: no parameter changes
 
         def step_counted(train_step: Callable[..., Any]) -> Callable[..., Any]:
             def counted(*args: Any) -> Any:
@@ -287,9 +288,9 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
                 out = train_step(*args)
                 rows = job.ledger.row().phases
                 phases = [rows[name] for name in ("forward", "backward", "update")]
-                kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.step, "step")
+                kind = "resumed" if resumed else {1: "first", RAGGED: "ragged"}.get(run.loop.step, "step")
                 counts.end(
-                    f"{kind} {run.step}", peak=max(phase.peak_allocated or 0 for phase in phases) - counts.held,
+                    f"{kind} {run.loop.step}", peak=max(phase.peak_allocated or 0 for phase in phases) - counts.held,
                     reserved=max(phase.peak_reserved or 0 for phase in phases),
                 )  # fmt: skip
                 return out
@@ -300,14 +301,14 @@ def train(settings: dict[str, Any], counts: Counts, resumed: bool) -> None:
             def counted(*args: Any) -> Any:
                 counts.skip()
                 out = evaluate(*args)
-                counts.end(f"evaluation {run.step}")
+                counts.end(f"evaluation {run.loop.step}")
                 return dict.fromkeys(out, 0.0)  # nothing has computed them
 
             return counted
 
         with (
-            replaced(trainer, "train_step", step_counted),
-            replaced(trainer, "evaluate", evaluation_counted),
+            replaced(optimizer_step, "train_step", step_counted),
+            replaced(loop, "evaluate", evaluation_counted),
             replaced(HostValue, "item", finite),
         ):
             run.fit()

@@ -44,8 +44,9 @@ def measured(root: str) -> dict[str, dict[str, int]]:
     """Bytes of torch's CPU allocator at the peak of the evaluation and of its samples, by engine."""
     from torch.profiler import ProfilerActivity, profile
 
-    from shardkit.run import trainer
+    from shardkit.run import loop
     from shardkit.run.job import start
+    from shardkit.run.trainer import Trainer
 
     def marked(name: str, whole: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -58,13 +59,13 @@ def measured(root: str) -> dict[str, dict[str, int]]:
         return call
 
     found = {}
-    trainer.evaluate = marked("evaluate", trainer.evaluate)
-    trainer.write_samples = marked("sample", trainer.write_samples)
+    loop.evaluate = marked("evaluate", loop.evaluate)
+    loop.write_samples = marked("sample", loop.write_samples)
     for strategy in ENGINES:
         gc.collect()
         tracing = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with tracing as profiler, start(None, settings(strategy, root)) as job:
-            assert len(list(trainer.Trainer(job).recorded_steps())) == 2
+            assert len(list(Trainer(job).recorded_steps())) == 2
             gc.collect()
             alive = held_addresses()
         totals = allocated(profiler, alive)

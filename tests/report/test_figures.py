@@ -90,7 +90,7 @@ def test_a_trace_without_a_timeline_says_so(broken: dict[str, Any]) -> None:
 
 
 def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
-    found = {(c.rank, c.what): c for c in planned.compared(plan(), gpu.gathers, {})}
+    found = {(c.rank, c.figure): c for c in planned.compared(plan(), gpu.gathers, {})}
     peak = found[3, "peak allocated"]
     assert (peak.predicted, peak.measured) == (3 * 2**30, 6 * 2**30 + 20 * MIB)
     assert peak.error == pytest.approx(3 / (6 + 20 / 1024) - 1)
@@ -102,7 +102,7 @@ def test_predictions_stand_beside_what_was_measured(gpu: Run) -> None:
 
 def test_on_the_cpu_the_plan_is_compared_with_the_trace(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
-    found = {(c.rank, c.what): c.measured for c in planned.compared(plan(), run.gathers, {0: trace()})}
+    found = {(c.rank, c.figure): c.measured for c in planned.compared(plan(), run.gathers, {0: trace()})}
     assert found[0, "peak allocated"] == 200 * MIB
     assert found[0, "activations on the device"] == 100 * MIB
     assert found[1, "peak allocated"] is None
@@ -112,7 +112,7 @@ def test_on_the_cpu_the_plan_is_compared_with_the_trace(tmp_path: Path) -> None:
 def test_a_plan_of_one_rank_holds_for_the_ranks_that_hold_as_much(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     first = plan() | {"ranks": plan()["ranks"][:1]}
-    found = {(c.rank, c.what): c.measured for c in planned.compared(first, run.gathers, {0: trace(), 1: trace(1)})}
+    found = {(c.rank, c.figure): c.measured for c in planned.compared(first, run.gathers, {0: trace(), 1: trace(1)})}
     assert (found[0, "peak allocated"], found[1, "peak allocated"]) == (200 * MIB, 200 * MIB + 1)
     rows = run.gathers[-1].rows
     rows[1] = replace(rows[1], state={**(rows[1].state or {}), "params": StateBytes(7, 0)})
@@ -120,7 +120,7 @@ def test_a_plan_of_one_rank_holds_for_the_ranks_that_hold_as_much(tmp_path: Path
 
 
 def test_on_a_gpu_what_is_no_state_is_compared_together(gpu: Run) -> None:
-    found = {(c.rank, c.what): c for c in planned.compared(plan(), gpu.gathers, {})}
+    found = {(c.rank, c.figure): c for c in planned.compared(plan(), gpu.gathers, {})}
     row = gpu.last_rows[1]
     assert (found[1, "all but state"].predicted, found[1, "all but state"].measured) == (
         2**30, row.unattributed,
@@ -135,7 +135,7 @@ def test_a_plan_of_anything_is_survived() -> None:
 
 def test_a_plan_may_be_about_a_single_rank(gpu: Run) -> None:
     one = {"rank": 1, "peak": {"allocated": 7}, "host_peak": 2**31}
-    found = {c.what: (c.rank, c.predicted, c.measured) for c in planned.compared(one, gpu.gathers, {})}
+    found = {c.figure: (c.rank, c.predicted, c.measured) for c in planned.compared(one, gpu.gathers, {})}
     assert found == {"peak allocated": (1, 7, 4 * 2**30 + 20 * MIB), "tensors on the host": (1, 2**31, 2**31)}
 
 

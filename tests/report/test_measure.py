@@ -77,7 +77,7 @@ def test_step_times_leave_out_the_first_gather(gpu: Run) -> None:
     run = replace(gpu, gathers=[replace(gpu.gathers[0], rows=slow_start), *gpu.gathers[1:]])
     time = measure.step_times(run)[3]
     assert (time.total, time.data, time.forward) == pytest.approx((0.5, 0.225, 0.225))
-    assert time.rest == pytest.approx(0.05)
+    assert time.remainder == pytest.approx(0.05)
 
 
 def test_of_a_large_world_the_worst_and_the_best_are_shown() -> None:

@@ -80,7 +80,7 @@ def val_losses(root: str) -> dict[str, list[float]]:
             }  # fmt: skip
             with start(None, keys) as job:
                 trainer = Trainer(job)
-                found[case].append(evaluate(job, trainer.task, trainer.val_parts)["val_loss"])
+                found[case].append(evaluate(job, trainer.task, trainer.val_data)["val_loss"])
             gc.collect()
     return found
 

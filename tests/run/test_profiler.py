@@ -230,7 +230,7 @@ def test_only_profiled_steps_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         make(self, *args)
 
     def count(name: str) -> Any:
-        ranges.append((trainers[-1].step, name))
+        ranges.append((trainers[-1].loop.step, name))
         return record(name)
 
     monkeypatch.setattr(Trainer, "__init__", remember)

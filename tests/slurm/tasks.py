@@ -150,7 +150,7 @@ def _phase() -> str:
             return "evaluation"
         if where == ("save.py", "save"):
             return "saving"
-        if where == ("trainer.py", "steps"):
+        if where == ("loop.py", "__iter__"):
             found = "training"
         frame = frame.f_back
     return found

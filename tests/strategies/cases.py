@@ -11,6 +11,7 @@ import torch
 from shardkit.config.schema import ModelConfig
 from shardkit.models.transformer import Block, Transformer, init_parameter
 from shardkit.run.job import Job, start
+from shardkit.strategies.base import Update
 
 GLOBAL_BATCH, ACCUM, STEPS, SEQ = 24, 2, 8, 24
 MODEL = ModelConfig(vocab_size=48, max_seq_len=SEQ, d_model=32, n_layers=2, n_heads=2, loss_chunk_size=64)
@@ -138,7 +139,7 @@ def _measure(settings: dict[str, Any], rank: int, world: int, frozen: bool) -> d
         counted: dict[str, int] = {}
         take_step = job.strategy.step
 
-        def step(max_norm: float | None) -> torch.Tensor:
+        def step(max_norm: float | None) -> Update:
             counted.clear()
             counted.update(count_storages(job.strategy.state_tensors()))
             return take_step(max_norm)

@@ -130,6 +130,30 @@ def averaged(names: list[str], decay: float = 0.5) -> dict[str, tuple[int, int, 
     return out
 
 
+def skipped(names: list[str]) -> dict[str, tuple[bool, bool, float]]:
+    """Of a step that loss scaling skips: whether averages and weights stayed, and the scale after it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = PrecisionConfig(mode="fp16", loss_scale_init_power=1)
+    out = {}
+    for name in names:
+        with start(None, settings(name, world) | {"train.ema_decay": 0.5}) as job:
+            cases.wrap(job)
+            job.step(cases.micro_batches(0, rank, world), cases.loss_fn, cases.n_targets)  # weights leave the averages
+            scaler = loss_scaler(config, torch.device("cpu"))
+            scaler.scale(torch.ones(()))  # as a backward does first
+            job.strategy.inner._scaler = scaler  # type: ignore[attr-defined]
+            before = {s.name: s.local.clone() for s in job.strategy.load_targets()}
+            for param in job.model.parameters():
+                param.grad = torch.full_like(param, float("inf"))
+            job.strategy.step(None)
+            stayed = {s.name: torch.equal(s.local, before[s.name]) for s in job.strategy.load_targets()}
+            averages = all(same for name, same in stayed.items() if name.startswith("ema."))
+            weights = all(same for name, same in stayed.items() if name.startswith("model."))
+            out[name] = averages, weights, job.strategy.loss_scale()
+        gc.collect()
+    return out
+
+
 def held_out(model: torch.nn.Module, rank: int, world: int) -> float:
     """Loss of one batch over all ranks."""
     total = torch.zeros(())

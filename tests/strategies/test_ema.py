@@ -58,3 +58,10 @@ def test_a_rank_averages_its_own_part_and_looks_at_nothing_else() -> None:
         weights = ranks[0][name][0]
         assert sum(rank[name][1] for rank in ranks) == weights, f"{name}: each average is kept once"
         assert [rank[name][2] for rank in ranks] == [0, 0], f"{name}: a step goes through the whole state"
+
+
+@pytest.mark.dist
+def test_a_step_that_loss_scaling_skips_is_not_averaged_even_if_the_scale_is_1_then() -> None:
+    names = ["single", "fsdp"]
+    (found,) = run_ranks(1, "tests.strategies.precision_cases:skipped", names=names)
+    assert found == dict.fromkeys(names, (True, True, 1.0))

@@ -17,6 +17,7 @@ from shardkit.config.schema import ParallelConfig
 from shardkit.errors import ConfigError
 from shardkit.run.checks import refuse_unused
 from shardkit.strategies import clocks, step
+from shardkit.strategies.base import Update
 
 CPU = torch.device("cpu")
 
@@ -93,7 +94,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update(bad: float) -> None:
         before = model.weight.detach().clone()
         for param in model.parameters():
             param.grad = torch.full_like(param, value)
-        norm = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0)
+        norm, _ = step.clip_and_step([*model.parameters()], optimizer, scaler, max_norm=1.0)
         assert torch.equal(model.weight, before) is not moves
         if moves:  # 4 gradients of 1: a norm of 2, clipped to 1
             assert norm.item() == pytest.approx(2.0)
@@ -239,9 +240,9 @@ class Timed(Alone):
     def sample_state(self, source: object) -> None:
         self.clock.spend(1.0)
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
+    def step(self, max_norm: float | None) -> Update:
         self.clock.spend(300.0)
-        return torch.tensor(1.0)
+        return Update(torch.tensor(1.0), updated=True)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -278,22 +279,19 @@ def test_the_host_works_for_itself_once_before_it_waits_or_updates(
     clock = Clock()
     timed = engine(clock)
     monkeypatch.setattr(clocks, "time", clock)
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, float, float]] = []
 
-    def work(loss: clocks.HostValue, since: clocks.Mark) -> float:
+    def work(loss: clocks.HostValue, since: clocks.Mark) -> None:
         clock.spend(7.0)
-        found.append((loss.item(), clocks.Mark(CPU) - since))
-        return clock.now
+        found.append((loss.item(), clocks.Mark(CPU) - since, clock.now))
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).sum()  # type: ignore[no-any-return]
 
     batches: list[step.MicroBatch] = [(torch.ones(1, 1), False)] * 2
-    meanwhile = step.Meanwhile(work)
-    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None, meanwhile)  # type: ignore[arg-type]
-    assert meanwhile.done and found == [(out.loss_sum.item(), 7.0)]
-    # After all of backward, or in the last micro-batch's, where the engine begins to wait.
-    assert meanwhile(out.loss_sum, out.ended) == (27.0 if engine is Waiting else 47.0)
+    out = step.train_step(timed, timed, batches, loss, 1.0, 1, CPU, None, work)  # type: ignore[arg-type]
+    # After all of backward, or in the last micro-batch's, where the engine begins to wait; once.
+    assert found == [(out.loss_sum.item(), 7.0, 27.0 if engine is Waiting else 47.0)]
     assert out.times(7.0) == {"forward_s": 0.0, "backward_s": 40.0, "update_s": 301.0}
 
 

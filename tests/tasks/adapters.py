@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from shardkit.errors import ShardkitError
 from shardkit.run.job import start
 from shardkit.run.trainer import Trainer
+from shardkit.strategies.base import Update
 from tests.strategies.cases import PARTITION_ALL, count_storages
 
 STEPS, GLOBAL_BATCH, LENGTH, RANK, ALPHA = 4, 8, 24, 4, 12
@@ -243,7 +244,7 @@ def _measured(keys: dict[str, Any]) -> tuple[Curve, dict[str, int]]:
     with start(None, keys) as job:
         trainer, take_step = Trainer(job), job.strategy.step
 
-        def step(max_norm: float | None) -> torch.Tensor:
+        def step(max_norm: float | None) -> Update:
             counted.update(count_storages(job.strategy.state_tensors()))
             return take_step(max_norm)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from shardkit.telemetry import progress
-from shardkit.telemetry.progress import Progress
+from shardkit.telemetry.progress import RunProgress
 from tests.memory.samples import MIB, cpu_row, gpu_row
 
 
@@ -38,7 +38,7 @@ def test_a_log_gets_a_line_every_few_steps_that_names_the_worst_and_the_slow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = [gpu_row(0), gpu_row(1, 5 * 2**30, "node2"), replace(gpu_row(2), busy_s=0.9)]
-    shown = Progress(20, 0, 10, None, None)
+    shown = RunProgress(20, 0, 10, None, None)
     for step in range(1, 21):
         shown.update(record(step, save_s=0.5) if step == 3 else record(step), 3, rows)
     shown.close()
@@ -56,7 +56,7 @@ def test_slow_steps_get_a_line_each_half_minute(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    shown = Progress(100, 0, 50)
+    shown = RunProgress(100, 0, 50)
     for step in range(1, 8):
         now = 16.0 * step
         shown.update(record(step), 1, [])
@@ -69,7 +69,7 @@ def test_losses_go_to_stdout_unless_both_streams_are_a_terminal(
 ) -> None:
     """`python -m shardkit.train … > train.log` from a terminal leaves the losses in the file."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = Progress(1, 0, 10)
+    shown = RunProgress(1, 0, 10)
     shown.update(record(1), 1, [])
     shown.close()
     out, err = capsys.readouterr()
@@ -77,7 +77,7 @@ def test_losses_go_to_stdout_unless_both_streams_are_a_terminal(
 
 
 def test_without_rows_and_with_one_the_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Progress(2, 0, 1, None, None)
+    shown = RunProgress(2, 0, 1, None, None)
     shown.update(record(1), 1, [])
     shown.update(record(2), 1, [cpu_row(0, 300 * MIB)])
     first, second = capsys.readouterr().out.splitlines()
@@ -87,7 +87,7 @@ def test_without_rows_and_with_one_the_line_is_short(capsys: pytest.CaptureFixtu
 
 def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     terminal = use_terminal(monkeypatch)
-    shown = Progress(20, 0, 10, None, None)
+    shown = RunProgress(20, 0, 10, None, None)
     times = {"step_time_s": 0.4, "data_wait_s": 0.008, "forward_s": 0.1, "backward_s": 0.24, "update_s": 0.04}
     shown.update(record(1, **times), 2, [gpu_row(0), gpu_row(1, 127 * 2**30, "[red]node2")])
     shown.close()
@@ -102,7 +102,7 @@ def test_a_terminal_gets_a_bar_per_rank(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_of_many_ranks_the_worst_get_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
-    shown = Progress(20, 0, 10, None, None)
+    shown = RunProgress(20, 0, 10, None, None)
     shown.update(record(1), 64, [gpu_row(rank, (rank + 1) * 2**30) for rank in range(64)])
     shown.close()
     text = terminal.getvalue()
@@ -114,7 +114,7 @@ def test_what_is_printed_to_a_file_stays_out_of_the_bars(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = use_terminal(monkeypatch)
-    shown = Progress(20, 0, 10, None, None)
+    shown = RunProgress(20, 0, 10, None, None)
     shown.update(record(1), 1, [gpu_row(0)])
     print("for the log")
     print("for the terminal", file=sys.stderr)
@@ -128,7 +128,7 @@ def test_what_is_printed_to_a_file_stays_out_of_the_bars(
 def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     monkeypatch.setattr(progress, "REFRESH_S", 1000.0)
-    shown = Progress(500, 0, 10, None, None)
+    shown = RunProgress(500, 0, 10, None, None)
     shown.update(record(1), 1, [gpu_row(0)])
     once = len(terminal.getvalue())
     for step in range(2, 500):
@@ -140,7 +140,7 @@ def test_a_terminal_is_not_drawn_at_every_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_speed_says_which_tokens_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Progress(2, 0, 1, None, None)
+    shown = RunProgress(2, 0, 1, None, None)
     shown.update({"step": 1, "loss": 2.0, "tokens_per_s": 25.0, "positions_per_s": 323.0}, 1, [])
     shown.update({"step": 2, "loss": 2.0, "tokens_per_s": 323.0, "positions_per_s": 323.0}, 1, [])
     first, second = capsys.readouterr().out.splitlines()

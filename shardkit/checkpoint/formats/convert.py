@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ...errors import CheckpointError
 from ..native.layout import fsync_folder
 from ..native.manifest import CorruptCheckpoint
@@ -72,62 +74,120 @@ def convert(
         CheckpointError: an argument is invalid, the source is missing, damaged or hostile, or `out` cannot be written;
             nothing is left behind.
     """
+    _check_options(to, dtype, average)
+    cast = targets.DTYPES[dtype] if dtype else None
+    order = _Order(to, out, targets.parse_size(max_shard_size), cast, average, merge, base)
+    _refuse_used(out)
+    try:
+        source = open_source(path, step, weights_only or not (to == "shardkit" or average))
+        return _convert(order, path, source)
+    except CorruptCheckpoint as error:
+        raise CheckpointError(error.cause, error.fix or "pass another checkpoint with --step") from error
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The checked options of a conversion; see `convert`.
+
+    Attributes:
+        max_shard: bytes of the largest safetensors file.
+        cast: type of the written weights; None keeps theirs.
+    """
+
+    to: str
+    out: Path
+    max_shard: int
+    cast: torch.dtype | None
+    average: bool
+    merge: bool
+    base: Path | None
+
+
+def _check_options(to: str, dtype: str | None, average: bool) -> None:
+    """Refuse options that no source could satisfy.
+
+    Raises:
+        CheckpointError: an option has an unknown value, or two do not go together.
+    """
     if to not in TARGETS:
         raise CheckpointError(f"--to {to!r} is not a format", f"pass one of {', '.join(TARGETS)}")
     if dtype is not None and dtype not in targets.DTYPES:
         raise CheckpointError(f"--dtype {dtype!r} is not a type", f"pass one of {', '.join(targets.DTYPES)}")
     if average and to == "shardkit":
         raise CheckpointError("--ema with --to shardkit: a checkpoint holds both", "leave --ema out")
-    limit, cast = targets.parse_size(max_shard_size), targets.DTYPES[dtype] if dtype else None
-    _refuse_used(out)
+
+
+def _convert(order: _Order, path: Path, source: Source) -> Converted:
+    """Convert an open source, and close it.
+
+    Args:
+        path: the path that the user named; the source may be one checkpoint below it.
+    """
     try:
-        source = open_source(path, step, weights_only or not (to == "shardkit" or average))
-        try:
-            info = ModelInfo()
-            if source.kind == "shardkit" and to != "shardkit":
-                info = model_info(path, source.path)
-            notes = [*source.notes, *([info.note] if info.note else [])]
-            adapter = saved_adapter(source)
-            _check_adapter(source, adapter, to, merge, base)
-            if adapter is not None and merge:
-                if info.pretrained is None or not info.frozen:
-                    raise CheckpointError(
-                        f"{source.path} cannot be merged: {info.note or 'its run trains no adapter'}",
-                        "convert it where it was saved, in its run",
-                    )
-                plain = reference_of(info.pretrained)
-                info = replace(info, pretrained=plain, ties=ties_of(plain))
-                source = merged(source, adapter, base, plain, list(info.frozen), cast)
-            weights = targets.exported(source, cast, info, average)
-            if to == "safetensors":
-                weights, unusual = targets.as_published(weights, info)
-                notes += unusual if cast is not None else [*unusual, *targets.other_type(weights, info)]
-            sizes = source.tensors if to == "shardkit" and cast is None else weights.tensors
-            needed = sum(map(targets.size_of, sizes.values()))
-            with _draft(out, needed) as folder:
-                if to == "safetensors":
-                    targets.write_safetensors(weights, folder, limit)
-                    notes += targets.write_rest(weights, info, folder)
-                elif to == "peft":
-                    assert adapter is not None
-                    write_peft(source, adapter, folder, cast, info.pretrained)
-                elif to == "torch":
-                    targets.write_torch(weights, folder)
-                else:
-                    targets.write_shardkit(source, folder, cast)
-        finally:
-            source.close()
-    except CorruptCheckpoint as error:
-        raise CheckpointError(error.cause, error.fix or "pass another checkpoint with --step") from error
-    files = sorted(p for p in out.rglob("*") if p.is_file())
-    return Converted(source.path, source.kind, len(sizes), sum(p.stat().st_size for p in files), files, notes)
+        info = model_info(path, source.path) if source.kind == "shardkit" and order.to != "shardkit" else ModelInfo()
+        notes = [*source.notes, *([info.note] if info.note else [])]
+        adapter = saved_adapter(source)
+        _check_adapter(source, adapter, order)
+        if adapter is not None and order.merge:
+            source, info = _with_adapter(source, adapter, order, info)
+        export = targets.exported(source, order.cast, info, order.average)
+        if order.to == "safetensors":
+            export, deviations = targets.as_published(export, info)
+            notes += deviations
+            notes += targets.other_type(export, info) if order.cast is None else []
+        written = source.tensors if order.to == "shardkit" and order.cast is None else export.tensors
+        with _draft(order.out, sum(map(targets.size_of, written.values()))) as folder:
+            notes += _write(order, source, export, adapter, info, folder)
+    finally:
+        source.close()
+    files = sorted(file for file in order.out.rglob("*") if file.is_file())
+    n_bytes = sum(file.stat().st_size for file in files)
+    return Converted(source.path, source.kind, len(written), n_bytes, files, notes)
 
 
-def _check_adapter(source: Source, adapter: SavedAdapter | None, to: str, merge: bool, base: Path | None) -> None:
-    """Refuse what does not suit a checkpoint that holds an adapter, or one that holds none."""
+def _with_adapter(source: Source, adapter: SavedAdapter, order: _Order, info: ModelInfo) -> tuple[Source, ModelInfo]:
+    """A source of the model with the adapter added to its weights, and the facts about that model.
+
+    Raises:
+        CheckpointError: the run's model cannot be built, or the frozen weights are not those of the adapter.
+    """
+    if info.pretrained is None or not info.frozen:
+        raise CheckpointError(
+            f"{source.path} cannot be merged: {info.note or 'its run trains no adapter'}",
+            "convert it where it was saved, in its run",
+        )
+    plain = reference_of(info.pretrained)
+    model = merged(source, adapter, order.base, plain, list(info.frozen), order.cast)
+    return model, replace(info, pretrained=plain, ties=ties_of(plain))
+
+
+def _write(
+    order: _Order, source: Source, export: targets.Export, adapter: SavedAdapter | None, info: ModelInfo, folder: Path
+) -> list[str]:
+    """Write the files of the target format to `folder`; returns notes about parts that are left out."""
+    if order.to == "safetensors":
+        targets.write_safetensors(export, folder, order.max_shard)
+        return targets.write_rest(export, info, folder)
+    if order.to == "peft":
+        assert adapter is not None
+        write_peft(source, adapter, folder, order.cast, info.pretrained)
+    elif order.to == "torch":
+        targets.write_torch(export, folder)
+    else:
+        targets.write_shardkit(source, folder, order.cast)
+    return []
+
+
+def _check_adapter(source: Source, adapter: SavedAdapter | None, order: _Order) -> None:
+    """Refuse options that do not suit a checkpoint with an adapter, or one without.
+
+    Raises:
+        CheckpointError: an option asks for an adapter that is not there, or for the model under the adapter.
+    """
+    to, merge, base = order.to, order.merge, order.base
     if adapter is None and (merge or base is not None or to == "peft"):
-        asked = "--to peft" if to == "peft" else "--merge" if merge else "--base"
-        raise CheckpointError(f"{asked}, but {source.path} holds no adapter", "name a run with adapter.type=lora")
+        option = "--to peft" if to == "peft" else "--merge" if merge else "--base"
+        raise CheckpointError(f"{option}, but {source.path} holds no adapter", "name a run with adapter.type=lora")
     if adapter is not None and merge and to in ("shardkit", "peft"):
         raise CheckpointError(f"--merge with --to {to}: it writes a model", "pass --to safetensors or --to torch")
     if adapter is not None and not merge and to in ("safetensors", "torch"):
@@ -139,17 +199,21 @@ def _check_adapter(source: Source, adapter: SavedAdapter | None, to: str, merge:
 
 
 def _refuse_used(out: Path) -> None:
+    """Refuse to write to a file, or to a folder with files in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise CheckpointError(f"--out {out} {what}", "name a new or empty directory")
+        problem = "is not empty" if out.is_dir() else "is a file"
+        raise CheckpointError(f"--out {out} {problem}", "name a new or empty directory")
 
 
 @contextmanager
 def _draft(out: Path, needed: int) -> Iterator[Path]:
-    """A folder that becomes `out` at the end, or vanishes.
+    """Yield a new folder that is renamed to `out` on success, and removed after an error.
+
+    Args:
+        needed: bytes that will be written.
 
     Raises:
-        CheckpointError: no space, or no permission to write there.
+        CheckpointError: there is no space, or no permission to write there.
     """
     draft: Path | None = None
     try:
@@ -182,6 +246,7 @@ def _sync(folder: Path) -> None:
 
 
 def _umask() -> int:
+    """This process's umask."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

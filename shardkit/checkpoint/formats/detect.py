@@ -1,4 +1,4 @@
-"""Recognise the kind of checkpoint at a path."""
+"""Recognise the kind of checkpoint at a path, and open it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
     """Open the checkpoint at `path`.
 
     Args:
-        step: the one to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or `best` (runs
-            only).
-        weights_only: leave optimizer state behind.
+        step: which checkpoint to open if `path` is a run or a DeepSpeed folder with several: a step, `latest`, or
+            `best` (runs only).
+        weights_only: leave optimizer state out.
 
     Raises:
-        CheckpointError: there is none, or it cannot be trusted.
+        CheckpointError: there is no checkpoint with weights, or it cannot be trusted.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", f"name {KINDS}")
-    # Opening reads every name and shape and no weights. A child does it first, with bounds on memory and time.
+    # Opening reads all names and shapes, but no weights. A child does it first, with limits on memory and time.
     in_child("checkpoint", str(path), _size_of(path), lambda: _open(path, step, weights_only).close(), CheckpointError)
     source = _open(path, step, weights_only)
     if not any(name.startswith("model.") for name in source.tensors):
@@ -49,11 +49,13 @@ def open_source(path: Path, step: str = "latest", weights_only: bool = False) ->
 
 
 def _size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 def _open(path: Path, step: str, weights_only: bool) -> Source:
+    """Open the checkpoint at `path` with the reader of its kind; see `open_source`."""
     if not path.is_file() and not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a directory", f"name {KINDS}")
     chosen = _chosen(path, step)
@@ -85,7 +87,7 @@ def _open_file(path: Path) -> Source:
 
 
 def _chosen(path: Path, step: str) -> Path:
-    """The checkpoint folder that `step` means, if `path` holds several; else `path` itself."""
+    """The checkpoint folder that `step` selects, if `path` holds several; otherwise `path` itself."""
     saved = [] if path.is_file() else [p for p in candidates(path) if p != path]
     if saved:
         return _of_run(path, saved, step)
@@ -111,6 +113,14 @@ def _chosen(path: Path, step: str) -> Path:
 
 
 def _of_run(path: Path, saved: list[Path], step: str) -> Path:
+    """The checkpoint of a run that `step` selects.
+
+    Args:
+        saved: the run's checkpoints, newest first.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     if step == "latest":
         return saved[0]
     if step == "best":
@@ -128,6 +138,7 @@ def _of_run(path: Path, saved: list[Path], step: str) -> Path:
 
 
 def _open_shardkit(path: Path) -> Source:
+    """A checkpoint of shardkit as a source, without the states of random generators."""
     reader = CheckpointReader(path)
     manifest = reader.manifest
     tensors = {n: info for n, info in reader.tensors().items() if not n.startswith("rng.")}

@@ -34,16 +34,16 @@ from .torch_writer import write_state_dict
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model, found by building it on the meta device.
+    """Facts about a run's model, which is built on the meta device for them.
 
     Attributes:
-        ties: other name of a parameter → the name of its shards.
-        prefix: path of the transformers model in the task's module, with its dot; empty if it is the module itself.
-        pretrained: that transformers model, for its configuration; `None` for any other model.
-        frozen: names of the parameters under an adapter, in the model without it; empty without one.
-        config: the run's config; None without one.
+        ties: further name of a tied parameter → the name under which it is saved.
+        prefix: path of the transformers model in the task's module, with a dot; empty if it is the module itself.
+        pretrained: the transformers model, for its config; `None` for any other model.
+        frozen: names that the parameters under an adapter have in the model without it; empty without an adapter.
+        config: the run's config, if there is a run.
         run: the run's directory.
-        note: the reason why nothing is known; else empty.
+        note: why the facts are missing; empty if they are not.
     """
 
     ties: dict[str, str] = field(default_factory=dict)
@@ -56,9 +56,10 @@ class ModelInfo:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config; links are not followed.
+    """The run directory of a checkpoint at RUN/checkpoints/step_…, if it has a config.
 
-    A config that merely lies near a checkpoint may be a stranger's, and a config is code.
+    Links are not followed, and no other directory counts: a config that merely lies near a checkpoint may be a
+    stranger's, and a config is code.
     """
     folder = checkpoint.absolute().parent
     is_run = folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file()
@@ -66,11 +67,11 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def model_info(path: Path, checkpoint: Path) -> ModelInfo:
-    """Build the run's model on the meta device and inspect it; a note says why, if that is impossible.
+    """Build the run's model on the meta device and collect facts about it, or note why it cannot be built.
 
     Args:
-        path: what the user named. A task of the user's own is imported only if this is the run directory itself.
-        checkpoint: the checkpoint folder that was chosen there.
+        path: the path that the user named. The config's `task.factory` is imported only if this is the run directory.
+        checkpoint: the checkpoint folder that was chosen at this path.
     """
     run = run_of(checkpoint)
     if run is None:
@@ -99,7 +100,7 @@ def model_info(path: Path, checkpoint: Path) -> ModelInfo:
 
 
 def _pretrained(model: nn.Module) -> tuple[str, Any]:
-    """The transformers model in the task's module, or that module itself, if every parameter is inside it."""
+    """The prefix and the module of the transformers model that holds all parameters; ("", None) if there is none."""
     transformers = sys.modules.get("transformers")  # a model of it cannot exist unless it was imported
     if transformers is None:
         return "", None
@@ -133,13 +134,14 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Export:
-    """Weights and buffers of a source under the names they are exported by.
+    """Weights and buffers of a source, under the names by which they are exported.
 
     Attributes:
         names: exported name → name in the source.
         tensors: exported name → its shape and exported dtype.
-        ties: other exported name → exported name.
-        regions: exported name → the elements that it holds of its tensor in the source; all of them if it is not here.
+        ties: further exported name of a tied weight → its exported name.
+        regions: exported name → the part that it exports of the source's tensor. A name without an entry exports the
+            whole tensor.
     """
 
     source: Source
@@ -168,7 +170,11 @@ def size_of(info: TensorInfo) -> int:
 
 
 def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average: bool = False) -> Export:
-    """The weights (or their moving average) and saved buffers to export, floats in `dtype` (None keeps theirs).
+    """The weights and saved buffers of a source, to export under the names of the run's model.
+
+    Args:
+        dtype: type of the floating tensors; None keeps theirs.
+        average: export the moving average of the weights instead of the weights.
 
     Raises:
         CheckpointError: the source has no moving average.
@@ -193,9 +199,9 @@ def exported(source: Source, dtype: torch.dtype | None, info: ModelInfo, average
 
 
 def as_published(weights: Export, info: ModelInfo) -> tuple[Export, list[str]]:
-    """The weights under the names and in the shapes of the model's published folders, and what is not so, a line each.
+    """The weights in the layout of the model's published folders, and a note on each tensor that cannot have it.
 
-    transformers 5 fuses some tensors of a folder when it loads it (experts); other tools read the folder's form alone.
+    transformers 5 fuses some tensors of a folder when it loads it (experts). Other tools read only the published form.
     """
     reference = reference_of(info.pretrained) if info.pretrained is not None else None
     if reference is None or any(name not in reference.state_dict() for name in weights.names):
@@ -241,7 +247,7 @@ def write_safetensors(weights: Export, folder: Path, max_shard: int) -> None:
 
 
 def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
-    """Write what a folder needs beside its weights to be loaded and served; returns what it lacks, a line each."""
+    """Write the files beside the weights that loading and serving need; returns a note on each that is missing."""
     if info.pretrained is None:
         return []
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
@@ -254,7 +260,7 @@ def write_rest(weights: Export, info: ModelInfo, folder: Path) -> list[str]:
 
 
 def other_type(weights: Export, info: ModelInfo) -> list[str]:
-    """A line if the folder that the run began with keeps its weights in another type."""
+    """A note if the folder from which the run started holds its weights in another type."""
     folder_type = folder_dtype(info.config) if info.config is not None else None
     flag = next((name for name, flag_dtype in DTYPES.items() if str(flag_dtype) == f"torch.{folder_type}"), None)
     dtype = next(i.dtype for i in weights.tensors.values() if i.dtype.is_floating_point)
@@ -267,13 +273,14 @@ def other_type(weights: Export, info: ModelInfo) -> list[str]:
 
 
 def _parameters(weights: Export) -> int:
+    """Number of values in the weights, without buffers."""
     return sum(
         math.prod(weights.tensors[n].shape) for n, source in weights.names.items() if not source.startswith("buffer.")
     )
 
 
 def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
-    """Names per file, in order; within a file wider types come first, so every array begins aligned."""
+    """Divide the names among files. Within a file wider types come first, so that every array begins aligned."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in weights.tensors.items():
@@ -286,15 +293,15 @@ def _shards(weights: Export, max_bytes: int) -> list[list[str]]:
 
 
 def write_torch(weights: Export, folder: Path) -> None:
-    """Write one state dict, `model.pt`, with every name of a tied weight."""
+    """Write all weights as one state dict, `model.pt`, with every name of a tied weight."""
     write_state_dict(folder / "model.pt", weights.tensors, weights.ties, weights.pieces)
 
 
 def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write a checkpoint folder: masters, moments, buffers and step counters, bit for bit as in the source.
+    """Write a checkpoint folder of shardkit: masters, moments, buffers and step counters, bit for bit as in the source.
 
     Args:
-        dtype: dtype of the floats, if the source has no optimizer state; None keeps theirs.
+        dtype: type of the floating tensors, allowed only without optimizer state; None keeps theirs.
 
     Raises:
         CheckpointError: optimizer state would be cast.
@@ -318,6 +325,11 @@ def write_shardkit(source: Source, folder: Path, dtype: torch.dtype | None) -> N
 
 
 def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+    """The source's tensors with the types in which they are written.
+
+    Raises:
+        CheckpointError: optimizer state would be cast, or a type cannot be saved.
+    """
     if dtype is not None and any(name.startswith("optim.") for name in source.tensors):
         raise CheckpointError(
             "--dtype with --to shardkit, but the source has optimizer state, which is never cast",
@@ -334,7 +346,7 @@ def _as_saved(source: Source, dtype: torch.dtype | None) -> dict[str, TensorInfo
 def _manifest(
     source: Source, folder: Path, tensors: Mapping[str, TensorInfo], chunks: Mapping[str, list[Chunk]]
 ) -> Manifest:
-    """The folder's manifest. Another tool's data position means nothing here: a resumed run starts its data over."""
+    """The folder's manifest. It has no data position of another tool, so a run that resumes starts its data over."""
     data = data_file_name(0)
     return Manifest(
         run=source.run or RunState(step=source.step, extra={"imported": source.kind}),

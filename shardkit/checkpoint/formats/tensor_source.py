@@ -1,4 +1,4 @@
-"""The source of a conversion: named tensors, readable range by range without the rest."""
+"""The source of a conversion: named tensors, of which any range can be read alone."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ..native.writer import byte_view
 
 RESTORE = "restore it from a copy"
 PIECE_BYTES = 8 * 2**20
-"""Bytes of a tensor that a conversion holds at once."""
+"""Most bytes of a tensor that a conversion holds at once."""
 _LONG_RUN = 2**18
-"""Bytes from which on a run is read by itself: shorter neighbours are read as one stretch."""
+"""Bytes from which on each run is read separately; shorter neighbouring runs are read together."""
 
 
 def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
-    """A shape, strides or offsets from a file.
+    """Check that a file's shape, strides or offsets are integers ≥ 0, and return them as a tuple.
 
     Raises:
-        ValueError: a value is not such a number, or there are more than any tensor has.
+        ValueError: one is not, or there are more than a tensor can have dimensions.
     """
     numbers = tuple(values)
     if len(numbers) > 64:
@@ -45,17 +45,17 @@ def whole_numbers(values: Iterable[object]) -> tuple[int, ...]:
 
 @dataclass
 class Source:
-    """A checkpoint of any kind under shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
+    """An open checkpoint of any kind, with shardkit's names: `model.<fqn>`, `buffer.<fqn>`, `optim.<fqn>.<state>`.
 
     Attributes:
-        kind: its name in messages and in the manifest of a converted checkpoint.
+        kind: name of the format in messages and in the manifest of a converted checkpoint.
         read_into: (name, start, out) fills the 1-D CPU tensor `out`, of the tensor's dtype, from element `start` on.
         scalars: optimizer states that are one number, by name.
-        step: optimizer steps done; 0 if the source does not say.
-        ties: other names of a weight (`head.weight`) → the name in `tensors`; both without `model.`.
+        step: number of optimizer steps; 0 if the source does not say.
+        ties: further name of a tied weight (`head.weight`) → its name in `tensors`; both without `model.`.
         run: state of the run, if shardkit saved it; `None` for other sources.
-        notes: the parts that are left out, one line each.
-        bytes_read: bytes requested from files of other tools so far.
+        notes: one line on each part of the checkpoint that is left out.
+        bytes_read: returns the bytes requested from files of other tools so far.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Source:
     bytes_read: Callable[[], int] = lambda: 0
 
     def pieces(self, name: str, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """The flattened tensor in order, a piece at a time, each a new 1-D tensor on CPU.
+        """Yield the flattened tensor in order, in pieces of at most `PIECE_BYTES`, each a new 1-D tensor on the CPU.
 
         Raises:
             CheckpointError: a finite value overflows `dtype`.
@@ -79,7 +79,7 @@ class Source:
         return self.range_of(name, 0, math.prod(self.tensors[name].shape), dtype)
 
     def range_of(self, name: str, start: int, length: int, dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """`pieces` of the elements [start, start + length)."""
+        """Yield the elements [start, start + length) of the flattened tensor, in pieces as `pieces` does."""
         info = self.tensors[name]
         step = PIECE_BYTES // info.dtype.itemsize
         for at in range(start, start + length, step):
@@ -89,10 +89,10 @@ class Source:
 
 
 def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The values in another type.
+    """Cast a piece of the tensor `name` to another type.
 
     Raises:
-        CheckpointError: a finite value overflows it.
+        CheckpointError: a finite value overflows the type.
     """
     out = piece.to(dtype)
     if not torch.equal(torch.isfinite(out), torch.isfinite(piece)):
@@ -106,11 +106,12 @@ def cast(piece: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """Runs of a flattened tensor, `run` elements each, stored one after another in a file.
+    """Runs of consecutive elements of a flattened tensor, which a file stores one after another.
 
     Attributes:
-        offset: bytes before the first run in the file.
+        offset: byte of the file at which the first run begins.
         starts: index of each run's first element in the flattened tensor, ascending.
+        run: number of elements in each run.
     """
 
     file: Path
@@ -120,18 +121,19 @@ class Extent:
 
     @cached_property
     def run_starts(self) -> npt.NDArray[np.int64]:
+        """`starts` as an array."""
         return np.asarray(self.starts, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class FileTensor(TensorInfo):
-    """A tensor whose elements lie in files."""
+    """A tensor whose elements lie in files, in one or several extents."""
 
     extents: tuple[Extent, ...] = ()
 
 
 class FileTensors:
-    """Reads ranges of tensors straight from the files that hold them.
+    """Reads ranges of tensors directly from the files that hold them, from any thread.
 
     Raises:
         CheckpointError: an element of a tensor is in no file, or in two; or tensors overlap and together have more than
@@ -173,6 +175,7 @@ class FileTensors:
     def _read_run(
         self, name: str, extent: Extent, index: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
+        """Read the elements of run `index` that lie in [start, stop) into `target`, which holds that range."""
         begin = int(extent.run_starts[index])
         overlap_start, overlap_end = max(start, begin), min(stop, begin + extent.run)
         if overlap_start < overlap_end:
@@ -184,7 +187,7 @@ class FileTensors:
     def _read_runs(
         self, name: str, extent: Extent, low: int, high: int, start: int, stop: int, size: int, target: memoryview
     ) -> None:
-        """Read many short runs as one stretch of the file and put each in its place."""
+        """Read the runs [low, high) with one call, and copy the elements of each in [start, stop) to `target`."""
         stretch = memoryview(bytearray((high - low) * extent.run * size))
         self._pread(name, extent.file, extent.offset + low * extent.run * size, stretch)
         for index in range(low, high):
@@ -197,6 +200,11 @@ class FileTensors:
                 ]
 
     def _pread(self, name: str, file: Path, offset: int, out: memoryview) -> None:
+        """Fill `out` with the file's bytes from `offset` on.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
         n_read = 0
         while n_read < len(out):
             try:
@@ -216,7 +224,13 @@ class FileTensors:
 
 
 def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
-    """Weights may be views of one array, but a small file must not become a large one."""
+    """Refuse tensors that share bytes so often that a small file would become a large one.
+
+    Weights may be views of one array: tensors may have up to twice the bytes of their file.
+
+    Raises:
+        CheckpointError: they have more.
+    """
     n_used: Counter[Path] = Counter()
     for tensor in tensors.values():
         for extent in tensor.extents:
@@ -231,6 +245,11 @@ def _refuse_overlaps(tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _check_complete(name: str, tensor: FileTensor) -> None:
+    """Check that the extents of a tensor hold each element exactly once.
+
+    Raises:
+        CheckpointError: they do not; the message names the first element that is missing or repeated.
+    """
     starts = np.concatenate([extent.run_starts for extent in tensor.extents] or [np.empty(0, np.int64)])
     runs = np.concatenate(
         [np.full(len(e.run_starts), e.run, np.int64) for e in tensor.extents] or [np.empty(0, np.int64)]
@@ -247,7 +266,11 @@ def _check_complete(name: str, tensor: FileTensor) -> None:
 
 
 def file_source(kind: str, path: Path, tensors: Mapping[str, FileTensor], **fields: object) -> Source:
-    """A source whose tensors lie in files."""
+    """A source whose tensors lie in files.
+
+    Args:
+        fields: further attributes of the source.
+    """
     files = FileTensors(tensors)
     return Source(
         kind, path, tensors, files.read_into, files.close,
@@ -260,7 +283,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to itself without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
+    """Map each name to the same name without the parts that DDP, FSDP1, torch.compile and checkpoint wrappers add."""
     all_names = list(names)
     wrapped = bool(all_names) and all(name.startswith("module.") for name in all_names)
     out = {}
@@ -273,7 +296,9 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 
 def logical(fqn: str, dtype: torch.dtype) -> str:
-    """`model.<fqn>` or `buffer.<fqn>`, for sources that do not tell weights from buffers: batch-norm statistics and
-    tensors that are not floats are buffers."""
+    """shardkit's name of a tensor, `model.<fqn>` or `buffer.<fqn>`, from a source that does not tell them apart.
+
+    Batch-norm statistics and tensors that are not floats are buffers.
+    """
     is_buffer = not dtype.is_floating_point or fqn.rpartition(".")[2] in _BUFFERS
     return f"{'buffer' if is_buffer else 'model'}.{fqn}"

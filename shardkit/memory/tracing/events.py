@@ -148,33 +148,37 @@ class EventLog:
         It adds two gradients of one tensor in the memory of the first, if nobody else holds that; under a mode it
         makes a third. See `can_accumulate_inplace` in torch's input_buffer.cpp.
         """
-        place: dict[int, int] = {}  # of a sum: the gradient in whose memory it lies
-        kept: list[tuple[int, int]] = []
+        memory_of: dict[int, int] = {}  # of a sum: the gradient in whose memory it lies
+        new_events: list[tuple[int, int]] = []
         positions: list[int] = []  # of each event: that of the first event kept from it on
         events, at = self.events, 0
         while at < len(events):
-            positions.append(len(kept))
+            positions.append(len(new_events))
             index, n_bytes = events[at]
             made = self.allocations[index]
             freed = []
             if n_bytes > 0 and made.op == "aten::add" and made.phase == "backward" and not made.recorded:
-                for other, change in events[at + 1 : at + 3]:
-                    if change != -n_bytes or self.allocations[other].device != made.device:
+                for freed_index, change in events[at + 1 : at + 3]:
+                    if change != -n_bytes or self.allocations[freed_index].device != made.device:
                         break
-                    freed.append(other)
+                    freed.append(freed_index)
             if freed:
-                first = min(freed)
-                place[index] = place.get(first, first)
-                self.allocations[place[index]].label = self.allocations[place[index]].label or made.label
-                rest = [(place.get(other, other), -n_bytes) for other in freed if other != first]
-                positions += [len(kept)] * len(freed)
-                kept += rest
+                oldest = min(freed)
+                memory_of[index] = memory_of.get(oldest, oldest)
+                self.allocations[memory_of[index]].label = self.allocations[memory_of[index]].label or made.label
+                frees = [
+                    (memory_of.get(freed_index, freed_index), -n_bytes)
+                    for freed_index in freed
+                    if freed_index != oldest
+                ]
+                positions += [len(new_events)] * len(freed)
+                new_events += frees
                 at += 1 + len(freed)
                 continue
-            kept.append((place.get(index, index), n_bytes))
+            new_events.append((memory_of.get(index, index), n_bytes))
             at += 1
-        positions.append(len(kept))
-        self.events[:] = kept
+        positions.append(len(new_events))
+        self.events[:] = new_events
         self.marks = [(positions[begin], phase, module) for begin, phase, module in self.marks]
         self.releases = [positions[at] for at in self.releases]
 
@@ -186,20 +190,22 @@ class EventLog:
         """
         labels = ("grads", "workspace")
         older = {index for index, made in enumerate(self.allocations) if made.is_older and made.label in labels}
-        first: list[tuple[int, int]] = []
-        rest: list[tuple[int, int]] = []
+        early_events: list[tuple[int, int]] = []
+        later_events: list[tuple[int, int]] = []
         moved: list[int] = []  # of each event: how many before it moved
         for index, n_bytes in self.events:
-            moved.append(len(first))
+            moved.append(len(early_events))
             if index in older:
                 older.remove(index)
-                first.append((index, n_bytes))
+                early_events.append((index, n_bytes))
             else:
-                rest.append((index, n_bytes))
-        moved.append(len(first))
-        self.events[:] = first + rest
-        self.marks = [(at + len(first) - moved[at] if at else 0, phase, module) for at, phase, module in self.marks]
-        self.releases = [at + len(first) - moved[at] for at in self.releases]
+                later_events.append((index, n_bytes))
+        moved.append(len(early_events))
+        self.events[:] = early_events + later_events
+        self.marks = [
+            (at + len(early_events) - moved[at] if at else 0, phase, module) for at, phase, module in self.marks
+        ]
+        self.releases = [at + len(early_events) - moved[at] for at in self.releases]
 
     def mark(self, phase: str | None = None, module: str | None = None) -> None:
         """Mark the phase and module that run from the next event on."""
@@ -216,7 +222,7 @@ class EventLog:
         """
         best: dict[tuple[str, str], Peak] = {}
         sums: Counter[Category] = Counter()
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         total = 0
         edges = [mark[0] for mark in self.marks[1:]] + [len(self.events)]
         for (begin, phase, module), end in zip(self.marks, edges, strict=True):
@@ -228,8 +234,8 @@ class EventLog:
                 allocation = self.allocations[index]
                 if allocation.device != device:
                     continue
-                size = held.get(index, 0)
-                held[index] = size + change
+                size = sizes.get(index, 0)
+                sizes[index] = size + change
                 change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
                 total += change
                 sums[allocation.category] += change
@@ -241,16 +247,16 @@ class EventLog:
     def peak(self, device: str, rounding: int = 1, phase: str | None = None) -> Peak:
         """The largest total of a device, overall or in one phase."""
         peaks = self.peaks(device, rounding).values()
-        found = [peak for peak in peaks if phase is None or peak.phase == phase]
-        return max(found, key=lambda peak: peak.n_bytes, default=Peak(0, 0, phase or "start", "", {}))
+        candidates = [peak for peak in peaks if phase is None or peak.phase == phase]
+        return max(candidates, key=lambda peak: peak.n_bytes, default=Peak(0, 0, phase or "start", "", {}))
 
     def live(self, device: str, at: int) -> dict[int, int]:
         """Bytes of every live storage of a device just after an event, by index into `allocations`."""
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for index, change in self.events[: at + 1]:
             if self.allocations[index].device == device:
-                held[index] = held.get(index, 0) + change
-        return {index: n_bytes for index, n_bytes in held.items() if n_bytes}
+                sizes[index] = sizes.get(index, 0) + change
+        return {index: n_bytes for index, n_bytes in sizes.items() if n_bytes}
 
 
 @contextmanager

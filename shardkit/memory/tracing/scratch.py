@@ -148,9 +148,9 @@ def _convolution_backward(args: Any, out: Any) -> int:
         return 0
     of_input, of_weight = (0 if result is None else result.numel() for result in out[:2])
     grads, weights, inputs = _blocked(grad, lanes), _blocked(weight, lanes, 0, 1), _blocked(image, lanes)
-    first = inputs + max(grads + weights, of_input) if of_input else 0
-    second = of_input + grads + _read(image, lanes) + weights if of_weight else 0
-    elements = max(first - of_input - of_weight, second - of_input - of_weight, 0)
+    for_input = inputs + max(grads + weights, of_input) if of_input else 0
+    for_weight = of_input + grads + _read(image, lanes) + weights if of_weight else 0
+    elements = max(for_input - of_input - of_weight, for_weight - of_input - of_weight, 0)
     return int(elements * image.element_size())
 
 

@@ -74,29 +74,29 @@ POINTS = 1500
 LARGEST = 20
 
 
-class _Both:
+class _LedgerAndTracer:
     """Forwards phases and state to both the ledger and the tracer.
 
     Attributes:
         most: the allocator's largest peak in any phase, in bytes; `None` on the CPU.
     """
 
-    def __init__(self, one: Phases, other: Phases, device: torch.device) -> None:
-        self._both = (one, other)
+    def __init__(self, ledger: Phases, tracer: Phases, device: torch.device) -> None:
+        self._listeners = (ledger, tracer)
         self._device = device
         self.most: int | None = None
 
     @contextmanager
     def phase(self, name: PhaseName, follows: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
-            for phases in self._both:
+            for phases in self._listeners:
                 stack.enter_context(phases.phase(name, follows))
             yield
         if self._device.type == "cuda":  # read it now: the ledger resets it when the next phase begins
             self.most = max(self.most or 0, torch.cuda.max_memory_allocated(self._device))
 
     def sample_state(self, source: HasState) -> None:
-        for phases in self._both:
+        for phases in self._listeners:
             phases.sample_state(source)
 
 
@@ -123,11 +123,11 @@ def traced_step(
     tracker = TensorTracker(log)
     with Tracing(tracker) as tracing:
         tracing.wrapped(source, model)
-        both = _Both(ledger, tracing, device)
-        yield both
+        listeners = _LedgerAndTracer(ledger, tracing, device)
+        yield listeners
         tracing.stepped(source)
     log.older_first()
-    save(summary(log, str(device), step, both.most))
+    save(summary(log, str(device), step, listeners.most))
 
 
 def _cuda_stream() -> int:
@@ -142,20 +142,22 @@ def summary(log: EventLog, device: str, step: int, most: int | None = None) -> d
     """
     rounding = 512 if device.startswith("cuda") else 1
     peaks = log.peaks(device, rounding)
-    peak = max(peaks.values(), key=lambda one: one.n_bytes)
+    peak = max(peaks.values(), key=lambda candidate: candidate.n_bytes)
     unknown = max(0, 0 if most is None else most - peak.n_bytes)
     points, stack = _timeline(log, device, rounding)
     by_phase: dict[str, Peak] = {}
-    for one in peaks.values():
-        if one.phase not in by_phase or one.n_bytes > by_phase[one.phase].n_bytes:
-            by_phase[one.phase] = one
+    for candidate in peaks.values():
+        if candidate.phase not in by_phase or candidate.n_bytes > by_phase[candidate.phase].n_bytes:
+            by_phase[candidate.phase] = candidate
     return {
         "schema": SCHEMA,
         "step": step,
         "device": device,
         "unit": "bytes",
         "peak": _peak(peak, unknown),
-        "phases": {phase: _peak(one, unknown) for phase, one in by_phase.items() if phase not in ("start", "wrap")},
+        "phases": {
+            phase: _peak(candidate, unknown) for phase, candidate in by_phase.items() if phase not in ("start", "wrap")
+        },
         "timeline": points,
         "stack": stack,
         "bands": _bands(log),
@@ -178,13 +180,13 @@ def _timeline(log: EventLog, device: str, rounding: int) -> tuple[list[list[int]
     points: list[list[int]] = []
     stack: dict[str, list[int]] = {category: [] for category in CATEGORIES}
     sums: Counter[Category] = Counter()
-    held: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     total, best, at_best, then = 0, -1, 0, Counter[Category]()
     for at, (index, change) in enumerate(log.events):
         allocation = log.allocations[index]
         if allocation.device == device:
-            size = held.get(index, 0)
-            held[index] = size + change
+            size = sizes.get(index, 0)
+            sizes[index] = size + change
             change = -(-(size + change) // rounding) * rounding + size // -rounding * rounding
             total += change
             sums[allocation.category] += change
@@ -220,11 +222,11 @@ def _part(module: str) -> str:
 def _largest(log: EventLog, device: str, at: int) -> list[dict[str, Any]]:
     """The largest storages at an event, with their origin."""
     live = sorted(log.live(device, at).items(), key=lambda item: -item[1])[:LARGEST]
-    found = []
+    entries = []
     for index, n_bytes in live:
         made = log.allocations[index]
-        found.append({
+        entries.append({
             "bytes": n_bytes, "category": made.category, "phase": made.phase, "module": made.module, "op": made.op,
             "shape": None if made.shape is None else list(made.shape),
         })  # fmt: skip
-    return found
+    return entries

@@ -167,8 +167,8 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, local: torch.Tensor, label: str | None, op: str, is_older: bool) -> None:
         storage, log = local.untyped_storage(), self.log
         key = id(storage)  # the object lives as long as the storage itself
-        known = self._live.get(key)
-        if known is not None and label is None and not self._dead and known.n_bytes == storage.nbytes():
+        counted = self._live.get(key)
+        if counted is not None and label is None and not self._dead and counted.n_bytes == storage.nbytes():
             return  # the usual case: results of views and in-place operators
         with self._updating():
             entry = self._live.get(key)
@@ -230,13 +230,13 @@ class TensorTracker(DispatchMode):  # type: ignore[no-untyped-call]
             peaks[device] = current
 
     def _key(self, device: Device) -> str:
-        wanted = torch.device(device)
-        if wanted.type == "cpu" or ":" in str(wanted):
-            return str(wanted)
-        used = sorted(key for key in self._current if torch.device(key).type == wanted.type)
+        asked_device = torch.device(device)
+        if asked_device.type == "cpu" or ":" in str(asked_device):
+            return str(asked_device)
+        used = sorted(key for key in self._current if torch.device(key).type == asked_device.type)
         if len(used) > 1:
             raise ValueError(f"{device} is ambiguous: tensors were seen on {', '.join(used)}")
-        return used[0] if used else str(wanted)
+        return used[0] if used else str(asked_device)
 
 
 @functools.cache

@@ -149,8 +149,8 @@ class Page:
             ConfigError: there is a figure, and Plotly is not installed.
         """
         scripts = _scripts(self._figures) if self._figures else []
-        told = {"title": self.title, "lead": self.lead, "sections": self._sections, "scripts": scripts}
-        return _template("page.html").render(told) + "\n"
+        fields = {"title": self.title, "lead": self.lead, "sections": self._sections, "scripts": scripts}
+        return _template("page.html").render(fields) + "\n"
 
 
 def _scripts(figures: list[list[Any]]) -> list[str]:
@@ -161,17 +161,17 @@ def _scripts(figures: list[list[Any]]) -> list[str]:
         raise ConfigError(
             f"a page is drawn with Plotly, which does not import: {error}", "pip install 'shardkit[report]'"
         ) from error
-    found = to_json_plotly({"figures": figures, "settings": SETTINGS}).replace("<", "\\u003c")
-    return [get_plotlyjs(), f"const REPORT = {found};{DRAW}"]
+    drawn = to_json_plotly({"figures": figures, "settings": SETTINGS}).replace("<", "\\u003c")
+    return [get_plotlyjs(), f"const REPORT = {drawn};{DRAW}"]
 
 
 @cache
 def _template(name: str) -> Template:
     from jinja2 import Environment, FileSystemLoader  # takes a tenth of a second: only for runs with a page
 
-    found = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    found.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return found.get_template(name)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment.filters["digest"] = lambda script: base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(name)
 
 
 LAYOUT: dict[str, Any] = {

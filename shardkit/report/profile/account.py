@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from .chrome_trace import OUTSIDE, PHASES, Allocation, Trace
+from .chrome_trace import OUTSIDE, PHASES, ProfiledAllocation, Trace
 
 CATEGORIES = ("params", "master_params", "grads", "optimizer", "buffers", "activations", "other")
 """The ledger's kinds of state, activations, and the rest: scratch, communication, gathered parameters."""
@@ -41,7 +41,7 @@ class Account:
     """Bytes over time: `times` (µs) are the moments of change, `levels` the bytes per category from then on."""
 
     trace: Trace
-    category: Mapping[Allocation, str]
+    category: Mapping[ProfiledAllocation, str]
     times: Sequence[float]
     levels: Sequence[tuple[int, ...]]
 
@@ -62,10 +62,10 @@ def account(trace: Trace, snapshots: Sequence[Snapshot], in_use: int | None = No
         in_use: bytes allocated when the trace began; `None` if the allocator does not say (CPU): then only state is
             known to have been there.
     """
-    category: dict[Allocation, str] = {}
+    category: dict[ProfiledAllocation, str] = {}
     before: dict[int, tuple[str, int]] = {}
     released: dict[int, tuple[float, int, int]] = {}
-    by_address = defaultdict[int, list[Allocation]](list)
+    by_address = defaultdict[int, list[ProfiledAllocation]](list)
     for allocation in trace.allocations:
         by_address[allocation.address].append(allocation)
     for time, snapshot in zip(_times(trace, snapshots), snapshots, strict=True):
@@ -91,7 +91,7 @@ def _times(trace: Trace, snapshots: Sequence[Snapshot]) -> list[float]:
     return [-math.inf if s.after == "start" else next(ends[s.after]) for s in snapshots]
 
 
-def _is_activation(allocation: Allocation, trace: Trace) -> bool:
+def _is_activation(allocation: ProfiledAllocation, trace: Trace) -> bool:
     recorded = [op for op in allocation.caller.chain() if op.recorded] if allocation.caller else []
     if recorded and allocation.phase in ("forward", "backward") and allocation.end > recorded[-1].end:
         return True
@@ -100,7 +100,7 @@ def _is_activation(allocation: Allocation, trace: Trace) -> bool:
 
 def _levels(
     trace: Trace,
-    category: Mapping[Allocation, str],
+    category: Mapping[ProfiledAllocation, str],
     before: Addresses,
     freed: Sequence[tuple[float, int, int]],
     in_use: int | None,
@@ -124,23 +124,23 @@ def _levels(
     return times, levels
 
 
-def summarise(found: Account, steps: Sequence[int]) -> dict[str, Any]:
+def summarise(account: Account, steps: Sequence[int]) -> dict[str, Any]:
     """The contents of `rank{r}_summary.json`; all figures but the peak are means per profiled step.
 
     Args:
         steps: numbers of the profiled steps.
     """
-    trace, n = found.trace, len(steps)
+    trace, n = account.trace, len(steps)
     made = _grouped(trace.allocations, lambda a: (a.op, a.phase))
     return {
         "steps": list(steps),
-        "peak": _peak(found, steps),
+        "peak": _peak(account, steps),
         "phases": {phase: _phase(trace, phase, n) for phase in (*PHASES, OUTSIDE)},
         "allocations": [
             {
                 "op": op, "phase": phase, "bytes": _bytes(group) // n, "count": len(group) / n,
                 "largest": max(a.n_bytes for a in group),
-                "where": max(group, key=lambda a: a.n_bytes).where,
+                "where": max(group, key=lambda a: a.n_bytes).source_line,
             }
             for (op, phase), group in sorted(made.items(), key=lambda item: -_bytes(item[1]))[:TOP]
         ],
@@ -148,16 +148,16 @@ def summarise(found: Account, steps: Sequence[int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _peak(found: Account, steps: Sequence[int]) -> dict[str, Any]:
-    time, level = found.times[found.peak], found.levels[found.peak]
-    live = [a for a in found.trace.allocations if a.start <= time < a.end]
-    groups = _grouped(live, lambda a: (a.op, a.phase, found.category[a]))
-    ended = [end for _, end, _ in found.trace.runs("optimizer")]
+def _peak(account: Account, steps: Sequence[int]) -> dict[str, Any]:
+    time, level = account.times[account.peak], account.levels[account.peak]
+    live = [a for a in account.trace.allocations if a.start <= time < a.end]
+    groups = _grouped(live, lambda a: (a.op, a.phase, account.category[a]))
+    ended = [end for _, end, _ in account.trace.runs("optimizer")]
     return {
         "bytes": sum(level),
         "step": steps[min(bisect_left(ended, time), len(steps) - 1)],
-        "phase": found.trace.phase_at(time),
-        "time_ms": round((time - found.times[0]) / 1e3, 3),
+        "phase": account.trace.phase_at(time),
+        "time_ms": round((time - account.times[0]) / 1e3, 3),
         "categories": dict(zip(CATEGORIES, level, strict=True)),
         "live": [
             {"op": op, "phase": made_in, "category": category, "bytes": _bytes(group), "count": len(group)}
@@ -189,20 +189,22 @@ def _ops(trace: Trace, phase: str, n_steps: int) -> list[dict[str, Any]]:
     return [
         {
             "op": name,
-            "self_us": round(here / n_steps, 1),
+            "self_us": round(self_us / n_steps, 1),
             "device_us": round(device / n_steps, 1),
             "count": count / n_steps,
         }
-        for name, (here, device, count) in sorted(groups.items(), key=lambda item: -item[1][main])[:TOP]
+        for name, (self_us, device, count) in sorted(groups.items(), key=lambda item: -item[1][main])[:TOP]
     ]
 
 
-def _grouped(allocations: Iterable[Allocation], key: Callable[[Allocation], _Key]) -> dict[_Key, list[Allocation]]:
-    groups = defaultdict[_Key, list[Allocation]](list)
+def _grouped(
+    allocations: Iterable[ProfiledAllocation], key: Callable[[ProfiledAllocation], _Key]
+) -> dict[_Key, list[ProfiledAllocation]]:
+    groups = defaultdict[_Key, list[ProfiledAllocation]](list)
     for allocation in allocations:
         groups[key(allocation)].append(allocation)
     return groups
 
 
-def _bytes(allocations: Iterable[Allocation]) -> int:
+def _bytes(allocations: Iterable[ProfiledAllocation]) -> int:
     return sum(a.n_bytes for a in allocations)

@@ -55,7 +55,7 @@ class Op:
 
 
 @dataclass(eq=False)
-class Allocation:
+class ProfiledAllocation:
     """One block of memory; `end` is infinite if it was not freed before the trace ended.
 
     Attributes:
@@ -78,7 +78,7 @@ class Allocation:
         )
 
     @property
-    def where(self) -> str | None:
+    def source_line(self) -> str | None:
         """The innermost line outside torch, where the trace has Python frames."""
         frames = [op.name for op in self.caller.chain() if op.category == "python_function"] if self.caller else []
         return next((f for f in frames if ".py(" in f and not f.startswith("torch/") and "/torch/" not in f), None)
@@ -95,7 +95,7 @@ class Trace:
 
     ranges: list[Range]
     ops: list[Op]
-    allocations: list[Allocation]
+    allocations: list[ProfiledAllocation]
     freed_before: list[tuple[float, int, int]] = field(default_factory=list)
 
     def runs(self, phase: str) -> list[Range]:
@@ -190,24 +190,24 @@ def _nest(
 
 def _match(
     memory: Sequence[Mapping[str, Any]], ranges: Sequence[Range], callers: Mapping[int, Op | None]
-) -> tuple[list[Allocation], list[tuple[float, int, int]]]:
+) -> tuple[list[ProfiledAllocation], list[tuple[float, int, int]]]:
     """Pair allocations with releases by address.
 
     A thread that the profiler does not follow (gloo's) may release a block unseen: the next allocation at the block's
     address then marks its end.
     """
-    live: dict[int, Allocation] = {}
+    live: dict[int, ProfiledAllocation] = {}
     allocations, freed_before = [], []
     for event in memory:
         time, args = float(event["ts"]), event["args"]
         address, n_bytes = args["Addr"], args["Bytes"]
-        known = live.pop(address, None)
-        if known is not None:
-            known.end = time
+        earlier = live.pop(address, None)
+        if earlier is not None:
+            earlier.end = time
         if n_bytes > 0:
-            made = Allocation(address, n_bytes, time, math.inf, _phase_at(time, ranges), callers[id(event)])
+            made = ProfiledAllocation(address, n_bytes, time, math.inf, _phase_at(time, ranges), callers[id(event)])
             allocations.append(made)
             live[address] = made
-        elif known is None:
+        elif earlier is None:
             freed_before.append((time, address, -n_bytes))
     return allocations, freed_before

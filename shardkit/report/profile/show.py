@@ -56,7 +56,7 @@ TOP = 8
 
 def show(name: str, ranks: Sequence[Summary]) -> str:
     """One run in text: the first of `ranks` (the largest peak) in full, the peaks of the others."""
-    return "\n".join(line.rstrip() for line in _one(name, ranks))
+    return "\n".join(line.rstrip() for line in _single(name, ranks))
 
 
 def compare(names: tuple[str, str], runs: tuple[Summary, Summary]) -> str:
@@ -64,7 +64,7 @@ def compare(names: tuple[str, str], runs: tuple[Summary, Summary]) -> str:
     return "\n".join(line.rstrip() for line in _two(names, runs))
 
 
-def _one(name: str, ranks: Sequence[Summary]) -> Iterator[str]:
+def _single(name: str, ranks: Sequence[Summary]) -> Iterator[str]:
     worst = ranks[0]
     yield f"{name}: {_who(worst)}"
     if len(ranks) > 1:
@@ -156,8 +156,8 @@ def _percent(before: float, after: float) -> str:
     return f"{100 * (after - before) / before:+.1f} %" if before else ("new" if after else "")
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %" if total else ""
 
 
 def _table(head: list[str], rows: list[list[str]], align: str) -> Iterator[str]:

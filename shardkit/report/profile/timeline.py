@@ -14,7 +14,7 @@ from ...errors import gib
 from ..html.page import Cell, Page, n_bytes, paragraph, table, words
 from .account import CATEGORIES, Account
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 1000, 360, 80, 24
+_WIDTH, _HEIGHT, _MARGIN, _TOP = 1000, 360, 80, 24
 _COLUMNS = 1000
 """Most moments to draw; moments that share a column show the one with the most bytes."""
 # Okabe and Ito's palette, distinguishable with any colour vision.
@@ -24,7 +24,7 @@ _COLORS = dict(
 _SHADES = {"forward": "#cfe3f5", "backward": "#f7d9c8", "optimizer": "#cdeadd"}
 
 
-def render(found: Account, summary: Mapping[str, Any]) -> str:
+def render(account: Account, summary: Mapping[str, Any]) -> str:
     """The page for one rank; every name from the trace is escaped."""
     peak, steps = summary["peak"], summary["steps"]
     title = f"Memory of rank {summary['rank']}, step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
@@ -41,7 +41,7 @@ def render(found: Account, summary: Mapping[str, Any]) -> str:
     live = _rows(peak["live"], "op", "phase", "category")
     made = _rows(summary["allocations"], "op", "phase")
     page = Page(title, paragraph(lead))
-    page.section("timeline", "Bytes by category over time", _svg(found))
+    page.section("timeline", "Bytes by category over time", _svg(account))
     page.section("peak", "At the peak", table(["category", ">bytes", ">share"], shares))
     page.section("alive", "Alive at the peak", table(["made by", "in", "category", ">count", ">bytes"], live))
     page.section("allocated", "Allocated per step", table(["by", "in", ">count", ">bytes"], made))
@@ -53,26 +53,26 @@ def _rows(entries: Sequence[Mapping[str, Any]], *names: str) -> list[list[Cell]]
     return [[*(words(e[n]) for n in names), Cell(f"{e['count']:g}"), n_bytes(e["bytes"])] for e in entries[:15]]
 
 
-def _share(part: int, whole: int) -> Cell:
-    return Cell(f"{100 * part / whole:.1f} %", part / whole) if whole else Cell("–")
+def _share(part: int, total: int) -> Cell:
+    return Cell(f"{100 * part / total:.1f} %", part / total) if total else Cell("–")
 
 
-def _svg(found: Account) -> Markup:
-    first = found.times[0]
-    last = max([found.times[-1], *(end for _, end, _ in found.trace.ranges)])
-    top = max(1, sum(found.levels[found.peak]))
-    across, up = (_WIDTH - _LEFT) / max(last - first, 1e-9), (_HEIGHT - 2 * _TOP) / top
+def _svg(account: Account) -> Markup:
+    start = account.times[0]
+    end = max([account.times[-1], *(end for _, end, _ in account.trace.ranges)])
+    top = max(1, sum(account.levels[account.peak]))
+    across, up = (_WIDTH - _MARGIN) / max(end - start, 1e-9), (_HEIGHT - 2 * _TOP) / top
 
     def x(time: float) -> float:
-        return _LEFT + (time - first) * across
+        return _MARGIN + (time - start) * across
 
     def y(n_bytes: float) -> float:
         return _HEIGHT - _TOP - n_bytes * up
 
     parts = [f'<rect x="{x(s):.1f}" y="{_TOP}" width="{(e - s) * across:.1f}" height="{_HEIGHT - 2 * _TOP}" '
              f'fill="{_SHADES[p]}" opacity=".45"><title>{p}: {(e - s) / 1e3:.2f} ms</title></rect>'
-             for s, e, p in found.trace.ranges]  # fmt: skip
-    moments = [*_thinned(found), (last, found.levels[-1])]
+             for s, e, p in account.trace.ranges]  # fmt: skip
+    moments = [*_thinned(account), (end, account.levels[-1])]
     below = [0] * len(moments)
     for index, category in enumerate(CATEGORIES):
         above = [b + level[index] for b, (_, level) in zip(below, moments, strict=True)]
@@ -81,21 +81,23 @@ def _svg(found: Account) -> Markup:
                 _area([x(time) for time, _ in moments], [y(b) for b in below], [y(a) for a in above], category)
             )
         below = above
-    at = found.times[found.peak]
+    at = account.times[account.peak]
     parts.append(f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_HEIGHT - _TOP}" stroke="currentColor" '
                  f'stroke-dasharray="4 3"><title>peak: {gib(top)}</title></line>')  # fmt: skip
     for share in (0, 0.5, 1):
-        parts.append(f'<text x="{_LEFT - 6}" y="{y(top * share) + 4:.1f}" text-anchor="end">{gib(top * share)}</text>')
-        time = first + share * (last - first)
+        parts.append(
+            f'<text x="{_MARGIN - 6}" y="{y(top * share) + 4:.1f}" text-anchor="end">{gib(top * share)}</text>'
+        )
+        time = start + share * (end - start)
         anchor = ("start", "middle", "end")[round(2 * share)]
         parts.append(
-            f'<text x="{x(time):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{(time - first) / 1e3:.1f} ms</text>'
+            f'<text x="{x(time):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{(time - start) / 1e3:.1f} ms</text>'
         )
     label = f"Bytes by category over time, {gib(top)} at most; shaded: forward, backward, optimizer"
     # No escaping needed: it holds no names from the trace, only categories, phases and numbers.
-    whole = "\n".join(parts)
+    drawing = "\n".join(parts)
     return Markup(
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{whole}\n</svg>'
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">\n{drawing}\n</svg>'
     )
 
 
@@ -113,12 +115,12 @@ def _stairs(across: Sequence[float], heights: Sequence[float]) -> Iterator[tuple
         yield across[index], height
 
 
-def _thinned(found: Account) -> list[tuple[float, tuple[int, ...]]]:
+def _thinned(account: Account) -> list[tuple[float, tuple[int, ...]]]:
     """The highest moment of each column, at its own time."""
-    first, span = found.times[0], max(found.times[-1] - found.times[0], 1e-9)
+    start, span = account.times[0], max(account.times[-1] - account.times[0], 1e-9)
     highest: dict[int, int] = {}
-    for index, time in enumerate(found.times):
-        column = int((time - first) / span * _COLUMNS)
-        if column not in highest or sum(found.levels[index]) > sum(found.levels[highest[column]]):
+    for index, time in enumerate(account.times):
+        column = int((time - start) / span * _COLUMNS)
+        if column not in highest or sum(account.levels[index]) > sum(account.levels[highest[column]]):
             highest[column] = index
-    return [(found.times[index], found.levels[index]) for index in highest.values()]
+    return [(account.times[index], account.levels[index]) for index in highest.values()]

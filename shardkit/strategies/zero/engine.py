@@ -22,7 +22,7 @@ from ...parallel import compat
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ..base import OptimizerFactory, Shard
+from ..base import OptimizerFactory, Shard, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
@@ -174,7 +174,7 @@ class ZeRO:
 
         return epilogue_after
 
-    def step(self, max_norm: float | None) -> torch.Tensor:
+    def step(self, max_norm: float | None) -> Update:
         self._zero.clip_grad = max_norm or 0.0  # the engine clips in its own step
         self._chosen.before_step()
         share_rates(self._zero)
@@ -182,9 +182,12 @@ class ZeRO:
         with skipping(self._zero.optimizer, self._norms.bad):
             self._engine.step()
         if self._config.precision.mode != "fp16":
-            return self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
+            norm = self._norms.checked(torch.as_tensor(self._engine.get_global_grad_norm()))
+            return Update(norm, updated=True)
         # When loss scaling skips a step, DeepSpeed up to 0.19.6 reports an earlier step's norm.
-        return torch.as_tensor(math.inf if self._zero.overflow else self._engine.get_global_grad_norm())
+        skipped = bool(self._zero.overflow)
+        norm = torch.as_tensor(math.inf if skipped else self._engine.get_global_grad_norm())
+        return Update(norm, not skipped)
 
     def loss_scale(self) -> float:
         return float(self._zero.loss_scale)

@@ -88,7 +88,7 @@ def test_activations_are_those_that_autograd_saved(tmp_path: Path) -> None:
     with start(load_config(None, [*SIZES, f"run.dir={tmp_path}", "parallel.strategy=single"])) as job:
         trainer = Trainer(job)
         state = set()
-        forward_loss = trainer.loss
+        forward_loss = trainer.loop.loss_fn
 
         def counted(model: Any, batch: Any) -> torch.Tensor:
             saved.clear()
@@ -96,7 +96,7 @@ def test_activations_are_those_that_autograd_saved(tmp_path: Path) -> None:
             with saved_tensors_hooks(pack, lambda tensor: tensor):
                 return forward_loss(model, batch)
 
-        trainer.loss = counted
+        trainer.loop.loss_fn = counted
         trainer.fit()
     independent = sum(n_bytes for address, n_bytes in saved.items() if address not in state)
     step = found(tmp_path)

@@ -26,14 +26,14 @@ _NAMES = {"adamw": "adamw", "adam": "adamw", "fusedadam": "adamw", "deepspeedcpu
 
 
 @dataclass(frozen=True)
-class Named:
+class StateTensor:
     """A local tensor of state and its name in a post-mortem."""
 
     name: str
     local: torch.Tensor
 
 
-class Observed(LoadedConfig):
+class ObservedConfig(LoadedConfig):
     """A config that a loop shows; its text has only the settings that were seen."""
 
     def render(self) -> str:
@@ -42,12 +42,12 @@ class Observed(LoadedConfig):
         for key, source in self.sources.items():
             section, _, name = key.partition(".")
             if source != "default":
-                held = self.config.model_dump(mode="json")[section][name]
-                tree.setdefault(section, {})[name] = held
+                setting = self.config.model_dump(mode="json")[section][name]
+                tree.setdefault(section, {})[name] = setting
         return "# What shardkit.watch saw in a loop of another tool.\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
-class Loop:
+class ForeignLoop:
     """A model and its optimizers, in whatever a tool has wrapped them.
 
     Attributes:
@@ -63,10 +63,10 @@ class Loop:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], rank: int, world_size: int) -> None:
         self.model, self._rank, self._world_size = model, rank, world_size
-        given = list(optimizers)
+        candidates = list(optimizers)
         if _is_of(model, "deepspeed.runtime.engine"):
-            given = [model.optimizer]
-        self.optimizers = tuple(map(_unwrapped, given))
+            candidates = [model.optimizer]
+        self.optimizers = tuple(map(_unwrapped, candidates))
         if not self.optimizers:
             raise ConfigError("watch() got no optimizer: its step ends a training step", "pass it after the model")
         for optimizer in self.optimizers:
@@ -75,7 +75,9 @@ class Loop:
                     f"watch() got a {type(optimizer).__name__} where an optimizer belongs",
                     "pass the model, then its optimizer or a list of them",
                 )
-        self._zero = next((one for one in self.optimizers if _is_of(one, "deepspeed.runtime.zero")), None)
+        self._zero = next(
+            (optimizer for optimizer in self.optimizers if _is_of(optimizer, "deepspeed.runtime.zero")), None
+        )
         self.device = _device(model)
         self.micro_batch: int | None = None
         self.seq_len: int | None = None
@@ -92,8 +94,13 @@ class Loop:
         if self._zero is not None:
             yield from zero_state.state_of(self._zero, self.model)
             return
-        held = (one if isinstance(one, _OPTIMIZER) else getattr(one, "optimizer", None) for one in self.optimizers)
-        yield from module_state(self.model, *(one for one in held if isinstance(one, _OPTIMIZER)))
+        torch_optimizers = (
+            optimizer if isinstance(optimizer, _OPTIMIZER) else getattr(optimizer, "optimizer", None)
+            for optimizer in self.optimizers
+        )
+        yield from module_state(
+            self.model, *(optimizer for optimizer in torch_optimizers if isinstance(optimizer, _OPTIMIZER))
+        )
 
     def buffers(self, phase: str | None) -> int:
         """Bytes of ZeRO's reduce buffers in a phase: neither state nor activations."""
@@ -111,7 +118,7 @@ class Loop:
         enough += enough % 2  # DeepSpeed needs an even number
         return (enough, n_bytes * (elements - enough) // elements) if n_bytes and enough < elements else None
 
-    def shards(self) -> Iterator[Named | Shard]:
+    def shards(self) -> Iterator[StateTensor | Shard]:
         """Names of the state's tensors."""
         named = {plain_name(name): param for name, param in self.model.named_parameters()}
         if self._zero is not None:
@@ -119,47 +126,47 @@ class Loop:
             yield from of_stage(self._zero, {id(param): name for name, param in named.items()}, self._rank)
             return
         for name, param in named.items():
-            yield from (Named(f"model.{name}", local) for local in local_tensors(param))
+            yield from (StateTensor(f"model.{name}", local) for local in local_tensors(param))
             for optimizer in self.optimizers:
                 for key, value in getattr(optimizer, "state", {}).get(param, {}).items():
                     if isinstance(value, torch.Tensor):
-                        yield from (Named(f"optim.{name}.{key}", local) for local in local_tensors(value))
+                        yield from (StateTensor(f"optim.{name}.{key}", local) for local in local_tensors(value))
 
     def look(self, inputs: Sequence[Any]) -> None:
         """Note the batch of a forward that begins, and its autocast."""
-        first = next(_tensors(inputs), None)
-        if first is not None:
-            self.micro_batch = first.shape[0]
-            self.seq_len = first.shape[1] if first.dim() == 2 and not first.is_floating_point() else None
+        batch = next(_tensors(inputs), None)
+        if batch is not None:
+            self.micro_batch = batch.shape[0]
+            self.seq_len = batch.shape[1] if batch.dim() == 2 and not batch.is_floating_point() else None
         kind = self.device.type
         on = torch.is_autocast_enabled(kind)
         self.autocast = _HALVES.get(torch.get_autocast_dtype(kind)) if on else None
 
     def settings(self) -> dict[str, Any]:
         """The settings of shardkit that the loop shows, by their dotted keys."""
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "run.device": "cuda" if self.device.type == "cuda" else "cpu",
             "parallel.strategy": self._strategy(),
             "precision.mode": self._precision(),
             "train.grad_accum_steps": self.accum,
         }
         if self.device.type == "cuda":
-            found |= self._offloads()
+            settings |= self._offloads()
         if self.micro_batch:
-            found["train.micro_batch_size"] = self.micro_batch
+            settings["train.micro_batch_size"] = self.micro_batch
         if self.seq_len:
-            found["train.seq_len"] = self.seq_len
+            settings["train.seq_len"] = self.seq_len
         if any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules()):
-            found["activation.policy"] = "full"
-        return found
+            settings["activation.policy"] = "full"
+        return settings
 
-    def config(self, settings: Mapping[str, Any]) -> Observed:
+    def config(self, settings: Mapping[str, Any]) -> ObservedConfig:
         """The loop's config with more settings; keys that do not show keep their defaults, for advice only."""
-        seen = {**self.settings(), **settings}
+        settings_seen = {**self.settings(), **settings}
         unknown = _unknown(self._inner()) | ({"model.max_seq_len": self.seq_len} if self.seq_len else {})
-        kept = load_config(None, {**seen, **unknown})
+        loaded = load_config(None, {**settings_seen, **unknown})
         hidden = dict.fromkeys(unknown, "default")
-        return Observed(kept.config, {**kept.sources, **hidden})
+        return ObservedConfig(loaded.config, {**loaded.sources, **hidden})
 
     def _strategy(self) -> str:
         if self.stage is not None:
@@ -180,12 +187,12 @@ class Loop:
     def _offloads(self) -> dict[str, Any]:
         if self._zero is not None:
             return {f"parallel.{key}": "cpu" for key in zero_state.offloaded(self._zero)}
-        held = {local.device.type for param in self.model.parameters() for local in local_tensors(param)}
-        return {"parallel.offload_param": "cpu"} if "cpu" in held and self._strategy() == "fsdp" else {}
+        device_types = {local.device.type for param in self.model.parameters() for local in local_tensors(param)}
+        return {"parallel.offload_param": "cpu"} if "cpu" in device_types and self._strategy() == "fsdp" else {}
 
     def _inner(self) -> Any:
-        first = self.optimizers[0]
-        return first if isinstance(first, _OPTIMIZER) else getattr(first, "optimizer", first)
+        optimizer = self.optimizers[0]
+        return optimizer if isinstance(optimizer, _OPTIMIZER) else getattr(optimizer, "optimizer", optimizer)
 
 
 def _unknown(optimizer: Any) -> dict[str, Any]:
@@ -199,8 +206,8 @@ def _unknown(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _is_of(thing: Any, module: str) -> bool:
-    return any(kind.__module__.startswith(module) for kind in type(thing).__mro__)
+def _is_of(instance: Any, module: str) -> bool:
+    return any(kind.__module__.startswith(module) for kind in type(instance).__mro__)
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -212,8 +219,8 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def _device(model: nn.Module) -> torch.device:
     """The accelerator if any parameter lives there or one is in use, else the CPU."""
-    places = {param.device for param in model.parameters()}
-    on_card = next((place for place in places if place.type not in ("cpu", "meta")), None)
+    devices = {param.device for param in model.parameters()}
+    on_card = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     if on_card is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.device("cuda", torch.cuda.current_device())  # its parameters are offloaded
     return on_card or torch.device("cpu")

@@ -1,0 +1,121 @@
+"""What the record of a step holds, and when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ..data.loader import StepBatch
+from ..strategies.clocks import Mark
+from .job import Job
+from .optimizer_step import OptimizerStep
+from .watchdog import Watchdog
+
+Record = dict[str, float]
+"""A line of `metrics.jsonl`."""
+Span = tuple[Mark, Mark]
+
+
+@dataclass(kw_only=True)
+class LoopStep(OptimizerStep):
+    """A step of the training loop, with the further figures of its record.
+
+    Attributes:
+        batch: its data; `micro_batches` are those of the batch.
+        n_positions: positions that the model computes for the targets, over all ranks; 0 if the task does not tell.
+        lr: the learning rate.
+        reads: when the host began to read data, and when it had them, between the ends of the last update and of this.
+        early_read: such a span that lies between the step's forward and its update.
+    """
+
+    batch: StepBatch
+    n_positions: float
+    lr: float
+    reads: list[Span] = field(default_factory=list)
+    early_read: Span | None = None
+
+
+class StepRecords:
+    """Makes the record of each step, once the device has finished it.
+
+    The times of steps and pauses follow one another without gaps: their sum is the time of the run.
+
+    Attributes:
+        tokens_total: target tokens of all steps so far.
+        n_skipped: steps that loss scaling skipped in this start of the run.
+        pauses: seconds of pauses after the last record; they go into the next one.
+    """
+
+    def __init__(self, job: Job, watchdog: Watchdog, tokens_total: int) -> None:
+        self.tokens_total, self.n_skipped = tokens_total, 0
+        self.pauses: Record = {}
+        self._job, self._watchdog, self._device = job, watchdog, job.world.device
+        self._pause_limit_s = job.config.run.init_timeout_s
+        self._waiting: LoopStep | None = None
+
+    def start(self) -> Mark:
+        """Begin the time of the first step; returns this moment."""
+        self._recorded_until = Mark(self._device)
+        return self._recorded_until
+
+    def postpone(self, step: LoopStep) -> None:
+        """Leave the record of this step to `postponed`; the step ends with its update."""
+        self._waiting = step
+
+    def postponed(self) -> Iterator[Record]:
+        """The record that `postpone` left, if any. A loss of a later step has arrived: nothing is waited for.
+
+        Raises:
+            TrainingError: the gradient of that step is not finite.
+        """
+        step, self._waiting = self._waiting, None
+        if step is not None:
+            yield self._record(step, step.output.ended)
+
+    def finish(self, step: LoopStep) -> Record:
+        """The record of a step that ends now: waits for the device.
+
+        Raises:
+            TrainingError: the step's gradient is not finite.
+        """
+        return self._record(step, Mark(self._device).wait())
+
+    def _record(self, step: LoopStep, ended: Mark) -> Record:
+        output = step.output.arrived()
+        with self._watchdog.allowing(self._pause_limit_s):
+            norm = step.finite_norm()
+        step_time_s = self._advance(ended)
+        # On a GPU that still worked on the step before, reading data costs nothing.
+        early_s = step.early_read[1] - step.early_read[0] if step.early_read else 0.0
+        data_wait_s = sum((end - begin for begin, end in step.reads), early_s)
+        self._job.ledger.time_step(step_time_s, data_wait_s, data_wait_s + step.busy_s())
+        self.tokens_total += int(step.n_targets)
+        record = {
+            "step": step.number, "loss": step.loss, "grad_norm": norm, "lr": step.lr, "tokens": int(step.n_targets),
+            "tokens_total": self.tokens_total, "step_time_s": step_time_s, "data_wait_s": data_wait_s,
+            **output.times(early_s), "tokens_per_s": step.n_targets / step_time_s, **self.pauses,
+        }  # fmt: skip
+        self.pauses = {}
+        if step.n_positions:
+            record |= {"positions": int(step.n_positions), "positions_per_s": step.n_positions / step_time_s}
+        if self._job.config.precision.mode == "fp16":
+            record |= {"loss_scale": self._job.strategy.loss_scale(), "skipped": float(not output.updated)}
+            self.n_skipped += not output.updated
+        return record
+
+    @contextmanager
+    def pause(self, record: Record, name: str) -> Iterator[None]:
+        """Allow work between two steps to take longer than a step; its seconds go into `record`."""
+        with self._watchdog.allowing(self._pause_limit_s):
+            yield
+        record[name] = self._advance(Mark(self._device).wait())
+
+    def rest_s(self) -> float:
+        """Seconds after the last record and the pauses after it; waits for the device."""
+        return self._advance(Mark(self._device).wait())
+
+    def _advance(self, until: Mark) -> float:
+        """Seconds since the moment up to which time is recorded, which is `until` from now on."""
+        began, self._recorded_until = self._recorded_until, until
+        return until - began

@@ -1,0 +1,61 @@
+"""What somebody outside may ask a running job for: to stop, to save early, to give way to another start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..parallel.world import World
+from .agreement import Reduction
+from .owner import Owner, superseded
+from .preemption import StopRequest
+
+
+class Requests:
+    """Requests to single ranks, on which all ranks agree in the step's reduction.
+
+    Args:
+        owner: of the run directory, on rank 0.
+        time_is_up: whether the interval between two saves has passed; asked on every rank.
+
+    Attributes:
+        stop: the signals.
+        save: whether the ranks agreed to save after this step.
+    """
+
+    def __init__(self, world: World, stop: StopRequest, owner: Owner | None, time_is_up: Callable[[], bool]) -> None:
+        self.stop, self.save = stop, False
+        self._world, self._owner, self._time_is_up = world, owner, time_is_up
+
+    def add_to(self, reduction: Reduction) -> None:
+        """Let the ranks agree on all requests."""
+        self._add_urgent(reduction)
+        reduction.add("save", [float(self._time_is_up())], self._agree_to_save)
+
+    def stops_now(self) -> bool:
+        """Whether some rank was asked to stop; collective, between two steps.
+
+        Raises:
+            SupersededError: another start owns the run directory.
+        """
+        reduction = Reduction(self._world)
+        self._add_urgent(reduction)
+        reduction.begin()
+        reduction.finish()
+        return self.stop.agreed is not None
+
+    def lost(self) -> str | None:
+        """On rank 0 the reason why this run may no longer write to its directory; None if it may, and elsewhere."""
+        return None if self._owner is None else self._owner.lost()
+
+    def _add_urgent(self, reduction: Reduction) -> None:
+        reduction.add("lost", [float(self.lost() is not None)], self._give_way)
+        reduction.add("stop", self.stop.flags(), self.stop.agree)
+
+    def _agree_to_save(self, sums: Sequence[float]) -> None:
+        self.save = sums[0] > 0
+
+    def _give_way(self, sums: Sequence[float]) -> None:
+        """End all ranks with the same error if another start owns the directory; collective then."""
+        if sums[0]:
+            (reason,) = [str(reason) for reason in self._world.gather(self.lost()) if reason is not None]
+            raise superseded(reason)

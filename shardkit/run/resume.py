@@ -1,0 +1,160 @@
+"""Where a run starts: with which weights, and from which checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.base import FrozenBase, check_adapter
+from ..checkpoint.native.manifest import RunState
+from ..checkpoint.resume import candidates
+from ..checkpoint.save import Checkpointer
+from ..data.order import State
+from ..errors import CheckpointError, ConfigError, DataError, gib
+from ..tasks.base import Task
+from . import directory
+from .job import Job
+
+
+class Start:
+    """The start of a run: new weights, those of `model.init_from`, or a checkpoint that suits the run.
+
+    Args:
+        n_samples: of the training split.
+        digests: of the data that the task names.
+
+    Attributes:
+        loads_weights: whether every weight comes from a checkpoint or from `model.init_from`, so that none is drawn.
+        base: the model under the task's adapter; `None` if the whole model is trained.
+    """
+
+    def __init__(self, job: Job, task: Task, run_dir: Path, n_samples: int, digests: Mapping[str, str]) -> None:
+        self._job, self._task, self._run_dir = job, task, run_dir
+        self._n_samples, self._digests = n_samples, digests
+        self._adapter = getattr(task, "adapter", None)
+        self.base: FrozenBase | None = None
+        self.loads_weights = self._will_load()
+
+    def _will_load(self) -> bool:
+        """Whether there is something to load all weights from; collective."""
+        config, world = self._job.config, self._job.world
+        if self._adapter is not None:  # files hold either the adapter or the model under it
+            return False
+        if config.model.init_from is not None or config.run.source is not None:
+            return True
+        has_checkpoint = False
+        with suppress(OSError):  # `resume` raises it on every rank
+            has_checkpoint = config.run.continues and world.is_main and bool(candidates(self._run_dir))
+        return world.sum([float(has_checkpoint)])[0] > 0
+
+    def freeze_base(self, say: Callable[[str], None]) -> None:
+        """Set `base`, once the model is wrapped."""
+        config, adapter = self._job.config, self._adapter
+        if adapter is not None:
+            self.base = FrozenBase(self._job.model, adapter.settings, adapter.base_name, config.model.init_from)
+            say(f"adapter: {config.adapter.type} on {len(adapter.targets)} layers, {self.base.line}")
+
+    def resume(self, checkpoints: Checkpointer) -> RunState:
+        """Load the weights, and the checkpoint that `run.resume` asks for; returns the state of the run then.
+
+        Raises:
+            CheckpointError: there is no checkpoint where `run.resume` names one.
+            ConfigError, DataError: the checkpoint does not suit this run.
+        """
+        run, world, base = self._job.config.run, self._job.world, self.base
+        if run.resume is False or base is not None:
+            self._take_weights(checkpoints)
+        if base is not None:
+            base.identify(self._job.strategy, checkpoints.group)
+        if run.resume is False:
+            return RunState(step=0)
+        loaded = checkpoints.resume(run.source or self._run_dir, self._accept)
+        if loaded is None:
+            self._refuse_to_start_anew()
+            if base is None:
+                self._take_weights(checkpoints)
+        path, state = loaded or (None, RunState(step=0))
+        directory.go_on(self._job.loaded, world, self._run_dir, state.step)
+        if world.is_main:
+            source = f"from {path}, step {state.step}" if path else "from the start: there is no checkpoint yet"
+            print(f"resuming {source}", flush=True)
+        return state
+
+    def _refuse_to_start_anew(self) -> None:
+        """Raise if there had to be a checkpoint."""
+        config = self._job.config
+        if config.run.source is not None:
+            raise CheckpointError(
+                f"run.resume={config.run.source}: there is no checkpoint", "name a checkpoint, or a run with one"
+            )
+        if self.loads_weights and config.model.init_from is None:
+            raise CheckpointError(
+                f"the checkpoints in {self._run_dir} vanished while the run started", "start it again"
+            )
+
+    def _take_weights(self, checkpoints: Checkpointer) -> None:
+        """Load the weights that `model.init_from` names."""
+        config, world = self._job.config, self._job.world
+        if config.model.init_from is None:
+            return
+        from ..checkpoint.formats.start import load_weights
+
+        base_name = self._adapter.base_name if self._adapter else str
+        resized = getattr(self._task, "resized", ())
+        loaded = load_weights(self._job.strategy, world, checkpoints.group, config.model.init_from, base_name, resized)
+        if world.is_main:
+            read = f" ({gib(loaded.bytes_read)} read)" if loaded.bytes_read else ""
+            print(f"starting with the weights of {loaded.path}{read}", flush=True)
+            for name, (old, new) in loaded.resized.items():
+                print(f"{name}: {old} rows, and {new - old} new ones with their mean", flush=True)
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint of this run holds for `_accept`, beside its seed and number of samples."""
+        data = self._job.config.data
+        about = {"shuffle": data.shuffle, "packing": data.packing, "digests": dict(self._digests)}
+        return about | ({"adapter": self.base.about} if self.base else {})
+
+    def _accept(self, saved: RunState) -> None:
+        """Refuse a checkpoint whose data, data order or adapter are not those of this run.
+
+        Raises:
+            ConfigError, DataError: name the setting or the data that differ.
+        """
+        config = self._job.config
+        seed = config.train.seed
+        if saved.seed != seed and "imported" not in saved.extra:  # another tool's data order does not apply here
+            raise ConfigError(
+                f"train.seed={seed}, but the checkpoint's is {saved.seed}", f"set train.seed={saved.seed}"
+            )
+        packing = saved.extra.get("packing")
+        if packing not in (None, config.data.packing):
+            raise ConfigError("data.packing differs from the checkpoint's", f"set data.packing={packing}")
+        self._compare_digests(saved.extra.get("digests") or {})
+        if saved.n_samples not in (None, self._n_samples):
+            raise DataError(
+                f"the training split has {self._n_samples} samples, it had {saved.n_samples} when the checkpoint was "
+                "made",
+                "resume with the same data, train.seq_len, data.val_fraction and train.eval_samples (0 trains on all)",
+            )
+        check_adapter(self.base, saved.extra.get("adapter"))
+        shuffle = saved.extra.get("shuffle")
+        if shuffle not in (None, config.data.shuffle):
+            raise ConfigError("data.shuffle differs from the checkpoint's", f"set data.shuffle={shuffle}")
+
+    def _compare_digests(self, saved: Mapping[str, str]) -> None:
+        for name, digest in saved.items():
+            present = self._digests.get(name)
+            if present != digest:
+                raise DataError(
+                    f"the {name} is not the one that the checkpoint was trained with: digest {present or 'none'}, then "
+                    f"{digest}",
+                    f"resume with the same {name}, and with train.eval_samples=0 only if it was 0 then; to go on with "
+                    "another, start from the weights: model.init_from=RUN",
+                )
+
+
+def position_of(run: RunState) -> State:
+    """The position in the data after a run's last step."""
+    return State(run.epoch, run.next_sample)
