@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # Every rank of a machine has the same error, or all ranks agreed on it: print it once.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
-        mine = local_rank == "0" or isinstance(error, OutOfMemoryError)
-        return report(error) if mine else error.exit_code
+        reports_here = local_rank == "0" or isinstance(error, OutOfMemoryError)
+        return report(error) if reports_here else error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(loaded: LoadedConfig) -> int:
-    said = affinity.bind(detect())  # before torch starts threads
+    binding = affinity.bind(detect())  # before torch starts threads
     grow_segments(os.environ)
     from .run.job import start
     from .run.planning import RunPlan
@@ -86,8 +86,8 @@ def run(loaded: LoadedConfig) -> int:
 
     with RunPlan() as plan:
         with start(loaded) as job:
-            if said and job.world.is_main:
-                print(said, flush=True)
+            if binding and job.world.is_main:
+                print(binding, flush=True)
             trainer = Trainer(job)
             plan.begin(job, trainer.run_dir)
             outcome = trainer.fit()

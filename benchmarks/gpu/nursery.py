@@ -149,7 +149,7 @@ def _be_rank(settings: Sequence[str], world: Mapping[str, str], said: int) -> No
         for stream, target in ((0, null), (1, null), (2, said)):
             os.dup2(target, stream)
         os.environ.update(world)
-        from shardkit.run.first_update import FirstUpdate
+        from shardkit.run.first_step import FirstUpdate
         from shardkit.train import main
 
         FirstUpdate.check = _nothing_moves  # type: ignore[assignment, method-assign]

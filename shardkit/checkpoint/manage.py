@@ -19,9 +19,9 @@ class Entry:
     """A checkpoint folder.
 
     Attributes:
-        problem: why it is not usable; empty for a complete one (its bytes were not read: see `verify`).
-        is_latest: a resume would take this one.
-        is_best: lowest validation loss of the complete ones.
+        problem: why it is not usable; empty if it is complete, as far as one sees without reading its bytes (`verify`).
+        is_latest: a resume would take this checkpoint.
+        is_best: it has the lowest validation loss of the complete checkpoints.
     """
 
     path: Path
@@ -33,10 +33,10 @@ class Entry:
 
 
 def folder(run: Path) -> Path:
-    """The checkpoint folder of a run directory, or `run` itself if it is one.
+    """The checkpoints folder of a run directory, or `run` itself if it is such a folder.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: it is neither.
     """
     for root in (run / "checkpoints", run):
         if root.is_dir() and any(layout.step_of(p.with_suffix("")) is not None for p in root.iterdir()):
@@ -61,7 +61,7 @@ def entries(run: Path) -> list[Entry]:
 
 
 def _age(entry: Entry) -> tuple[int, str]:
-    """Orders by step: folders' names have 8 digits or more."""
+    """A key that sorts entries by step; folders' names do not, as they have 8 digits or more."""
     return layout.step_of(entry.path.with_suffix("")) or 0, entry.path.name
 
 
@@ -79,7 +79,7 @@ def _entry(path: Path, is_best: bool) -> Entry:
 
 
 def table(listed: Sequence[Entry]) -> str:
-    """The entries as text: one line each."""
+    """A table of the entries as text, with one line for each."""
     lines = [f"{'name':<24} {'state':<11} {'made by':<12} {'GiB':>8} {'val loss':>9}  {'created':<24} note"]
     for e in listed:
         m = e.manifest
@@ -95,10 +95,10 @@ def table(listed: Sequence[Entry]) -> str:
 
 
 def select(run: Path, names: Sequence[str]) -> list[Path]:
-    """The checkpoint folders for step numbers or folder names.
+    """The checkpoint folders with these step numbers or folder names.
 
     Raises:
-        CheckpointError: one does not exist.
+        CheckpointError: one of them does not exist.
     """
     root = folder(run)
     chosen = []
@@ -126,7 +126,7 @@ def remove(run: Path, paths: Sequence[Path], force: bool = False) -> None:
     """Delete checkpoints.
 
     Raises:
-        CheckpointError: no checkpoint to resume from would be left, and `force` is off; or the files cannot be deleted.
+        CheckpointError: no checkpoint would be left to resume from, and `force` is off; or files cannot be deleted.
     """
     remaining = [e for e in entries(run) if e.state == "complete" and e.path not in paths]
     if not remaining and not force:

@@ -1,4 +1,4 @@
-"""How far a save is on each rank, and how long it may stand still."""
+"""The progress of a save on each rank, and the time for which it may stand still."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_S = 1800.0
 """A run's first save may stand still for this long."""
 LEAST_S = 120.0
 _TIMES = 10
-"""Later ones may stand still for ten times the longest save so far, or two minutes if that is more."""
+"""Later saves may stand still for ten times the longest save so far, or for two minutes if that is longer."""
 
 
 def standstill_s(configured_s: float | None, measured_s: Sequence[float]) -> float:
@@ -27,7 +27,7 @@ def standstill_s(configured_s: float | None, measured_s: Sequence[float]) -> flo
 
 
 def seen_on_disk(root: Path, rank: int, file_name: str) -> str:
-    """How far a rank is in the unfinished save below `root`, for a rank that cannot say so itself."""
+    """How far a rank has come in the unfinished save below `root`, judged by its file alone."""
     drafts = sorted(root.glob(f"step_*{layout.TMP}"))
     if not drafts:
         return "before the save's first file"

@@ -33,7 +33,7 @@ def first_failure(failure: CheckpointException) -> tuple[int, BaseException]:
 
 
 def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]) -> None:
-    """Do something to the file system on rank 0 while the others wait; collective.
+    """Run `action`, which changes the file system, on rank 0 while the other ranks wait; collective.
 
     Raises:
         CheckpointError: on every rank, if the file system refuses.
@@ -51,10 +51,12 @@ def main_only(world: World, group: dist.ProcessGroup, action: Callable[[], None]
 
 
 def agreed(group: dist.ProcessGroup, problem: CheckpointError | None) -> None:
-    """Raise the lowest rank's problem on every rank; a damaged checkpoint comes before any other problem.
+    """Raise one rank's problem on every rank, so that all end alike; collective.
+
+    A damaged checkpoint is raised before other problems, and the lowest rank's before others'.
 
     Raises:
-        CheckpointError: some rank found a problem.
+        CheckpointError: at least one rank passed a problem.
     """
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -83,16 +85,20 @@ def resume(
     accept: Callable[[RunState], None] | None = None,
     left_out: Collection[str] = (),
 ) -> tuple[Path, RunState] | None:
-    """Load the newest intact checkpoint of `source` into the strategy; collective. `None` if there is none at all.
+    """Load the newest intact checkpoint of `source` into the strategy; collective.
 
     Args:
-        own_root: the folder this run saves to. Its checkpoints that are damaged or newer than the loaded one are
-            renamed: the run will write those steps again.
+        own_root: the folder to which this run saves. Checkpoints in it that are damaged, or newer than the loaded one,
+            are renamed, because the run will write those steps again.
         accept: raises if the run's state does not suit the caller; called before anything is loaded.
         left_out: names of tensors that checkpoints of this run do not hold.
 
+    Returns:
+        The checkpoint's path and the state of its run; `None` if `source` has no checkpoint.
+
     Raises:
-        CheckpointError: it does not fit this run; or it is damaged, and no other is left or `on_corrupt` is `error`.
+        CheckpointError: the checkpoint does not fit this run; or it is damaged, and no other is left or `on_corrupt` is
+            `error`.
     """
     box: list[list[Path]] = [[]]
 
@@ -126,6 +132,7 @@ def resume(
 
 
 def _fix(path: Path) -> str:
+    """The fix to print for a damaged checkpoint: names an older one if there is one."""
     older = [p.name for p in layout.checkpoints(path.parent) if p != path]
     if not older:
         return "restore it from a copy, or start over with run.overwrite=true"
@@ -133,7 +140,7 @@ def _fix(path: Path) -> str:
 
 
 def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
-    """Rename the checkpoints of the steps that the run is about to write again."""
+    """Rename the checkpoints after the loaded one, because the run is about to write their steps again."""
     if loaded.parent.resolve() != root.resolve():
         return
     step = layout.step_of(loaded) or 0
@@ -143,7 +150,7 @@ def _set_aside(root: Path, loaded: Path, damaged: list[Path]) -> None:
             _LOG.warning("%s is set aside as %s", path.name, layout.set_aside(path, suffix).name)
     try:
         layout.point_latest(root)
-    except OSError as error:  # a full disk; whoever follows it must not find a checkpoint that was set aside
+    except OSError as error:  # a full disk; `latest` must not name a checkpoint that was set aside
         _LOG.warning("%s/%s cannot be written: %s", root, layout.LATEST, error.strerror)
         (root / layout.LATEST).unlink(missing_ok=True)
 
@@ -156,6 +163,7 @@ def _load(
     accept: Callable[[RunState], None] | None,
     left_out: Collection[str],
 ) -> RunState:
+    """Load one checkpoint into the strategy; collective. See `resume` for the arguments."""
     reader, problem = None, None
     try:
         reader = CheckpointReader(path)
@@ -171,7 +179,7 @@ def _load(
         ranges = by_name(shard for shard in strategy.load_targets() if shard.name not in left_out)
         everyone: list[Any] = [None] * world.size
         dist.all_gather_object(everyone, (keys_of(ranges), world.env.node_rank), group=group)
-        # With flat partitions a rank knows only its own names.
+        # All ranks' names are needed: with flat partitions, a rank knows only its own.
         refuse_leftovers(manifest.tensors, [name for keys, _ in everyone for name, _, _ in keys])
         reads = SharedReads(ranges, everyone, world.rank)
         generators = _rng_targets(manifest, world)
@@ -189,12 +197,12 @@ def _load(
 
 
 def stateless(manifest: Manifest) -> set[str]:
-    """Names of the saved parameters without any optimizer state, if others have some: no step had used them."""
+    """Names of the saved parameters without optimizer state, which no step has used; empty if none has any state."""
     names = (
         name.removeprefix("optim.") for name in (*manifest.tensors, *manifest.scalars) if name.startswith("optim.")
     )
     with_state: set[str] = set()
-    for name in names:  # the parameter's name, then one state or two parts (`exp_avg.scale`)
+    for name in names:  # the parameter's name, then the state's name of one part or two (`exp_avg.scale`)
         parameter = name.rpartition(".")[0]
         with_state |= {parameter, parameter.rpartition(".")[0]}
     saved = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
@@ -202,7 +210,10 @@ def stateless(manifest: Manifest) -> set[str]:
 
 
 def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
-    """This rank's generators by kind; none if the world size changed, since a rank's sequence then means nothing."""
+    """Memory for the states of this rank's random generators, by kind.
+
+    Empty if the world size has changed: a rank's sequence of random numbers then means nothing.
+    """
     if manifest.world_size != world.size:
         return {}
     prefix = f"rng.{world.rank}."
@@ -214,6 +225,7 @@ def _rng_targets(manifest: Manifest, world: World) -> dict[str, Shard]:
 
 
 def _read(reader: CheckpointReader, ranges: Ranges, group: dist.ProcessGroup) -> None:
+    """Fill this rank's ranges from the checkpoint; collective. Raises the error of the lowest rank that failed."""
     try:
         dcp.load(
             dict(ranges),

@@ -30,19 +30,19 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second to import:
     from .native.writer import RangeWriter
 
 COST, LEAST_S = 0.02, 600.0
-"""Automatic saves take at most this share of the time, and begin at least this many seconds after one another."""
+"""Automatic saves take at most this share of the time, and at least so many seconds pass from one to the next."""
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The outcome of a save; times and `staging_bytes` are this rank's, the rest is the same on every rank.
+    """The outcome of a save. Times and `staging_bytes` are this rank's; the other fields are the same on every rank.
 
     Attributes:
-        blocking_s: seconds that training stood still for it.
-        total_s: seconds from its start until it was on disk under its final name.
-        staging_bytes: host memory of this rank's copy (async saves), 0 for others.
-        error: why it failed, `None` if it did not.
+        blocking_s: seconds for which training stood still.
+        total_s: seconds from the start of the save until it was on disk under its final name.
+        staging_bytes: host memory of this rank's copy if the save is asynchronous, otherwise 0.
+        error: why the save failed; `None` if it succeeded.
     """
 
     step: int
@@ -54,14 +54,15 @@ class SaveReport:
 
 
 class Checkpointer:
-    """Saves a strategy's state below `root`. All ranks construct it, and call `save`, at the same time.
+    """Saves a strategy's state below `root`. All ranks construct it together, and call `save` together.
 
     Args:
-        root: the folder of the checkpoints; on a file system that all ranks share.
+        root: the folder of the checkpoints, on a file system that all ranks share.
         timeout_s: longest wait for the slowest rank's write.
-        meeting_s: longest wait for all ranks to begin a save; the error names the missing ranks.
-        on_done: called on every rank, on the thread that calls `save` or `wait`, once a save has ended.
-        fence: raises on rank 0 if this run may no longer write there; called before a save writes and publishes.
+        meeting_s: longest wait until all ranks begin a save; the error names the missing ranks.
+        on_done: called on every rank when a save has ended, on the thread that calls `save` or `wait`.
+        fence: called on rank 0 before a save writes and before it publishes; raises if this run may no longer write to
+            `root`.
         left_out: names of tensors that are neither saved nor loaded (the frozen model under an adapter).
     """
 
@@ -85,7 +86,7 @@ class Checkpointer:
         self._meeting_s = meeting_s
         self._chunk_bytes = chunk_bytes
         self._on_done, self._fence = on_done, fence
-        # Its own group: a save in a thread must not interleave with the collectives of the step.
+        # A group of its own: a save in a thread must not interleave with the step's collectives.
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._staging = Staging(world.device)
         self._thread: threading.Thread | None = None
@@ -122,15 +123,15 @@ class Checkpointer:
             return 0
 
     def standstill_s(self) -> float:
-        """Seconds in which a save may write no byte: `checkpoint.timeout_s`, or what this run's saves took so far."""
+        """Seconds in which a save may write no byte: `checkpoint.timeout_s`, or a limit from the run's saves so far."""
         return standstill_s(self._config.timeout_s, self._measured_s)
 
     def remember(self, saves_s: Sequence[float]) -> None:
-        """Take the durations of earlier saves of this run as measured."""
+        """Count the durations of saves by earlier starts of this run as if this process had measured them."""
         self._measured_s += saves_s
 
     def phase(self, rank: int) -> str:
-        """What a rank is doing in the save: this rank knows, another one's files show it."""
+        """The phase of the save in which a rank is; for other ranks, as far as their files on disk show it."""
         if rank == self._world.rank:
             return "waiting for all ranks to begin" if self._writer is None else self._writer.phase
         from .native.writer import data_file_name
@@ -145,7 +146,7 @@ class Checkpointer:
     def time_is_up(self) -> bool:
         """Whether this rank's clock asks for a save (`every_minutes`); ranks have to agree before they `save`.
 
-        Of an automatic interval rank 0 alone decides: the ranks' own times of a save differ.
+        Rank 0 alone decides about an automatic interval, because ranks measure different times for a save.
         """
         minutes, passed_s = self._config.every_minutes, time.monotonic() - self._last_save
         if minutes == "auto":
@@ -153,7 +154,7 @@ class Checkpointer:
         return minutes is not None and passed_s >= 60 * minutes
 
     def _interval_s(self) -> float:
-        """Seconds between automatic saves: the longest one so far is at most `COST` of them."""
+        """Seconds between automatic saves, such that the longest save so far takes at most the share `COST` of them."""
         return max(LEAST_S, max(self._measured_s, default=0.0) / COST)
 
     def describe_default(self) -> str:
@@ -165,22 +166,26 @@ class Checkpointer:
             f"{100 * COST:g} % of the time (checkpoint.every_minutes=auto)"
         )
 
-    def due(self, step: int, *, is_last: bool = False, asked: bool = False) -> bool:
-        """Whether to save after `step`; `asked`: the ranks agreed to save (time, preemption)."""
+    def due(self, step: int, *, is_last: bool = False, requested: bool = False) -> bool:
+        """Whether to save after `step`.
+
+        Args:
+            requested: the ranks have agreed to save, because of the time or a preemption.
+        """
         every = self._config.every_steps
         by_count = every is not None and step % every == 0
-        return (by_count or asked or (is_last and self._config.at_end)) and step != self.last_step
+        return (by_count or requested or (is_last and self._config.at_end)) and step != self.last_step
 
     def save(self, run: RunState, is_last: bool = False) -> SaveReport | None:
         """Write a checkpoint of the state after `run.step`; collective.
 
-        With `async_save`, training may continue when this returns: it returns `None`, and the next `save` or `wait`
-        passes the report to `on_done`. There are never two saves at once: a save waits for the one before it.
+        With `async_save` it returns `None` as soon as training may continue, and the next `save` or `wait` passes the
+        report to `on_done`. There are never two saves at once: a save waits for the save before it.
 
-        A disk that is full or fails ends the save, not the run: the report says why and `failures` counts it.
+        A disk that is full or fails ends the save, not the run: the report says why, and `failures` counts it.
 
         Args:
-            is_last: the run ends after this save: a failure is not said to leave the run going on.
+            is_last: the run ends after this save, so a warning about its failure does not say that the run goes on.
 
         Raises:
             CheckpointError: the state cannot be saved at all, or ranks are missing (the message names them).
@@ -225,7 +230,7 @@ class Checkpointer:
         return None
 
     def meet(self, within_s: float) -> None:
-        """Wait for all ranks, even late ones; the timeout of steps does not apply here.
+        """Wait until all ranks have called this, for `within_s` seconds at most, whatever the timeout of steps is.
 
         Raises:
             RuntimeError: ranks are missing; the message names them.
@@ -280,7 +285,7 @@ class Checkpointer:
         return SaveReport(step, writer.final, total if blocking_s is None else blocking_s, total, staged, problem)
 
     def _after_save(self) -> None:
-        """Do the work that may fail without harm to the checkpoint that was just made."""
+        """Update `latest` and delete old checkpoints; a failure does not harm the checkpoint that was just made."""
         try:
             layout.point_latest(self.root)
             for path in layout.prune(self.root, self._config.keep_last, self._config.keep_best):
@@ -290,7 +295,7 @@ class Checkpointer:
 
     @property
     def saves_now(self) -> bool:
-        """Whether a save in the background has not been waited for."""
+        """Whether a background save has begun and `wait` has not returned its report yet."""
         return self._thread is not None
 
     def wait(self) -> SaveReport | None:
@@ -306,6 +311,7 @@ class Checkpointer:
         return self._finished(ended)
 
     def _finished(self, report: SaveReport) -> SaveReport:
+        """Note the outcome of a save, warn of a failure, and call `on_done`."""
         self.last_report = report
         if report.error is None:
             self._measured_s.append(report.total_s)
@@ -321,14 +327,18 @@ class Checkpointer:
     def resume(
         self, source: str | Path, accept: Callable[[RunState], None] | None = None
     ) -> tuple[Path, RunState] | None:
-        """Load the newest intact checkpoint of a run or folder, or the one named; collective. `None` if none exists.
+        """Load a checkpoint into the strategy: the newest intact one of a run or folder, or the one at `source`.
+        Collective.
 
         Args:
             accept: raises if the run's state does not suit the caller; called before anything is changed.
 
+        Returns:
+            The checkpoint's path and the state of its run; `None` if there is no checkpoint.
+
         Raises:
-            CheckpointError: it does not fit this run; or it is damaged, and no other is left or `on_corrupt` is
-                `error`.
+            CheckpointError: the checkpoint does not fit this run; or it is damaged, and no other is left or
+                `on_corrupt` is `error`.
         """
         from .resume import resume
 
@@ -339,10 +349,10 @@ class Checkpointer:
         return loaded
 
     def check_last(self) -> None:
-        """Wait for the background save and check that the last save succeeded; the same on every rank.
+        """Wait for the background save and check that the last save succeeded; all ranks come to the same result.
 
         Raises:
-            SaveError: it failed; the fix names the checkpoint that is left.
+            SaveError: the save failed; the fix names the newest checkpoint that exists.
         """
         self._run_ends = True
         self.wait()

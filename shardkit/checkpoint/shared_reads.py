@@ -1,4 +1,4 @@
-"""Read what several ranks of a node hold once: each reads a part, and they send it to one another."""
+"""Read ranges that several ranks of a node fill only once: each rank reads a part and sends it to the others."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import torch.distributed as dist
 from .native.planner import Ranges
 
 MESSAGE_BYTES = 64 * 2**20
-"""Most bytes of a piece that a rank reads and sends at once: what the exchange takes in host memory."""
+"""Most bytes that a rank reads and sends at once, and the host memory that the exchange takes."""
 
 Range = tuple[str, int, int]
 """Name of a tensor, first element, number of elements."""
 Piece = tuple[Range, int, int, int]
-"""A range, the piece's first byte and number of bytes in it, and the position of its reader among the holders."""
+"""A range; the first byte and the number of bytes of a piece of it; and the index of its reader among the ranks that
+share the range."""
 
 
 def keys_of(ranges: Ranges) -> list[Range]:
-    """The ranges that this rank fills, as other ranks can compare them."""
+    """The ranges that this rank fills, in a form that can be sent to other ranks and compared."""
     return [(shard.name, shard.start, shard.local.numel()) for shards in ranges.values() for shard in shards]
 
 
 class SharedReads:
-    """Divides the reads of ranges that several ranks of one node fill.
+    """Divides the reading of ranges that several ranks of one node fill among these ranks.
 
     Args:
         ranges: this rank's ranges.
-        everyone: `keys_of` and the node of each rank, in the order of ranks.
+        everyone: each rank's `keys_of` and node, in the order of ranks.
     """
 
     def __init__(self, ranges: Ranges, everyone: Sequence[tuple[list[Range], int]], rank: int) -> None:
@@ -52,10 +53,10 @@ class SharedReads:
             if len(ranks) > 1:
                 self._shared.setdefault(ranks, []).append(key)
         for keys in self._shared.values():
-            keys.sort()  # all holders divide them alike
+            keys.sort()  # so that all ranks that share them divide them in the same way
 
     def to_read(self) -> Ranges:
-        """The ranges that this rank reads itself."""
+        """The ranges that this rank reads itself: all that it shares with no rank, and its part of the shared ones."""
         shared = {key for keys in self._shared.values() for key in keys}
         ranges: Ranges = {}
         for key, shard in self._shards.items():
@@ -83,6 +84,7 @@ class SharedReads:
                     self._exchange(ranks, shared_by)
 
     def _exchange(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        """Exchange the ranges that these ranks share, each message by a broadcast of its reader."""
         for reader, message in _messages(self._pieces(ranks, self._shared[ranks])):
             buffer = torch.empty(sum(n_bytes for _, _, n_bytes, _ in message), dtype=torch.uint8)
             is_reader = ranks[reader] == self._rank
@@ -100,7 +102,7 @@ class SharedReads:
                     part.copy_(slot)
 
     def _pieces(self, ranks: tuple[int, ...], keys: Sequence[Range]) -> Iterator[Piece]:
-        """All bytes of the shared ranges in order; each rank reads an even part of them, to a piece."""
+        """Cut the shared ranges into pieces, and assign to each rank an even part of the bytes, rounded to pieces."""
         sizes = [self._shards[key].local.nbytes for key in keys]
         total, at = sum(sizes), 0
         for key, size in zip(keys, sizes, strict=True):
@@ -112,7 +114,7 @@ class SharedReads:
 
 
 def _messages(pieces: Iterator[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """(reader, its next pieces): as many together as fit into one message."""
+    """Group consecutive pieces of one reader into messages; yields (reader, pieces of the message)."""
     for reader, of_reader in groupby(pieces, key=lambda piece: piece[3]):
         message: list[Piece] = []
         for piece in of_reader:
@@ -125,13 +127,13 @@ def _messages(pieces: Iterator[Piece]) -> Iterator[tuple[int, list[Piece]]]:
 
 @contextmanager
 def _group_of(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """A group of these ranks, for a moment; every rank takes part in making it."""
+    """A group of these ranks that exists inside the context. All ranks must enter it: they make the group together."""
     if len(ranks) == dist.get_world_size(group):
         yield group
         return
-    made = dist.new_group(list(ranks), backend="gloo")
+    subgroup = dist.new_group(list(ranks), backend="gloo")
     try:
-        yield made
+        yield subgroup
     finally:
         if dist.get_rank() in ranks:
-            dist.destroy_process_group(made)
+            dist.destroy_process_group(subgroup)

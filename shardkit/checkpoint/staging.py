@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def give_way() -> None:
-    """Let this thread, and those it starts, use only idle cores: Linux has a niceness per thread."""
+    """Let this thread, and those that it starts, use only idle cores: on Linux each thread has its own niceness."""
     thread_id = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + 10))
 
 
 class Staging:
-    """Host buffers that the first save allocates and later saves reuse (page-locked beside a GPU)."""
+    """Host buffers that the first save allocates and later saves reuse; page-locked if the rank has a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
@@ -35,7 +35,11 @@ class Staging:
         return sum(map(page_locked, sizes) if self._pin else sizes)
 
     def copy(self, ranges: Ranges) -> Ranges:
-        """The ranges this rank writes, with `local` replaced by a host copy; complete when this returns."""
+        """Copy the ranges that this rank writes to the host; the copies are complete when this returns.
+
+        Returns:
+            The ranges, with the copy as `local` where this rank writes them.
+        """
         staged: Ranges = {}
         for name, shards in ranges.items():
             for shard in shards:

@@ -20,6 +20,7 @@ from ..files.children import module_command
 from . import jobs
 from .checkpoint import app as checkpoint_app
 from .checkpoint import convert
+from .option_groups import with_option_groups
 from .plan import ladder, max_model, plan
 from .program import UsageError
 from .report import profile
@@ -158,8 +159,8 @@ def tokenize(
 
 
 jobs.register(app)
-app.command()(plan)
-app.command()(ladder)
+app.command()(with_option_groups(plan))
+app.command()(with_option_groups(ladder))
 app.command()(max_model)
 app.command()(profile)
 app.command("report")(report_command)

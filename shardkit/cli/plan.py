@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 if TYPE_CHECKING:
-    from ..config.load import LoadedConfig
     from ..config.schema import RunConfig
     from ..foreign.translate import Job
+    from ..plan.advise import Change
+    from ..plan.client import Planner
+    from ..plan.model.estimate import MemoryEstimate
     from ..plan.search.ladder import Step
+    from ..plan.target import Target
+    from .plan_job import Subject
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults.")]
 Overrides = Annotated[
@@ -43,44 +48,116 @@ ConfigOrFrom = Annotated[
     Optional[str],  # noqa: UP045
     typer.Argument(metavar="CONFIG", help="A YAML file; - for the defaults."),
 ]
-TheirGpus = Annotated[
+JobGpus = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(metavar="N", help="GPUs of the whole job, one rank each. [default: 1, or what --from says]"),
 ]
 BUDGET_S = 120.0
 
 
-def plan(
-    config: ConfigOrFrom = None,
-    overrides: Overrides = None,
-    theirs: From = None,
-    model: Model = None,
-    peft: Peft = None,
-    gpus: TheirGpus = None,
+@dataclass(frozen=True)
+class FileOptions:
+    """Other tools' files that describe a job."""
+
+    files: From = None
+    model: Model = None
+    peft: Peft = None
+
+    def refuse_without_files(self) -> None:
+        """Refuse a model or an adapter beside a config, which has keys for both.
+
+        Raises:
+            ConfigError: one of the two was given without --from.
+        """
+        from ..errors import ConfigError
+
+        if self.model is not None:
+            raise ConfigError(
+                f"--model {self.model} belongs to --from; a config has model.hf_config",
+                f"add model.hf_config={self.model}",
+            )
+        if self.peft is not None:
+            raise ConfigError(
+                f"--peft {self.peft} belongs to --from; a config has a section adapter",
+                "set adapter.type=lora, adapter.r, …",
+            )
+
+
+@dataclass(frozen=True)
+class CardOptions:
+    """How many GPUs a job has, and how much memory."""
+
+    gpus: JobGpus = None
     gpus_per_node: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(metavar="N", help="GPUs on each machine. [default: 8, or what --from says]"),
-    ] = None,
-    gpu: GpuName = None,
-    gpu_memory: GpuMemory = None,
-    host_memory: HostMemory = None,
-    memory_cap: MemoryCap = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    advice: Annotated[bool, typer.Option(help="If it does not fit, plan changes that would.")] = True,
-    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False,
+    ] = None
+    gpu: GpuName = None
+    gpu_memory: GpuMemory = None
+    host_memory: HostMemory = None
+    memory_cap: MemoryCap = None
+
+    def target(self, config: RunConfig, gpus: int = 1, gpus_per_node: int | None = None, **job: Any) -> Target:
+        """The cards to plan for; what no option says comes from the job."""
+        from ..plan.target import choose_target
+
+        ranks = self.gpus if self.gpus is not None else gpus
+        per_node = self.gpus_per_node if self.gpus_per_node is not None else gpus_per_node or 8
+        return choose_target(
+            config, ranks, per_node, self.gpu, self.gpu_memory, self.host_memory, memory_cap=self.memory_cap, **job
+        )
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of `shardkit plan --auto`."""
+
+    auto: Annotated[bool, typer.Option("--auto", help="Search for the fastest setting that fits.")] = False
     margin: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
             min=0, max=0.9, help="--auto: share of the memory to leave free; default: the estimate's uncertainty."
         ),
-    ] = None,
+    ] = None
     budget: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="--auto: search this long, keep the best.")
-    ] = BUDGET_S,
-    verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0,
+    ] = BUDGET_S
+    verify: Annotated[int, typer.Option(metavar="K", min=0, help="--auto: run the best K here for a few steps.")] = 0
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="--auto: where to write config.yaml, auto.json and the plot.")
-    ] = Path("auto"),
+    ] = Path("auto")
+
+    def refuse_without_auto(self) -> None:
+        """Refuse options of a search that was not asked for.
+
+        Raises:
+            ConfigError: one of them was given without --auto.
+        """
+        from ..errors import ConfigError
+
+        if not self.auto and self != SearchOptions():
+            raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
+
+    def run(
+        self, path: str | None, overrides: list[str], target: Target, memory_cap: str | None, as_json: bool
+    ) -> None:
+        """Search from a config, print the result, and write it."""
+        from .auto import plan_automatically
+
+        plan_automatically(
+            path, overrides, target, self.margin, self.verify, memory_cap, self.out, as_json, self.budget
+        )
+
+
+def plan(
+    config: ConfigOrFrom = None,
+    overrides: Overrides = None,
+    *,
+    job_files: FileOptions,
+    cards: CardOptions,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    advice: Annotated[bool, typer.Option(help="If it does not fit, plan changes that would.")] = True,
+    search: SearchOptions,
 ) -> None:
     """Predict every rank's memory before CONFIG is launched: by phase and category, and whether it fits.
 
@@ -93,121 +170,110 @@ def plan(
 
     Exit code 0 if it fits, 4 if it does not, 7 if a key of the files changes memory and is not planned.
     """
-    import json
-    from dataclasses import asdict
+    search.refuse_without_auto()
+    if job_files.files:
+        job, settings = read_files(config, overrides or [], job_files, cards.gpus)
+        subject = subject_of_files(job, settings, cards, search, json_output)
+    else:
+        subject = subject_of_config(read_path(config, job_files), overrides or [], cards, search, json_output)
+    if subject is not None:
+        from .plan_job import print_plan
 
-    from ..config.load import load_config
-    from ..errors import ConfigError, printable
-    from ..foreign.advice import changes_in_their_keys
-    from ..foreign.files import foreign_file_error
-    from ..foreign.show import OVERRIDES, as_json, left_out, mapping, misfits, moments, save, show_moments, show_notes
+        raise typer.Exit(print_plan(subject, json_output, advice))
+
+
+def subject_of_config(
+    path: str | None, overrides: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
+) -> Subject | None:
+    """The job of a config; `None` after a search from the config.
+
+    Args:
+        path: a YAML file; None for the defaults.
+    """
     from ..plan.advise import changes_that_fit
-    from ..plan.client import Planner
-    from ..plan.show import first_look, show, show_changes
-    from ..plan.target import choose_target
-    from .auto import plan_automatically
-    from .progress import Waiting, say
+    from .plan_job import Subject
+    from .program import load
 
-    if not auto and (verify or margin is not None or out != Path("auto") or budget != BUDGET_S):
-        raise ConfigError("--verify, --margin, --budget and --out belong to --auto, which is missing", "add --auto")
-    job, path, given = asked(config, list(overrides or []), theirs or [], model, gpus, peft)
-    ours = [*OVERRIDES, *given]
+    def loaded(changes: Sequence[str] = ()) -> RunConfig:
+        return load(path or "-", [*overrides, *changes]).config
 
-    def load(more: Sequence[str] = ()) -> LoadedConfig:
-        return job.load([*ours, *more]) if job else load_config(path, [*given, *more], foreign_file_error)
+    config = loaded()
+    target = cards.target(config)
+    if search.auto:
+        search.run(path, overrides, target, cards.memory_cap, as_json)
+        return None
 
-    if job and not json_output:
+    def advisor(estimate: MemoryEstimate, planner: Planner) -> list[Change]:
+        return changes_that_fit(config, estimate, target, lambda changes: planner.predict(loaded(changes)))
+
+    return Subject("the defaults" if path is None else Path(path).name, config, target, advisor)
+
+
+def subject_of_files(
+    job: Job, settings: list[str], cards: CardOptions, search: SearchOptions, as_json: bool
+) -> Subject | None:
+    """The job of other tools' files, whose keys are printed first; `None` after a search from the job."""
+    from ..foreign.advice import changes_in_their_keys
+    from ..foreign.show import OVERRIDES, details, mapping, save
+    from .plan_job import Details, Subject
+
+    overrides = [*OVERRIDES, *settings]
+    if not as_json:
         typer.echo("\n".join(mapping(job)) + "\n")
-    loaded = load().config
-    ranks = gpus if gpus is not None else job.gpus if job else 1
-    per_node = gpus_per_node if gpus_per_node is not None else (job.gpus_per_node if job else None) or 8
-    target = choose_target(
-        loaded, ranks, per_node, gpu, gpu_memory, host_memory, memory_cap=memory_cap,
-        expandable=job.expandable if job else True,
-    )  # fmt: skip
-    unplanned = job.not_planned if job else []
-    if auto:
-        if job:
-            job.refuse_unplanned()
-        path = str(save(job, out)) if job else path
-        plan_automatically(path, given, target, margin, verify, memory_cap, out, json_output, budget)
-        return
-    name = job.name if job else "the defaults" if path is None else Path(path).name
-    doing = f"planning {name}: tracing one step of the whole model"
-    with Planner(target, loop=job.loop if job else None) as planner, Waiting(doing) as waiting:
-        if not json_output and (look := planner.first_look(loaded)):
-            say(first_look(look, unplanned))
-        estimate = planner.predict(loaded)
-        misfit = estimate.verdict == "does not fit"
-        beside = moments(job, loaded, estimate) if job else []
-        too_large = list(misfits(beside, estimate, target.ranks_per_node))
-        if not json_output:
-            typer.echo(show(f"{name}: {loaded.parallel.strategy}", estimate, target, unplanned))
-            if job:
-                for line in show_notes(job):
-                    typer.echo(printable(line))
-                typer.echo("\n" + "\n".join((*show_moments(beside), *too_large)))
-                for line in left_out(job, loaded, estimate):
-                    typer.echo(line)
-        changes = []
-        advises = misfit and advice and not unplanned
-        if advises:
-            waiting.now(f"{name}: planning changes that would fit, one after the other")
-            changes = (
-                changes_in_their_keys(job, ours, estimate, planner)
-                if job
-                else changes_that_fit(loaded, estimate, target, lambda more: planner.predict(load(more).config))
-            )
-    if json_output:
-        tried = [{"settings": c.settings, "saving": c.saving, "cost": c.cost, "needs": c.estimate.needed,
-                  "verdict": c.estimate.verdict, **({"in_the_files": c.said} if c.said else {})}
-                 for c in changes]  # fmt: skip
-        found: dict[str, Any] = {**estimate.to_json(), "changes": tried}
-        if job:
-            if unplanned:
-                found |= {"verdict": "not planned", "verdict_without": estimate.verdict}
-            found["from"] = {**as_json(job), "beside_the_steps": [asdict(one) for one in beside]}
-        typer.echo(json.dumps(found, indent=1))
-    elif advises:
-        typer.echo("\n" + show_changes(changes))
-    raise typer.Exit(7 if unplanned else 4 if misfit or too_large else 0)
+    config = job.load(overrides).config
+    target = cards.target(config, job.gpus, job.gpus_per_node, expandable=job.expandable)
+    if search.auto:
+        job.refuse_unplanned()
+        search.run(str(save(job, search.out)), settings, target, cards.memory_cap, as_json)
+        return None
+    return Subject(
+        job.name,
+        config,
+        target,
+        lambda estimate, planner: changes_in_their_keys(job, overrides, estimate, planner),
+        lambda estimate: Details(*details(job, config, estimate, target.ranks_per_node)),
+        job.loop,
+        job.not_planned,
+    )
 
 
-def asked(
-    config: str | None, overrides: list[str], theirs: list[str], model: str | None, gpus: int | None, peft: str | None
-) -> tuple[Job | None, str | None, list[str]]:
-    """The job of other tools' files or the path of a config (`None`: the defaults), and the overrides."""
+def read_path(config: str | None, job_files: FileOptions) -> str | None:
+    """The path of a config; `None` for the defaults.
+
+    Raises:
+        ConfigError: no config is named, or options of other tools' files are given.
+    """
     from ..errors import ConfigError
+
+    job_files.refuse_without_files()
+    if config is None:
+        raise ConfigError(
+            "no config is named", "name a YAML file, - for the defaults, or --from with another tool's file"
+        )
+    return None if config == "-" else config
+
+
+def read_files(
+    config: str | None, overrides: list[str], job_files: FileOptions, gpus: int | None
+) -> tuple[Job, list[str]]:
+    """The job of other tools' files, and the settings on the command line.
+
+    `--from a.yaml b.json`: to typer, the second file stands in the place of a config.
+    """
     from ..foreign.translate import read_job
 
-    if not theirs:
-        if model is not None:
-            raise ConfigError(
-                f"--model {model} belongs to --from; a config has model.hf_config", f"add model.hf_config={model}"
-            )
-        if peft is not None:
-            raise ConfigError(
-                f"--peft {peft} belongs to --from; a config has a section adapter",
-                "set adapter.type=lora, adapter.r, …",
-            )
-        if config is None:
-            raise ConfigError(
-                "no config is named", "name a YAML file, - for the defaults, or --from with another tool's file"
-            )
-        return None, None if config == "-" else config, overrides
     words = [*([] if config is None else [config]), *overrides]
-    files = [word for word in words if "=" not in word]  # --from a.yaml b.json: the second is a file too
     settings = [word for word in words if "=" in word]
-    return read_job([*theirs, *files], model, gpus, peft, settings), None, settings
+    files = [*(job_files.files or []), *(word for word in words if "=" not in word)]
+    return read_job(files, job_files.model, gpus, job_files.peft, settings), settings
 
 
 def ladder(
     config: ConfigOrFrom = None,
     overrides: Overrides = None,
-    theirs: From = None,
-    model: Model = None,
-    peft: Peft = None,
-    gpus: TheirGpus = None,
+    *,
+    job_files: FileOptions,
+    gpus: JobGpus = None,
     gpu: GpuName = None,
     gpu_memory: GpuMemory = None,
     memory_cap: MemoryCap = None,
@@ -231,10 +297,11 @@ def ladder(
     from ..plan.search import ladder as ladders
     from ..plan.target import cap_setting, choose_target, target_here
 
-    job, path, given = asked(config, list(overrides or []), theirs or [], model, gpus, peft)
-    if job:
-        _ladder_of_theirs(job, given, gpu, gpu_memory, memory_cap, rung or [], out)
+    if job_files.files:
+        job, settings = read_files(config, overrides or [], job_files, gpus)
+        _ladder_of_files(job, settings, gpu, gpu_memory, memory_cap, rung or [], out)
         return
+    path, given = read_path(config, job_files), list(overrides or [])
     gpus = 1 if gpus is None else gpus
 
     def load(more: Sequence[str]) -> RunConfig:
@@ -251,7 +318,7 @@ def ladder(
     _print_and_save(ladders.climb(load, rungs, target, try_it), target.device_memory, out)
 
 
-def _ladder_of_theirs(
+def _ladder_of_files(
     job: Job, given: list[str], gpu: str | None, gpu_memory: str | None, memory_cap: str | None, rungs: list[str],
     out: Path,
 ) -> None:  # fmt: skip

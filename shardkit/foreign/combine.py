@@ -10,6 +10,7 @@ from . import tables
 from .autos import fill
 from .axolotl import AXOLOTL_REMOVED
 from .files import File, family
+from .installed import LOOKED_UP, installed_release
 from .recipes import check_recipe, defaults, ignored_in_a_recipe, refuse_unnamed_layers
 from .tables import AUTO, NoCounterpart, Problem, Settings, WrongValue
 from .together import PSEUDO, Fate, Said, Together
@@ -58,6 +59,10 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
     if entry is None:
         if effect:
             return ended("unplanned", note=effect)
+        if release := _newer_release(file.tool, key):
+            known = f"shardkit knows the keys of {VERSIONS[file.tool]}"
+            note = f"the installed {family(file.tool)} {release} has this key, and {known}: it may change memory"
+            return ended("unplanned", note=note)
         if file.tool == "trainer" and key in OWN:
             return ended("absent", note="an argument of the script, such as TRL's have")
         return ended("unknown", note=meant(file.tool, key))
@@ -86,6 +91,13 @@ def _sorted(job: Together, file: File, key: str, value: Any) -> Said:
         cause = f"{file.name}: {key}={shown(value)} {'is wrong' if wrong else 'has no counterpart here'}: {error}"
         job.problem(kind, cause, f"correct it, or set {ours} on the command line", ours, (key,))
         return ended("absent", note=str(error))
+
+
+def _newer_release(tool: str, key: str) -> str:
+    """The installed release of a tool that has a key which its table lacks; empty if there is none."""
+    is_section = any(name.startswith(f"{key}.") for name in KEYS[tool])
+    release = None if is_section or key in RENAMED[tool] else installed_release(tool)
+    return release.version if release is not None and release.knows(key) else ""
 
 
 def _ignored(job: Together, tool: str, key: str) -> str:
@@ -261,7 +273,11 @@ def unknown_key(tool: str, key: str) -> str:
         return f"a section of keys, not a value; {family(tool)} refuses it"
     verb = "refuses" if strict[tool] else "ignores"
     unless = SCRIPTS_OWN if tool in ("trainer", "trl") and not meant(tool, key) else ""
-    return f"unknown to {family(tool)} {VERSIONS[tool]}, which {verb} it{unless}"
+    release = installed_release(tool)
+    if release is not None:
+        return f"unknown to the installed {family(tool)} {release.version}, which {verb} it{unless}"
+    source = " (recorded; none is installed)" if tool in LOOKED_UP else ""
+    return f"unknown to {family(tool)} {VERSIONS[tool]}{source}, which {verb} it{unless}"
 
 
 def meant(tool: str, key: str) -> str:

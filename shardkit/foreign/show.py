@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +193,25 @@ def as_json(job: Job) -> dict[str, Any]:
         "notes": [{"cause": note.cause, "fix": note.fix} for note in job.notes],
         "left_out": [{"text": one.text, "bytes_per_token": one.per_token} for one in job.left_out],
     }
+
+
+def details(
+    job: Job, config: RunConfig, estimate: MemoryEstimate, ranks_per_node: int
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """What a printed plan of other tools' files has beyond the estimate.
+
+    Returns:
+        (lines below the estimate, those among them that say that loading or saving does not fit, fields of the JSON).
+    """
+    from ..errors import printable
+
+    transfers = moments(job, config, estimate)
+    too_large = list(misfits(transfers, estimate, ranks_per_node))
+    lines = [*map(printable, show_notes(job)), "", *show_moments(transfers), *too_large]
+    fields: dict[str, Any] = {"from": {**as_json(job), "beside_the_steps": [asdict(moment) for moment in transfers]}}
+    if job.not_planned:
+        fields |= {"verdict": "not planned", "verdict_without": estimate.verdict}
+    return [*lines, *left_out(job, config, estimate)], too_large, fields
 
 
 def save(job: Job, folder: Path) -> Path:

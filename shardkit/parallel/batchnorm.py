@@ -1,4 +1,4 @@
-"""Batch normalisation across ranks: statistics over all ranks' micro-batches, on CPU too."""
+"""Batch normalisation with the statistics of all ranks' micro-batches, on the CPU too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class CPUSyncBatchNorm(nn.BatchNorm1d):
-    """`nn.SyncBatchNorm` for the CPU (torch's needs a GPU): ranks exchange sums; batch sizes may differ."""
+    """`nn.SyncBatchNorm` for the CPU, as torch's needs a GPU. Ranks exchange sums, so their batch sizes may differ."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
@@ -41,7 +41,7 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
         return out.to(input.dtype)
 
     def _with_running(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise as in evaluation; without running statistics use this batch's, as torch does."""
+        """Normalise with the running statistics, or, if there are none, with this batch's, as torch does."""
         return nn.functional.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias,
             training=self.running_mean is None and self.running_var is None, eps=self.eps,
@@ -49,7 +49,7 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, var: torch.Tensor, n: float) -> None:
-        """Update the running statistics (unbiased variance); `momentum` None keeps the plain average so far."""
+        """Update the running mean and unbiased variance; with `momentum` None they are plain averages."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -60,7 +60,7 @@ class CPUSyncBatchNorm(nn.BatchNorm1d):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of every rank's values; its gradient is the sum of every rank's gradients."""
+    """The sum of all ranks' values, whose gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Synchronise batch norms in place if `model.sync_batchnorm` asks for it; warn once about batch norm's limits.
+    """Synchronise batch norms in place if `model.sync_batchnorm` is set, and warn once if their statistics are partial.
 
     Raises:
         ConfigError: `model.sync_batchnorm` is set, but the model has no batch norm.
@@ -104,6 +104,7 @@ def prepare_batchnorm(model: nn.Module, config: RunConfig, device: torch.device)
 
 
 def _warn(name: str, accum: int, apart: bool) -> None:
+    """Warn that batch norm sees single micro-batches, or each rank's alone (`apart`)."""
     if accum > 1:
         logger.warning(
             "batch norm (%s) sees one micro-batch at a time: it does not treat %d accumulated ones as one large batch",

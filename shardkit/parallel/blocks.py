@@ -37,7 +37,7 @@ def find_blocks(model: nn.Module, classes: Sequence[type[nn.Module]] = ()) -> li
 
 
 def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The members of one type with parameters, for each list that is not inside a member of another list."""
+    """For each list of modules that is not inside a member of another list, yield its members of each repeated type."""
     inside = [*module.children()]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         counted = Counter(plain_type(m) for m in module)
@@ -55,29 +55,29 @@ def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """A module's class in the model's code; FSDP2 makes a subclass of it."""
+    """The class that a module has in the model's code, of which FSDP2 makes a subclass."""
     kind = type(module)
     return kind.__mro__[2] if is_sharded(module) else kind
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a module is a unit of FSDP2; tested without importing FSDP2, which other engines do not need."""
+    """Whether a module is a unit of FSDP2. It does not import FSDP2, which other engines do not need."""
     return type(module).__mro__[1].__name__ == "FSDPModule"
 
 
 def chosen_by_data(model: nn.Module, blocks: Sequence[nn.Module]) -> set[str]:
-    """Names of the trained parameters that a rank may skip in a step: those in `chosen_members`.
+    """Names of the trained parameters that a rank may not use in a step, because they are in `chosen_members`.
 
-    A parameter with several names is listed by the first of them, as in `named_parameters`.
+    A parameter with several names has the first of them, as in `named_parameters`.
     """
     ids = {id(param) for member in chosen_members(model, blocks).values() for param in member.parameters()}
     return {name for name, param in model.named_parameters() if id(param) in ids and param.requires_grad}
 
 
 def chosen_members(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The list members (experts) that a rank may skip in a step, by name: they neither are blocks nor hold blocks.
+    """The members of lists (experts) that a rank may not call in a step, by name. They are no blocks and hold none.
 
-    Such a list has at least two members of one type. A `Sequential` is never one: it calls every member.
+    Such a list has at least two members of one type. A `Sequential` does not count, as it calls every member.
     """
     block_ids = {id(block) for block in blocks}
     members: dict[str, nn.Module] = {}
@@ -91,7 +91,7 @@ def chosen_members(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, n
 
 
 def may_leave_out(find_unused: bool | None, model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether ranks may use different parameters in a step: `parallel.find_unused`, or where the data may choose."""
+    """Whether ranks may use different parameters in a step: as `parallel.find_unused` says, or if the data choose."""
     return bool(chosen_by_data(model, blocks)) if find_unused is None else find_unused
 
 
@@ -101,8 +101,8 @@ class Unit:
 
     Attributes:
         modules: one module, or several that hold one tied parameter.
-        kind: a block; a module that several units share; modules whose tied parameters would belong to several units;
-            or the model with all the rest.
+        kind: "block"; "shared": a module inside several units; "tied": modules whose tied parameters would belong to
+            several units; "rest": the model with all other parameters.
         names: the names of its parameters, as in `named_parameters`.
     """
 
@@ -112,10 +112,10 @@ class Unit:
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
-    """Which unit owns which parameter, for engines that shard a model by units; innermost first, the model last.
+    """Divide a model's parameters among units, for engines that shard by units; innermost units first, the model last.
 
-    Each block is a unit. A module that two units hold becomes a unit of its own. The modules that hold a parameter of
-    two units become one unit together. The model owns the rest.
+    Each block is a unit. A module inside two units becomes a unit of its own. Modules of two units that have a
+    parameter in common become one unit together. The model owns the other parameters.
 
     Raises:
         ConfigError: a tied parameter has no such unit, because one of its modules is inside another.
@@ -142,7 +142,7 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
 
 
 def _users(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, tuple[Kind | None, set[nn.Module]]]:
-    """Module → what kind of unit it is, if any, and the units that hold it; parents come before their children."""
+    """Map each module to its kind of unit, or None, and to the units that hold it; parents come before children."""
     parents: dict[nn.Module, list[nn.Module]] = {model: []}
     for module in model.modules():
         for child in module.children():
@@ -166,12 +166,13 @@ def _users(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, tup
 
 
 def _nearest(module: nn.Module, users: dict[nn.Module, tuple[Kind | None, set[nn.Module]]]) -> set[nn.Module]:
+    """The innermost units that hold the module's own parameters: the module itself, if it is a unit."""
     kind, held_by = users[module]
     return held_by if kind is None else {module}
 
 
 def _innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """The units with the names of their parameters, each after those inside it."""
+    """Add the names of their parameters to the units, and sort them so that each unit comes after those inside it."""
     unit_of = {module: index for index, unit in enumerate(units) for module in unit.modules}
     names = {id(param): name for name, param in model.named_parameters()}
     inside: dict[int, set[int]] = {}
@@ -197,6 +198,7 @@ def _innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _nested_tie(model: nn.Module, modules: Iterable[nn.Module]) -> ConfigError:
+    """The error about a parameter that is tied between modules of which one is inside another."""
     names = {module: name for name, module in model.named_modules()}
     listed = ", ".join(sorted(names[module] or "the model" for module in modules))
     return ConfigError(
@@ -206,9 +208,10 @@ def _nested_tie(model: nn.Module, modules: Iterable[nn.Module]) -> ConfigError:
 
 
 def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """One line: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are outside: shared, …`.
+    """Describe a model's blocks: `12 T5Block in encoder.block, 12 in decoder.block; 38 % of the parameters are outside:
+    …`.
 
-    Of a model that is sharded by units, it also names the units beside the blocks, each with its share.
+    For a model that is sharded by units, the line also names the units beside the blocks, and the share of each.
     """
     if not blocks:
         return f"{type(model).__name__} has no blocks: it is one unit"
@@ -219,7 +222,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     outside: Counter[str] = Counter()
     sizes: dict[str, int] = {}
     for name, param in model.named_parameters():
-        numel = getattr(param, "ds_numel", param.numel())  # ZeRO-3 empties the tensor itself
+        numel = getattr(param, "ds_numel", param.numel())  # under ZeRO-3 the tensor itself is empty
         sizes[name] = numel
         if id(param) not in inside:
             outside[name.removeprefix("module.").rpartition(".")[0] or name] += numel
@@ -237,7 +240,7 @@ def describe_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
 
 
 def outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that are not inside another one of `modules`."""
+    """Those of the modules that are not inside another one of them."""
     inner = {id(child) for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if id(m) not in inner]
 
@@ -268,7 +271,8 @@ def chosen_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: Activat
 
 
 def attention_modules(blocks: Sequence[nn.Module], classes: Sequence[type[nn.Module]], policy: str) -> list[nn.Module]:
-    """The outermost attention modules of each block: of `classes`, else those whose class name says attention or attn.
+    """The outermost attention modules of each block: those of `classes`, or else those with attention or attn in the
+    name of their class.
 
     Raises:
         ConfigError: a block has no attention module.
@@ -294,12 +298,12 @@ def compile_blocks(
     device: torch.device,
     hooks_outside: bool = False,
 ) -> None:
-    """Compile each block in place, or the whole model (by config, or when it has no blocks).
+    """Compile each block in place, or the whole model if the config says so or it has no blocks.
 
-    Compiled one at a time, equal blocks share one compilation, and an engine's wrapping stays outside.
+    Blocks are compiled one by one, so that equal ones share one compilation and an engine's wrapping stays outside.
 
     Args:
-        hooks_outside: the hooks of the compiled modules themselves are not compiled with them.
+        hooks_outside: leave the hooks of the compiled modules out of the compilation.
 
     Raises:
         ConfigError: code for the CPU needs a C++ compiler, and none is on PATH.
@@ -330,20 +334,21 @@ def compile_blocks(
 
 
 def release_graph_outputs() -> None:
-    """Let CUDA graphs overwrite their earlier results; call it before each step and each forward of an evaluation.
+    """Let CUDA graphs overwrite their earlier outputs. Call it before each step and each forward of an evaluation.
 
-    torch otherwise guesses where a step begins: without a backward, each compiled block would count as one and
-    invalidate the block before it. Gradients live in the graphs' memory too, so micro-batches of one step must not be
-    separated.
+    Otherwise torch guesses where a step begins: without a backward, each compiled block would count as a step and
+    invalidate the outputs of the block before it. Gradients live in the graphs' memory too, so this must not be called
+    between the micro-batches of a step.
     """
     if "torch._inductor.cudagraph_trees" in sys.modules:  # only compiled code loads it
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 class Around:
-    """A module's `forward` that runs `outer(inner, *args)` in plain Python; torch.compile compiles the inner one alone.
+    """A `forward` that calls `outer(inner, *args)` in plain Python, so that torch.compile compiles `inner` alone.
 
-    So forward and a recomputation run the same compiled code, and the bookkeeping is not compiled step after step.
+    Forward and a recomputation then run the same compiled code, and the bookkeeping in `outer` is not compiled again
+    and again.
     """
 
     def __init__(self, outer: Callable[..., Any], inner: Callable[..., Any]) -> None:
@@ -366,7 +371,7 @@ def _is_attention(module: nn.Module, classes: Sequence[type[nn.Module]]) -> bool
 
 
 def _classes(module: nn.Module) -> str:
-    """`Block ×4, LayerNorm ×9`: the classes a user can name, in order of appearance."""
+    """The classes inside a module that have parameters, in order of appearance: `Block ×4, LayerNorm ×9`."""
     inside = [m for m in module.modules() if m is not module and any(True for _ in m.parameters())]
     counted = Counter(type(m).__name__ for m in inside)
     return ", ".join(f"{name} ×{count}" for name, count in counted.items()) or "none with parameters"

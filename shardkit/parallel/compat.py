@@ -1,7 +1,7 @@
-"""Private names of torch and transformers that training uses, and the functions of theirs that it replaces.
+"""Private names of torch and transformers that training uses, and functions of theirs that it replaces.
 
-If a name is missing, the feature that needs it is off or works another way, and says so in one line. Only a
-transformers architecture cannot be built without transformers' own rules for its weights.
+If a name is missing, the feature that needs it is off or works in another way, and logs one line. The one exception: a
+transformers model cannot be built without transformers' own rules for its weights.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _attentions = [
 
 
 def products() -> set[Any]:
-    """The private operators that are matrix products (fp8)."""
+    """The private operators that compute matrix products (fp8)."""
     return {op.default for op in _operators(_products)}
 
 
@@ -144,24 +144,24 @@ def schema(op: Any) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How many times a tensor's memory was written in place."""
+    """The number of times that a tensor's memory was written in place."""
     return tensor._version
 
 
 def caller_recomputes() -> bool:
-    """Whether what runs here is part of a region that the caller recomputes by torch.utils.checkpoint."""
+    """Whether the code that runs now is inside a region that the caller recomputes with torch.utils.checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view looks into; the tensor itself if it is not a view."""
+    """The tensor of which `tensor` is a view; the tensor itself if it is not a view."""
     base = tensor._base
     return tensor if base is None else base
 
 
 def set_memory_budget(share: float) -> bool:
-    """Tell torch.compile the share of activations it may keep; returns whether the share changed."""
+    """Set the share of activations that torch.compile may keep; returns whether the share changed."""
     try:
         if _budget.find() == share:
             return False
@@ -176,9 +176,10 @@ def set_memory_budget(share: float) -> bool:
 
 
 def graph_breaks() -> dict[str, int]:
-    """The breaks in graphs that torch.compile has made in this process: their number by reason.
+    """The number of graph breaks that torch.compile has made in this process, by reason.
 
-    Functions that torch.compile gave up, for a break in a loop say, are among them; torch counts those elsewhere.
+    It includes functions that torch.compile gave up, for example because of a break in a loop; torch counts these
+    separately.
     """
     try:
         counted = _counters.find()
@@ -195,7 +196,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def groups() -> Sequence[dist.ProcessGroup]:
-    """Every group that this process is in, including those that libraries made."""
+    """All process groups of this process, including those that libraries made."""
     try:
         return list(_groups.find())
     except NameGone:
@@ -204,7 +205,7 @@ def groups() -> Sequence[dist.ProcessGroup]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Collectives of this group that start from now on fail after `timeout`."""
+    """Let collectives of this group fail after `timeout` if they start from now on."""
     if TIMEOUT.works():
         _set_pg_timeout(timeout, group)
 
@@ -218,7 +219,7 @@ def abort_groups() -> None:
 
 
 def hooks_of(param: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """The hooks that change a parameter's gradient, in the order they run."""
+    """The hooks that change a parameter's gradient, in the order in which they run."""
     return list((getattr(param, "_backward_hooks", None) or {}).values())
 
 
@@ -243,7 +244,7 @@ def scaled_product(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tor
 
 
 def nccl_trace() -> bytes | None:
-    """NCCL's last collectives from its flight recorder, pickled; None in builds without it."""
+    """The last collectives from NCCL's flight recorder, pickled; None in builds of torch without NCCL."""
     try:
         trace: bytes = _trace_nccl.find()()
     except NameGone:
@@ -252,7 +253,7 @@ def nccl_trace() -> bytes | None:
 
 
 def copy_grad_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Register the hooks of one parameter's gradient on another."""
+    """Register the gradient hooks of `source` on `target` too."""
     for private, register in (
         (_grad_hooks, target.register_hook),
         (_accumulated_hooks, target.register_post_accumulate_grad_hook),
@@ -276,14 +277,16 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def from_config(model_class: Any, config: Any, **options: Any) -> nn.Module:
-    """A transformers model in fp32 whose own code draws its weights."""
+    """Build a transformers model in fp32; its own code draws its weights."""
     model: nn.Module = model_class._from_config(config, dtype=torch.float32, **options)
     return model
 
 
 def declares_no_masks(model: Any) -> bool:
-    """Whether a transformers model says that it keeps no state along the sequence, and that its attention is right
-    from its arguments alone, without a mask, as flash attention needs it."""
+    """Whether a transformers model declares that it keeps no state along the sequence and needs no attention mask.
+
+    A model that supports flash attention passes all that its attention needs as arguments.
+    """
     return bool(model._supports_flash_attn) and not getattr(model, "_is_stateful", False)
 
 
@@ -297,7 +300,13 @@ def flash_by_documents(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """CUDA's variable-length flash attention, causal; [tokens, heads, width], bounds int32 [documents + 1]."""
+    """Causal variable-length flash attention on CUDA, of tensors [tokens, heads, width].
+
+    Args:
+        bounds: int32 [documents + 1], the index of each document's first token, and the end.
+        longest: tokens of the longest document.
+        window: most tokens that a token attends to, itself included; None = no limit.
+    """
     out: torch.Tensor = _flash_varlen(
         query, key, value, bounds, bounds, longest, longest, dropout, True, False, scale=scale,
         window_size_left=None if window is None else window - 1, window_size_right=None if window is None else 0,
@@ -306,13 +315,13 @@ def flash_by_documents(
 
 
 def init_weights_of(model: Any, module: nn.Module) -> None:
-    """Run a transformers model's rule for the weights of one of its modules."""
+    """Initialise the weights of one of a transformers model's modules by the model's rule."""
     model._init_weights(module)
 
 
 @contextmanager
 def ties_only() -> Iterator[None]:
-    """Transformers models built inside tie their weights but do not initialise them."""
+    """Inside, transformers models that are built tie their weights and do not initialise them."""
     from transformers import PreTrainedModel
 
     init_weights = PreTrainedModel.init_weights
@@ -327,7 +336,8 @@ def ties_only() -> Iterator[None]:
 def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Inside, `nn.init.trunc_normal_` calls `stand_in(torch's own function, tensor, mean, std, a, b, generator=…)`.
 
-    From torch 2.13 on it rejects values and reads which are left, so its operators do not show what it does.
+    From torch 2.13 on, torch's function draws rejected values again, so its operators depend on values and cannot be
+    recorded one by one.
     """
     try:
         original = _truncated.find()
@@ -343,12 +353,12 @@ def replaced_truncated_normal(stand_in: Callable[..., torch.Tensor]) -> Iterator
 
 
 def is_same_generator(a: torch.Generator, b: torch.Generator) -> bool:
-    """Whether two objects stand for one generator: torch makes a new object for each operator that it dispatches."""
+    """Whether two objects are the same generator: torch makes a new object for each operator that it dispatches."""
     return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether something besides this tensor keeps its memory; True where torch no longer tells."""
+    """Whether anything besides this tensor keeps its memory alive; True if torch no longer has the counter."""
     try:
         uses = _storage_uses.find()
     except NameGone:
@@ -358,11 +368,11 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def storage_types() -> dict[torch.dtype, str]:
-    """dtype → the name of its storage class in torch's old file format."""
+    """Map each dtype to the name of its storage class in torch's old file format."""
     types: dict[torch.dtype, str] = _storage_types.find()()
     return types
 
 
 def rebuild_tensor(version: int) -> Any:
-    """The function that a torch file names to rebuild a tensor from its storage."""
+    """torch's function, version 2 or 3, by whose name a torch file rebuilds a tensor from its storage."""
     return _rebuild[version].find()

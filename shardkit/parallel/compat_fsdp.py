@@ -34,13 +34,13 @@ REACH.use(f"{_FSDP}._fsdp_param.FSDPParam.sharded_param")
 
 
 def gathered_params(module: Any) -> Iterator[torch.Tensor]:
-    """The tensors that FSDP2 gathers a module's parameters into; their storages have bytes only while needed."""
+    """Yield the tensors into which FSDP2 gathers a module's parameters; their storages have bytes only while needed."""
     for param in _fsdp_params(module):
         yield from getattr(param, "all_gather_outputs", ())
 
 
 def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps while gradient synchronisation is off."""
+    """Yield the unsharded gradients that FSDP2 keeps while gradient synchronisation is off."""
     for param in _fsdp_params(module):
         grad = getattr(param, "unsharded_accumulated_grad", None)
         if grad is not None:
@@ -48,7 +48,7 @@ def unreduced_grads(module: Any) -> Iterator[torch.Tensor]:
 
 
 def reduce_gradients(module: Any) -> None:
-    """Reduce the gradients of FSDP2's unit `module` as the end of its backward does, and free its parameters."""
+    """Reduce the gradients of FSDP2's unit `module` and free its parameters, as the end of its backward does."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:
         group.post_backward()
@@ -82,21 +82,25 @@ def _lacks_gradient(param: Any) -> bool:
 
 
 def was_gathered(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has been gathered yet: before, it has no gradients that could count as zero."""
+    """Whether FSDP2's unit `module` has been gathered yet. Before that, its missing gradients cannot count as zero."""
     return all(getattr(param, "_unsharded_param", None) is not None for param in _fsdp_params(module))
 
 
 def has_gradients(module: Any) -> bool:
-    """Whether FSDP2's unit `module` has gradients of gathered parameters, which it has not reduced."""
+    """Whether FSDP2's unit `module` has gradients of gathered parameters that are not reduced yet."""
     params = (getattr(param, "_unsharded_param", None) for param in _fsdp_params(module))
     return any(param is not None and param.grad is not None for param in params)
 
 
 @contextmanager
 def backward_inside_forward(root: Any, units: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, a backward leaves FSDP2 as it was; at the end the list holds those of `units` that it went through.
+    """Inside, a backward leaves the state of FSDP2 as it was.
 
-    Else torch would end the step with that backward: it would free the model's own parameters in mid-forward.
+    Otherwise torch would take the end of that backward for the end of the step, and free the root's parameters in the
+    middle of forward.
+
+    Yields:
+        A list, which at the end holds those of `units` through which the backward went.
     """
     entered: list[Any] = []
     states = [unit._get_fsdp_state() for unit in units]

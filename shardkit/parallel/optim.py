@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from .blocks import find_blocks
 
 SPARED: tuple[type[nn.Module], ...] = (nn.Embedding,)
-"""Modules without weight decay, beside norms."""
+"""Types of modules whose weights do not decay, as norms and biases do not."""
 
 
 def make_optimizer(
@@ -23,7 +23,7 @@ def make_optimizer(
     block_classes: Sequence[type[nn.Module]] = (),
     spared: tuple[type[nn.Module], ...] = SPARED,
 ) -> torch.optim.Optimizer:
-    """The config's optimizer over the model's trainable parameters; every hyperparameter is passed explicitly.
+    """The optimizer that the config names, over the model's trainable parameters. All hyperparameters are explicit.
 
     Args:
         block_classes: the module types that are blocks for Muon, as in `find_blocks`.
@@ -63,7 +63,7 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
 
     def lr_as_tensor(*_: Any) -> None:
-        """The compiled update reads the rate from a tensor, but a schedule writes a number."""
+        """Put the learning rate into a tensor, from which the compiled update reads it; a schedule writes a number."""
         for group in optimizer.param_groups:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
@@ -72,7 +72,7 @@ def _adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
 
 
 def matrices_of_blocks(model: nn.Module, block_classes: Sequence[type[nn.Module]] = ()) -> set[int]:
-    """ids of the 2-D parameters inside the model's repeated blocks: not embeddings, not the output head."""
+    """The ids of the 2-D parameters inside the model's repeated blocks, so without embeddings and the output head."""
     return {id(p) for block in find_blocks(model, block_classes) for p in block.parameters() if p.dim() == 2}
 
 
@@ -140,7 +140,10 @@ def _kernel(config: OptimConfig, param: torch.Tensor) -> dict[str, Any]:
 def parameter_groups(
     config: OptimConfig, model: nn.Module, spared: tuple[type[nn.Module], ...] = SPARED
 ) -> list[dict[str, Any]]:
-    """One group with weight decay and one without (norms, biases, `spared` modules), in model order, unless empty."""
+    """Divide parameters into a group with weight decay and one without: norms, biases, and `spared` modules.
+
+    Parameters are in the model's order, and empty groups are left out.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     seen: set[int] = set()

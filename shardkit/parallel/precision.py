@@ -1,4 +1,4 @@
-"""The dtypes of forward, backward, gradient reduction and master weights, and the loss scaler."""
+"""Choose the dtypes of forward, backward, gradient reduction and master weights, and scale the loss for fp16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The dtype of matrix products' inputs (tf32 keeps fp32 tensors; fp8 casts the bf16 inputs of linear layers)."""
+    """The dtype of the inputs of matrix products. tf32 keeps fp32 tensors; fp8 casts bf16 inputs of linear layers."""
     return _COMPUTE[config.mode]
 
 
@@ -48,7 +48,7 @@ def set_matmul_precision(config: PrecisionConfig) -> None:
 
 
 def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
-    """Dynamic loss scaling for fp16; a scaler that does nothing for every other mode."""
+    """A dynamic loss scaler for fp16; for every other mode, a scaler that does nothing."""
     return GradScaler(
         device.type,
         init_scale=2.0**config.loss_scale_init_power,
@@ -60,7 +60,9 @@ def loss_scaler(config: PrecisionConfig, device: torch.device) -> GradScaler:
 def cast_parameters(
     model: nn.Module, config: PrecisionConfig, unwritten: Callable[[str], bool] = lambda fqn: False
 ) -> None:
-    """pure_bf16: cast floating parameters to bf16, in place (buffers keep their dtype, tied parameters stay tied).
+    """Cast floating parameters to bf16 in place, if the mode is pure_bf16. Buffers keep their dtype.
+
+    Tied parameters stay tied.
 
     Args:
         unwritten: whether a parameter, by its name, has no values yet; its memory stays untouched.
@@ -74,7 +76,7 @@ def cast_parameters(
 
 
 def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionConfig) -> None:
-    """Run the model's forward under autocast, in place; backward uses the dtypes that forward chose."""
+    """Make the model's forward run under autocast; backward uses the dtypes that forward chose."""
     dtype = compute_dtype(config)
     to_fp32 = config.output_dtype == "fp32"
     if dtype == torch.float32:
@@ -94,10 +96,11 @@ def autocast_forward(model: nn.Module, device: torch.device, config: PrecisionCo
 def engine_forward(
     model: nn.Module, device: torch.device, config: PrecisionConfig, strategy: str, *, cast_inputs: bool = False
 ) -> None:
-    """For engines that cast weights and inputs: run forward under autocast if asked, else explain mixed dtypes.
+    """Adapt the forward for an engine that casts weights: run it under autocast if the config says so, or else explain
+    errors about mixed dtypes.
 
     Args:
-        cast_inputs: cast the forward's floating tensors to the compute type, for an engine that does not.
+        cast_inputs: cast the forward's floating inputs to the compute type, for an engine that does not cast them.
 
     Raises (from the forward):
         ConfigError: an operator got tensors of two dtypes.

@@ -1,4 +1,4 @@
-"""Process groups: their ranks, backends and teardown."""
+"""Join the job's ranks in process groups, and leave these without hanging."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place in the job and the groups it talks through.
+    """This rank's position in the job, its device, and the process groups for bookkeeping.
 
     Attributes:
-        env: where the rank came from and how many there are.
-        device: where the model is trained.
+        env: rank, number of ranks, and how the launcher said so.
+        device: the device on which the model is trained.
         control_group: gloo group for bookkeeping (token counts, flags, loss), separate from the engine's group.
-        ledger: gloo group for the memory ledger; its gathers never interleave with the step's reduction.
-        foreign_groups: groups that the caller had already made.
+        ledger: gloo group for the memory ledger, whose gathers must not interleave with the step's reduction.
+        foreign_groups: groups that the caller had made before.
     """
 
     env: RankEnv
@@ -62,11 +62,12 @@ class World:
         return self.env.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over all ranks in fp64 on the bookkeeping group; one collective."""
+        """The element-wise sum over all ranks, in fp64; one collective on the bookkeeping group."""
         return self.begin_sum(values)()
 
     def begin_sum(self, values: list[float]) -> Callable[[], list[float]]:
-        """Begin a `sum`; the result waits for it. No other collective of the bookkeeping group may come in between."""
+        """Begin a `sum`. The returned function waits for it and returns it; no other collective of the bookkeeping
+        group may come in between."""
         total = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(total, group=self.control_group, async_op=True) if self.size > 1 else None
 
@@ -78,20 +79,20 @@ class World:
         return end
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's `value`, on every rank. For rare events (start, errors), not for every step."""
+        """Collect every rank's `value` on every rank. Slow: for rare events (start, errors), not for every step."""
         out: list[object] = [None] * self.size
         dist.all_gather_object(out, value, group=self.control_group)
         return out
 
     def set_timeout(self, seconds: float) -> None:
-        """Collectives that start from now on fail after `seconds`, in every group of this job and its engine."""
+        """Let collectives fail after `seconds` if they start from now on, in every group of this job and its engine."""
         for group in compat.groups():
             if group not in self.foreign_groups:
                 compat.set_timeout(group, timedelta(seconds=seconds))
 
 
 def choose_device(config: RunConfig, env: RankEnv) -> torch.device:
-    """The device of `run.device` for this rank.
+    """The device on which this rank trains, as `run.device` says.
 
     Raises:
         ConfigError: `run.device` is cuda, but torch sees no GPU.
@@ -124,7 +125,7 @@ def _one_gpu_each() -> bool:
 
 
 def rank_env() -> RankEnv:
-    """This process's rank, from a process group that already exists, else from the launcher's environment."""
+    """This process's rank and world size, from an existing process group, or else from the launcher's environment."""
     if not dist.is_initialized():
         return detect()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -166,7 +167,7 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
     try:
         # Made before anything can hang: bookkeeping must work while the engine's group is stuck.
         control_group, ledger = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-        if env.rank == 0:  # every rank has found it
+        if env.rank == 0:  # every rank has read the address
             rendezvous.withdraw(_meeting_place(config))
         yield World(env, device, control_group, ledger, foreign_groups)
         failed = False
@@ -179,6 +180,11 @@ def process_groups(config: RunConfig, env: RankEnv) -> Iterator[World]:
 
 
 def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timedelta) -> None:
+    """Make the default process group together with all ranks.
+
+    Raises:
+        LaunchError: the port is taken, rank 0 cannot be reached, or not all ranks came in time.
+    """
     backend, device_id = _backend(config, env, device)
     try:
         dist.init_process_group(
@@ -211,7 +217,10 @@ def _join(config: RunConfig, env: RankEnv, device: torch.device, timeout: timede
 
 
 def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str, torch.device | None]:
-    """The default group's backend and device. A group bound to a device connects at once; later groups split off it."""
+    """The default group's backend, and the device to which it is bound, if any.
+
+    A group that is bound to a device connects at once, and later groups split off from it.
+    """
     if device.type != "cuda":
         return "gloo", None
     if config.parallel.strategy in ("fsdp", "hsdp") and config.parallel.offload_param == "cpu":
@@ -222,13 +231,13 @@ def _backend(config: RunConfig, env: RankEnv, device: torch.device) -> tuple[str
 
 
 _stores: dict[str, Store] = {}
-"""The stores where this process met the other ranks. Kept: the server must live as long as rank 0, since another rank
-may still be leaving a group."""
+"""The stores through which this process met the other ranks. They stay here because the server must live as long as
+rank 0: another rank may still be leaving a group."""
 _joined = itertools.count()
 
 
 def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """The store where ranks meet, with fresh keys each time: old keys lead to groups that are gone."""
+    """The store through which the ranks meet. Each time it has new keys: old ones lead to groups that are gone."""
     if env.world_size == 1:
         return HashStore()
     folder = os.environ.get(rendezvous.STORE)
@@ -248,24 +257,30 @@ def _store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
 
 
 def _addressed_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless torchrun's agent does."""
     assert env.master_addr is not None and env.master_port is not None
     serve = env.rank == 0 and not _agent_serves()
     return TCPStore(env.master_addr, env.master_port, None, serve, timeout, wait_for_workers=False)
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent holds the store (it usually does); every rank, 0 included, is then a client."""
+    """Whether torchrun's agent serves the store, as it usually does; then every rank, rank 0 too, is a client."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meeting_place(config: RunConfig) -> Path:
+    """The file in which rank 0 publishes its address."""
     return Path(config.run.dir) / rendezvous.FOLDER / job_name()
 
 
 def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Store:
-    """Ranks without an address (plain srun, MPI): rank 0 binds a free port and publishes it in the run directory.
+    """A store for ranks without an address (plain srun, MPI): rank 0 publishes a free port in the run directory.
 
-    A random word in the file must also be in the store: an address left by an earlier run may lead to another server.
+    The file also has a random word, which the store must know: an address that an earlier run left may lead to another
+    server.
+
+    Raises:
+        LaunchError: no address appeared in time.
     """
     path = _meeting_place(config)
     if env.rank == 0:
@@ -294,9 +309,9 @@ def _published_store(config: RunConfig, env: RankEnv, timeout: timedelta) -> Sto
 
 
 def _reached(address: str, timeout: timedelta) -> Store | None:
-    """The store at `HOST PORT WORD`, if it knows the word.
+    """The store at an address `HOST PORT WORD`; None if no server listens there, or it does not know the word.
 
-    In a thread: a TCPStore client talks to any server at that address, and would wait forever for an answer.
+    A thread asks, because a TCPStore client would wait forever for the answer of a server of another kind.
 
     Raises:
         TimeoutError: a server listens there but does not answer.
@@ -324,6 +339,7 @@ def _reached(address: str, timeout: timedelta) -> Store | None:
 
 
 def _leave(failed: bool) -> None:
+    """Leave all groups; after a failure without waiting for the other ranks."""
     if not dist.is_initialized():
         return
     # Wrapped models are reference cycles that hold gloo's threads, which abort the process if they outlive the group.

@@ -82,8 +82,8 @@ def last_step(train: TrainConfig, schedule: BatchSchedule, step: int, at: State)
     """
     if train.epochs is None:
         return train.max_steps
-    done = at.epoch + at.next_sample / schedule.n_samples
-    to_go = math.ceil((train.epochs - done) * schedule.steps_per_epoch - _ROUNDING)
+    passes_done = at.epoch + at.next_sample / schedule.n_samples
+    to_go = math.ceil((train.epochs - passes_done) * schedule.steps_per_epoch - _ROUNDING)
     return min(train.max_steps, max(1, step + max(0, to_go)))
 
 

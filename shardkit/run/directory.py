@@ -86,8 +86,8 @@ def prepare(loaded: LoadedConfig, world: Ranks, exclusive: bool = True) -> tuple
     try:
         on_main(world, path, lambda: claimed.append(_claim(path, loaded, files_in_use, exclusive)))
     except BaseException:
-        for one in claimed:
-            one.close()
+        for claimed_owner in claimed:
+            claimed_owner.close()
         raise
     return path, claimed[0] if claimed else None
 
@@ -103,9 +103,9 @@ def on_main(world: Ranks, path: Path, action: Callable[[], None]) -> None:
         except OSError as error:
             cause = f"run.dir={path} cannot be written: {error.strerror}"
             problem = ConfigError(cause, "set run.dir to a directory you can write")
-    for found in world.gather(problem):
-        if isinstance(found, ShardkitError):
-            raise found
+    for raised in world.gather(problem):
+        if isinstance(raised, ShardkitError):
+            raise raised
 
 
 def _claim(path: Path, loaded: LoadedConfig, files_in_use: Sequence[str], exclusive: bool) -> Owner:
@@ -138,25 +138,25 @@ def _refuse(path: Path, loaded: LoadedConfig, exclusive: bool) -> None:
         if exclusive:
             run_dir.refuse_without_run(path, run.resume)
         return
-    there = ["metrics.jsonl"] * (path / "metrics.jsonl").exists()
-    there += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))
-    ours = (path / owner.FOLDER).is_dir()
-    if run.overwrite and not ours:
+    run_files = ["metrics.jsonl"] * (path / "metrics.jsonl").exists()
+    run_files += ["checkpoints"] * any((path / "checkpoints").glob("step_*"))
+    is_ours = (path / owner.FOLDER).is_dir()
+    if run.overwrite and not is_ours:
         raise ConfigError(
-            f"run.dir={path} holds {there[0]}, but no {owner.FOLDER}/, which every run makes: it is not deleted",
+            f"run.dir={path} holds {run_files[0]}, but no {owner.FOLDER}/, which every run makes: it is not deleted",
             "set another run.dir; delete a run of an earlier version of shardkit by hand",
         )
     if run.overwrite:
         link = path / "checkpoints"
-        if link.is_symlink() and "checkpoints" in there:
+        if link.is_symlink() and "checkpoints" in run_files:
             raise ConfigError(
                 f"{link} is a link to {link.resolve()}: run.overwrite deletes nothing behind links",
                 "delete the checkpoints there by hand, or the link, or set another run.dir",
             )
     elif not _resumes(path, run):
         raise ConfigError(
-            f"run.dir={path} already holds a run ({there[0]})",
-            f"set run.resume=true to continue it, {'run.overwrite=true to delete it, ' * ours}or another run.dir",
+            f"run.dir={path} already holds a run ({run_files[0]})",
+            f"set run.resume=true to continue it, {'run.overwrite=true to delete it, ' * is_ours}or another run.dir",
         )
 
 
@@ -183,8 +183,8 @@ def _refuse_to_lose(path: Path, loaded: LoadedConfig) -> None:
             f"set run.resume=true to continue, or delete {path} to start anew; under a supervisor name the job by "
             f"{restart.JOB_ID}, then its restarts continue",
         )
-    told = f"run.overwrite deletes the run in {path}, with checkpoints up to step {step}"
-    print(told, file=sys.stderr, flush=True)
+    warning = f"run.overwrite deletes the run in {path}, with checkpoints up to step {step}"
+    print(warning, file=sys.stderr, flush=True)
 
 
 def _has_config(path: Path, loaded: LoadedConfig) -> bool:
@@ -242,19 +242,19 @@ def _last_step(path: Path, loaded: LoadedConfig) -> int:
 
 def _env(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads((path / "env.json").read_text())
+        settings = json.loads((path / "env.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _keep_settings(path: Path) -> None:
     """Move the previous start's settings to `logs/`, numbered; those of the resumed run replace them."""
     (path / "logs").mkdir(exist_ok=True)
     number = len(list((path / "logs").glob("config.*.yaml"))) + 1
-    for name, kept in (("config.yaml", f"config.{number}.yaml"), ("env.json", f"env.{number}.json")):
+    for name, new_name in (("config.yaml", f"config.{number}.yaml"), ("env.json", f"env.{number}.json")):
         if (path / name).exists():
-            (path / name).replace(path / "logs" / kept)
+            (path / name).replace(path / "logs" / new_name)
 
 
 def go_on(loaded: LoadedConfig, world: Ranks, path: Path, step: int) -> None:
@@ -279,9 +279,9 @@ def _rewind(path: Path, step: int) -> None:
         if not file.exists():
             continue
         lines = file.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
-        if kept != lines:
-            write_whole(file, "".join(kept))
+        retained_lines = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+        if retained_lines != lines:
+            write_whole(file, "".join(retained_lines))
     if step == 0:  # else TensorBoard itself is told which steps to purge
         _clear_folder(path, "tensorboard")
 
@@ -296,12 +296,14 @@ def _step_of(line: str) -> float:
 def _clear(path: Path, files_in_use: Sequence[str]) -> None:
     """Delete only files that a run wrote; the settings come last, since until then the directory counts as a run."""
     files_in_use = [*files_in_use, *map(str, _of_rivals(path))]
-    left = [entry for name in FOLDERS for entry in _clear_folder(path, name, files_in_use)]
+    foreign_entries = [entry for name in FOLDERS for entry in _clear_folder(path, name, files_in_use)]
     job_starts.forget_others(path, os.environ.get("SLURM_JOB_ID"))
     for name in FILES:
         (path / name).unlink(missing_ok=True)
-    if left:
-        shown = ", ".join(str(entry.relative_to(path)) for entry in left[:5]) + ", …" * (len(left) > 5)
+    if foreign_entries:
+        shown = ", ".join(str(entry.relative_to(path)) for entry in foreign_entries[:5]) + ", …" * (
+            len(foreign_entries) > 5
+        )
         print(f"run.overwrite keeps files in {path} that no run wrote: {shown}", file=sys.stderr, flush=True)
 
 
@@ -323,21 +325,21 @@ def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> li
         files_in_use: absolute paths that launchers write to, as in each rank's SHARDKIT_KEEP. They stay.
     """
     folder = path / name
-    kept = [Path(entry).resolve() for names in files_in_use for entry in names.split(os.pathsep) if entry]
+    retained_files = [Path(entry).resolve() for names in files_in_use for entry in names.split(os.pathsep) if entry]
     if folder.is_symlink():
         # Checkpoints may lie on another disk, and the next run's belong there too: keep that link.
-        if name != "checkpoints" and not any(file.is_relative_to(folder.resolve()) for file in kept):
+        if name != "checkpoints" and not any(file.is_relative_to(folder.resolve()) for file in retained_files):
             folder.unlink()
         return []
     if not folder.is_dir():
         return []
-    own, left = re.compile(FOLDERS[name]), []
+    pattern, foreign_entries = re.compile(FOLDERS[name]), []
     for entry in sorted(folder.iterdir()):
-        place = folder.resolve() / entry.name
-        if any(file.is_relative_to(place) for file in kept):
+        target = folder.resolve() / entry.name
+        if any(file.is_relative_to(target) for file in retained_files):
             continue
-        if not own.fullmatch(entry.name) and not _DRAFT.fullmatch(entry.name):
-            left.append(entry)
+        if not pattern.fullmatch(entry.name) and not _DRAFT.fullmatch(entry.name):
+            foreign_entries.append(entry)
         elif entry.is_symlink() or not entry.is_dir():
             entry.unlink()
         elif layout.step_of(entry) is not None:  # renamed first: a crash must not leave half of one
@@ -346,7 +348,7 @@ def _clear_folder(path: Path, name: str, files_in_use: Sequence[str] = ()) -> li
             shutil.rmtree(entry)
     with suppress(OSError):  # not empty
         folder.rmdir()
-    return left
+    return foreign_entries
 
 
 def listed(path: Path) -> str:

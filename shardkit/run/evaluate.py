@@ -20,11 +20,11 @@ from .job import Job
 
 def val_parts(task: Task) -> dict[str, Dataset]:
     """The validation data in parts by name, such as the sources of a mix; one part without a name otherwise."""
-    found: dict[str, Dataset] = getattr(task, "val_parts", dict)()
-    if found:
-        return found
-    whole = task.dataset("val")
-    return {} if whole is None else {"": whole}
+    parts: dict[str, Dataset] = getattr(task, "val_parts", dict)()
+    if parts:
+        return parts
+    split = task.dataset("val")
+    return {} if split is None else {"": split}
 
 
 def evaluate(
@@ -42,17 +42,17 @@ def evaluate(
             means.
     """
     limit, size = job.config.train.eval_samples, sum(map(len, parts.values()))
-    found: dict[str, float] = {}
-    whole: dict[str, float] = {}
+    means: dict[str, float] = {}
+    totals: dict[str, float] = {}
     with torch.no_grad(), job.strategy.evaluating():
         for name, data in parts.items():
             sums = _sums(job, task, data, max(1, round(limit * len(data) / size)), is_over)
             if sums is None:
                 return {}
-            whole = {key: whole.get(key, 0.0) + value for key, value in sums.items()}
+            totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
             if len(parts) > 1:
-                found |= _means(task, sums, f"_{name}")
-    return _means(task, whole, "") | found
+                means |= _means(task, sums, f"_{name}")
+    return _means(task, totals, "") | means
 
 
 def _means(task: Task, sums: dict[str, float], part: str) -> dict[str, float]:

@@ -31,8 +31,12 @@ from ..parallel.world import World, choose_device, process_groups, rank_env
 from ..strategies import OptimizerFactory, Strategy, make_strategy
 from ..strategies.build import parallelize
 from ..strategies.step import one_number
-from .checks import BlockCalls, SumCheck, check_masters, refuse_unused, say_graph_breaks
+from .block_calls import BlockCalls, plain
+from .dtypes import check_masters
+from .first_step import say_graph_breaks
 from .optimizer_step import OptimizerStep
+from .sum_check import SumCheck
+from .unused_parameters import refuse_unused
 from .user_config import load_user_config
 
 T = TypeVar("T")
@@ -58,6 +62,7 @@ class Job:
     """The ranks, the ledger and, after `wrap`, the wrapped model.
 
     Attributes:
+        blocks: the repeated blocks of the wrapped model, by name.
         at_end: an exit stack that is closed when the job ends, also on errors.
     """
 
@@ -66,6 +71,7 @@ class Job:
     ledger: MemoryLedger
     strategy: Strategy
     cap: MemoryCap | None = None
+    blocks: dict[str, nn.Module] = field(init=False, default_factory=dict)
     calls: BlockCalls = field(init=False)
     step_index: int = 0
     at_end: ExitStack = field(default_factory=ExitStack)
@@ -135,9 +141,13 @@ class Job:
             self.world.set_timeout(self.config.run.init_timeout_s)  # groups that the engine made
             wrapped = self.strategy.model
             blocks = find_blocks(wrapped, block_classes)
+            names = {id(module): plain(name) for name, module in wrapped.named_modules()}
+            self.blocks = {names[id(block)]: block for block in blocks}
             engine = getattr(self.strategy, "inner", self.strategy)  # under the average of the weights
             reach = getattr(engine, "reach", None)  # of fsdp
-            self.calls = BlockCalls(wrapped, blocks, self.config, self.world, reach, getattr(engine, "unused", None))
+            self.calls = BlockCalls(
+                wrapped, self.blocks, self.config, self.world, engine.facts, reach, getattr(engine, "unused", None)
+            )
             if reach is not None:
                 reach.agree = self.calls.compare_reach
             refuse_unused(wrapped, self.strategy.optimizer, self.config.parallel, chosen_by_data(wrapped, blocks))

@@ -18,10 +18,9 @@ from ..parallel.optim import lr_at
 from ..strategies.clocks import HostValue, Mark
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts
-from . import checks
-from .checks import SumCheck
+from .dtypes import audit
 from .evaluate import evaluate
-from .first_update import FirstUpdate
+from .first_step import FirstUpdate, say_graph_breaks
 from .inspection import inspected
 from .job import Job
 from .profiler import Profiler
@@ -29,6 +28,7 @@ from .records import LoopStep, Record, Span, StepRecords
 from .requests import Requests
 from .samples import write_samples
 from .saves import Saves
+from .sum_check import SumCheck
 from .watchdog import Watchdog
 
 
@@ -191,9 +191,9 @@ class Loop:
             self.first_update.check(step.lr)
         if self.step != self.first_step:
             return
-        checks.audit(self.job.strategy, self.job.world, self.run_dir)
+        audit(self.job.strategy, self.job.world, self.run_dir)
         if self.config.compile.enabled:
-            checks.say_graph_breaks()
+            say_graph_breaks()
         self.watchdog.set_limit(self.config.run.step_timeout_s)
 
     def _gather_due(self, step: int) -> bool:
@@ -237,7 +237,7 @@ class Loop:
 
     def _save_due(self) -> bool:
         is_asked = self.requests.save or self.requests.stop.agreed is not None
-        return self.checkpoints.due(self.step, is_last=self._is_last(self.step), asked=is_asked)
+        return self.checkpoints.due(self.step, is_last=self._is_last(self.step), requested=is_asked)
 
     def _save(self, step: LoopStep, record: Record) -> None:
         if not self._save_due():

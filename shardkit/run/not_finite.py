@@ -47,8 +47,8 @@ def not_finite_gradient(
     """
     spoilt = sorted({s.name.partition(".")[2] for s in strategy.shards() if not s.local.isfinite().all()})
     if any(world.gather(bool(spoilt))):
-        found = sorted({str(name) for names in world.gather(spoilt[:SHOWN]) for name in names})  # type: ignore[attr-defined]
-        cause = f"the gradient is not finite at step {step}, nor is the state after its update: {listed(found)}"
+        bad_names = sorted({str(name) for names in world.gather(spoilt[:SHOWN]) for name in names})  # type: ignore[attr-defined]
+        cause = f"the gradient is not finite at step {step}, nor is the state after its update: {listed(bad_names)}"
     else:
         cause = _own_gradients(strategy, ledger, world, step, micro_batches, loss_fn, n_targets)
     return TrainingError(
@@ -72,13 +72,13 @@ def _own_gradients(
     sizes = {fqn: float(value) for fqn, value in largest.items()}
     bad = [fqn for fqn, size in sizes.items() if not math.isfinite(size)]
     top = max(sizes, key=sizes.__getitem__, default="") if not bad else ""
-    told: list[Any] = world.gather((len(bad), bad[:SHOWN], len(sizes), top, sizes.get(top, 0.0)))
-    ranks = [rank for rank, (n_bad, *_) in enumerate(told) if n_bad]
+    reports: list[Any] = world.gather((len(bad), bad[:SHOWN], len(sizes), top, sizes.get(top, 0.0)))
+    ranks = [rank for rank, (n_bad, *_) in enumerate(reports) if n_bad]
     if ranks:
-        n_bad, names, total, *_ = told[ranks[0]]
+        n_bad, names, total, *_ = reports[ranks[0]]
         on = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
         return f"the gradient is not finite at step {step} on {on}: {', '.join(names)} ({n_bad} of {total} parameters)"
-    rank, (*_, name, size) = max(enumerate(told), key=lambda item: item[1][-1])
+    rank, (*_, name, size) = max(enumerate(reports), key=lambda item: item[1][-1])
     if size < math.sqrt(torch.finfo(torch.float32).max) / 2**20:
         return f"the gradient is not finite at step {step}, but finite on every rank when the step is repeated"
     return (

@@ -77,20 +77,20 @@ class Record:
             return process
         return f"{self.job} (restart {self.restart}), {process}"
 
-    def is_earlier_start(self, other: Record) -> bool:
+    def is_earlier_start(self, later: Record) -> bool:
         """Whether this is an earlier start of the same job, which `other` replaces."""
-        if self.job is None or self.job != other.job:
+        if self.job is None or self.job != later.job:
             return False
-        if self.restart != other.restart:
-            return self.restart < other.restart
-        return self.step == other.step and self.attempt < other.attempt
+        if self.restart != later.restart:
+            return self.restart < later.restart
+        return self.step == later.step and self.attempt < later.attempt
 
 
 def this_process(environ: Mapping[str, str] | None = None) -> Record:
     """The record of this process, with the job that its environment names."""
     start, host, pid = restart.this_start(environ), platform.node(), os.getpid()
-    place = (os.urandom(8).hex(), host, pid, _space(), _born(pid))
-    return Record(*place, start.name, start.restart, start.step, start.attempt)
+    process = (os.urandom(8).hex(), host, pid, _space(), _born(pid))
+    return Record(*process, start.name, start.restart, start.step, start.attempt)
 
 
 class Owner:
@@ -165,18 +165,18 @@ class Owner:
     def _why_lost(self) -> str | None:
         newest = _newest(self._path.parent)
         if newest is not None and newest[0] > self._number:
-            other = _read(newest[1])
-            return f"{'another start' if other is None else other.name} owns it now"
-        own = _read(self._path)
-        if own is not None and own.token == self._record.token:
+            newest_record = _read(newest[1])
+            return f"{'another start' if newest_record is None else newest_record.name} owns it now"
+        record = _read(self._path)
+        if record is not None and record.token == self._record.token:
             return None
         return f"{self._path} was deleted"
 
 
-def superseded(why: str) -> SupersededError:
+def superseded(reason: str) -> SupersededError:
     """The error of a run that no longer owns its directory."""
     return SupersededError(
-        f"this run may not write to its directory any more: {why}",
+        f"this run may not write to its directory any more: {reason}",
         "nothing to do if a later start of the same job continues there; this one saved nothing after it noticed",
     )
 
@@ -248,16 +248,16 @@ def _is_over(path: Path, owner: Record | None, stale_s: float, process: bool = T
     """
     if owner is not None and owner.ended:
         return True
-    here = owner is not None and owner.space != "" and owner.space == _space()
-    if owner is not None and here and not _runs(owner):
+    is_local = owner is not None and owner.space != "" and owner.space == _space()
+    if owner is not None and is_local and not _runs(owner):
         return True
-    if here and process:
+    if is_local and process:
         return False
     beat, deadline = _beat(path), time.monotonic() + stale_s
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
         now = _read(path)
-        if (now is not None and now.ended) or (owner is not None and here and not _runs(owner)):
+        if (now is not None and now.ended) or (owner is not None and is_local and not _runs(owner)):
             return True
         if _beat(path) != beat:
             return False
@@ -295,8 +295,8 @@ def _space() -> str:
 
 def _newest(folder: Path) -> tuple[int, Path] | None:
     """The highest number, and its file."""
-    found = [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
-    return max(found, default=None)
+    numbered_files = [(int(m[1]), folder / name) for name in os.listdir(folder) if (m := _NAME.fullmatch(name))]
+    return max(numbered_files, default=None)
 
 
 def _beat(path: Path) -> tuple[int, int] | None:
@@ -312,9 +312,9 @@ def _beat(path: Path) -> tuple[int, int] | None:
 def _read(path: Path) -> Record | None:
     """The record in an owner's file; None if the file is missing, damaged or still being written."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        known = {field.name for field in fields(Record)}  # a later version may write more
-        return Record(**{key: value for key, value in found.items() if key in known})
+        stored: dict[str, Any] = json.loads(path.read_text())
+        names = {field.name for field in fields(Record)}  # a later version may write more
+        return Record(**{key: value for key, value in stored.items() if key in names})
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, AttributeError):

@@ -62,26 +62,27 @@ class RunPlan:
 
     def begin(self, job: Job, run_dir: Path) -> None:
         """Start planning, if `memory.plan` asks for it; the job is wrapped. Collective."""
-        asked = job.config.memory.plan
+        setting = job.config.memory.plan
         if job.world.is_main:
             _forget_another(run_dir / "plan.json", job.config, job.world.size)
-        if asked is False or (asked == "auto" and job.world.device.type != "cuda"):
+        if setting is False or (setting == "auto" and job.world.device.type != "cuda"):
             return
-        shards = [str(found) for found in job.world.gather(_shard_bytes(job))]
-        if not job.world.is_main or (run_dir / "plan.json").exists() or (asked == "auto" and not _room()):
+        shards = [str(n_bytes) for n_bytes in job.world.gather(_shard_bytes(job))]
+        if not job.world.is_main or (run_dir / "plan.json").exists() or (setting == "auto" and not _room()):
             return
-        ranks = sorted(shards.index(one) for one in set(shards))[:RANKS]
-        if job.config.parallel.strategy in ("zero1", "zero2"):  # gradients stay longest on the last rank
-            last = job.world.size - 1
-            ranks = [last, *(rank for rank in ranks if rank != last)][:RANKS]
+        ranks = sorted(shards.index(size) for size in set(shards))[:RANKS]
+        facts = job.strategy.facts
+        if facts.shards_state and not facts.shards_parameters:  # ZeRO-1 and 2: gradients stay longest on the last rank
+            last_rank = job.world.size - 1
+            ranks = [last_rank, *(rank for rank in ranks if rank != last_rank)][:RANKS]
         self._deadline = time.monotonic() + LIMIT_S
         try:
             target = _target(job)
         except ShardkitError as error:
             _LOG.warning("this run is not planned: %s", error)
             return
-        what = job.config, [replace(target, rank=rank) for rank in ranks], run_dir
-        self._thread = threading.Thread(target=self._plan, args=what, daemon=True)
+        arguments = job.config, [replace(target, rank=rank) for rank in ranks], run_dir
+        self._thread = threading.Thread(target=self._plan, args=arguments, daemon=True)
         self._thread.start()
 
     def wait(self, config: RunConfig) -> None:
@@ -112,8 +113,8 @@ class RunPlan:
         except (ShardkitError, OSError, ValueError) as error:
             late = time.monotonic() >= self._deadline
             if not self._over:
-                why = f"not ready after {LIMIT_S:g} s" if late else str(error).partition("\n")[0]
-                _LOG.warning("this run is not%s planned: %s", " fully" if estimates else "", why)
+                reason = f"not ready after {LIMIT_S:g} s" if late else str(error).partition("\n")[0]
+                _LOG.warning("this run is not%s planned: %s", " fully" if estimates else "", reason)
         finally:
             limit.cancel()
 
@@ -140,8 +141,8 @@ def _shard_bytes(job: Job) -> int:
 def _forget_another(path: Path, config: RunConfig, world_size: int) -> None:
     """Delete a plan that an earlier run left, unless it is for this config and world size."""
     try:
-        kept = json.loads(path.read_text())
-        same = kept["config"] == digest(config) and kept["ranks"][0]["world_size"] == world_size
+        plan = json.loads(path.read_text())
+        same = plan["config"] == digest(config) and plan["ranks"][0]["world_size"] == world_size
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError, IndexError):

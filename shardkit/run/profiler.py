@@ -47,17 +47,17 @@ class Profiler:
     def __init__(
         self, config: RunConfig, world: World, strategy: Strategy, ledger: MemoryLedger, run_dir: Path
     ) -> None:
-        wanted = config.profile.ranks
-        if wanted != "all" and max(wanted) >= world.size:
+        ranks = config.profile.ranks
+        if ranks != "all" and max(ranks) >= world.size:
             raise ConfigError(
-                f"profile.ranks={wanted}, but the run's ranks are 0 to {world.size - 1}",
+                f"profile.ranks={ranks}, but the run's ranks are 0 to {world.size - 1}",
                 "name ranks that exist, or set profile.ranks=all",
             )
         self._config, self._world, self._folder = config, world, run_dir / FOLDER
         self._strategy, self._ledger = strategy, ledger
-        self._wanted = wanted == "all" or world.rank in wanted
-        self._first = config.profile.start or 0
-        self._last = self._first + config.profile.steps - 1
+        self._is_profiled = ranks == "all" or world.rank in ranks
+        self._first_step = config.profile.start or 0
+        self._last_step = self._first_step + config.profile.steps - 1
         self._torch: profile | None = None
         self._tracing = False
         self._steps: list[int] = []
@@ -69,7 +69,7 @@ class Profiler:
     def before(self, step: int) -> Phases:
         """The `Phases` of `step`: the ledger, or in a profiled step this profiler, which adds ranges to the trace."""
         self._seen = (self._seen[0] if self._seen else step, step)
-        if step == self._first and self._wanted:
+        if step == self._first_step and self._is_profiled:
             self._start()
         if self._torch is None:
             return self._ledger
@@ -93,7 +93,7 @@ class Profiler:
 
     def ends_with(self, step: int) -> bool:
         """Whether this is the last profiled step, on any rank."""
-        return step == self._last
+        return step == self._last_step
 
     def finish(self) -> None:
         """Write this rank's files after the last profiled step."""
@@ -109,9 +109,12 @@ class Profiler:
             else:
                 self._write(self._torch)
         elif self._world.is_main and self._seen is not None and not failed:
-            first, last = self._seen
-            if not first <= self._first <= last:
-                say(f"profile.start={self._first}: nothing was profiled, this run did steps {first} to {last}")
+            first_step, last_step = self._seen
+            if not first_step <= self._first_step <= last_step:
+                say(
+                    f"profile.start={self._first_step}: nothing was profiled, "
+                    f"this run did steps {first_step} to {last_step}"
+                )
 
     @property
     def _on_cuda(self) -> bool:
@@ -140,19 +143,19 @@ class Profiler:
         gone = [address for address, storage in self._storages.items() if storage() is None]
         for address in gone:
             del self._storages[address]
-        found: dict[int, tuple[str, int]] = {}
-        own = self._strategy.state_tensors()
+        storages: dict[int, tuple[str, int]] = {}
+        state = self._strategy.state_tensors()
         gathered = (("params", param) for param in self._strategy.model.parameters())
-        for kind, tensor in chain(own, gathered):
+        for kind, tensor in chain(state, gathered):
             for local in local_tensors(tensor):
                 storage = local.untyped_storage()
                 if local.device.type != self._world.device.type or storage.nbytes() == 0:
                     continue
-                known = found.get(storage.data_ptr())
-                if known is None or STATE.index(kind) < STATE.index(known[0]):
-                    found[storage.data_ptr()] = (kind, storage.nbytes())
+                earlier = storages.get(storage.data_ptr())
+                if earlier is None or STATE.index(kind) < STATE.index(earlier[0]):
+                    storages[storage.data_ptr()] = (kind, storage.nbytes())
                     self._storages.setdefault(storage.data_ptr(), weakref.ref(storage))
-        self._snapshots.append(Snapshot(after, found, frozenset(gone)))
+        self._snapshots.append(Snapshot(after, storages, frozenset(gone)))
 
     def _keep_history(self) -> None:
         self._torch = None
@@ -177,12 +180,12 @@ class Profiler:
         stem, device = f"rank{self._world.rank}", self._world.device.type
         trace = self._folder / f"{stem}_trace.json.gz"
         traced.export_chrome_trace(str(trace))
-        found = account(read_trace(trace, device), self._snapshots, self._in_use)
+        accounts = account(read_trace(trace, device), self._snapshots, self._in_use)
         files = {"trace": trace.name, "memory": f"{stem}_memory.html"}
         if self._save_allocator_history():
             files["snapshot"] = f"{stem}_snapshot.pickle"
-        summary = {**self._identity(), **summarise(found, self._steps), "files": files}
-        (self._folder / files["memory"]).write_text(render(found, summary), encoding="utf-8")
+        summary = {**self._identity(), **summarise(accounts, self._steps), "files": files}
+        (self._folder / files["memory"]).write_text(render(accounts, summary), encoding="utf-8")
         (self._folder / f"{stem}_summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         return {name: str(self._folder / file) for name, file in files.items()}
 

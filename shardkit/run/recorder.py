@@ -34,7 +34,7 @@ class Recorder:
         ConfigError: Weights & Biases cannot start, or the endpoint's port is taken.
     """
 
-    def __init__(self, job: Job, task: Task, run_dir: Path, done: int, last_step: int) -> None:
+    def __init__(self, job: Job, task: Task, run_dir: Path, n_recorded: int, last_step: int) -> None:
         logging, self._world_size = job.config.logging, job.world.size
         self._seen: Sequence[RankRow] = ()
         self._server, self._address = _serve(logging), run_dir / "logs" / "prometheus.txt"
@@ -42,11 +42,11 @@ class Recorder:
             self._address.write_text(self._server.url + "\n")
         try:
             settings = job.config.model_dump(mode="json")
-            self._writer = MetricsWriter(run_dir, logging.tensorboard, done, logging.wandb_project, settings)
+            self._writer = MetricsWriter(run_dir, logging.tensorboard, n_recorded, logging.wandb_project, settings)
         except BaseException:
             self._stop_serving()
             raise
-        self._progress = _progress(job, task, done, last_step)
+        self._progress = _progress(job, task, n_recorded, last_step)
 
     def step(self, record: Mapping[str, float], rows: Sequence[RankRow]) -> None:
         """Record a finished step; `rows` come from the last gather."""
@@ -77,10 +77,10 @@ class Recorder:
             self._address.unlink(missing_ok=True)
 
 
-def open_recorder(job: Job, task: Task, run_dir: Path, done: int, last_step: int) -> Recorder | None:
+def open_recorder(job: Job, task: Task, run_dir: Path, n_recorded: int, last_step: int) -> Recorder | None:
     """Rank 0's recorder, None elsewhere. Collective: every rank stops if rank 0 cannot record."""
     opened: list[Recorder] = []
-    directory.on_main(job.world, run_dir, lambda: opened.append(Recorder(job, task, run_dir, done, last_step)))
+    directory.on_main(job.world, run_dir, lambda: opened.append(Recorder(job, task, run_dir, n_recorded, last_step)))
     return opened[0] if opened else None
 
 
@@ -92,11 +92,11 @@ def _serve(logging: LoggingConfig) -> MetricsServer | None:
     return MetricsServer(logging.prometheus_host, logging.prometheus_port)
 
 
-def _progress(job: Job, task: Task, done: int, last_step: int) -> RunProgress:
+def _progress(job: Job, task: Task, n_recorded: int, last_step: int) -> RunProgress:
     flops = getattr(task, "flops_per_token", None)
     counted = targets_called(job.config.task.name, job.config.task.factory)
     return RunProgress(
-        last_step, done, job.config.logging.every, flops() if flops else None, _peak_flops(job),
+        last_step, n_recorded, job.config.logging.every, flops() if flops else None, _peak_flops(job),
         counted,
     )  # fmt: skip
 

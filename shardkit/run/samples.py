@@ -36,13 +36,13 @@ def write_samples(
     answers: dict[int, list[int]] = {}
     job.model.eval()
     with torch.no_grad(), job.strategy.evaluating():
-        for first in range(0, len(prompts.ids), rows * world.size):
-            mine = range(first + world.rank, first + rows * world.size, world.size)
-            answers |= _continue(job, task, prompts, mine, step, is_over)
+        for begin in range(0, len(prompts.ids), rows * world.size):
+            indices = range(begin + world.rank, begin + rows * world.size, world.size)
+            answers |= _continue(job, task, prompts, indices, step, is_over)
     job.model.train()
     gathered: dict[int, list[int]] = {}
-    for found in world.gather(answers):
-        gathered |= found  # type: ignore[call-overload]
+    for rank_answers in world.gather(answers):
+        gathered |= rank_answers  # type: ignore[call-overload]
     if not world.is_main:
         return []
     return [
@@ -52,26 +52,26 @@ def write_samples(
 
 
 def _continue(
-    job: Job, task: Any, prompts: Prompts, mine: Sequence[int], step: int, is_over: Callable[[], bool]
+    job: Job, task: Any, prompts: Prompts, indices: Sequence[int], step: int, is_over: Callable[[], bool]
 ) -> dict[int, list[int]]:
     """The new tokens of this rank's prompts; rows beyond the last prompt are fillers, so that all ranks call alike."""
     train, device = job.config.train, job.world.device
     _, width = prompts.batch(train, job.world.size)
-    tokens = torch.zeros(len(mine), width, dtype=torch.long)
-    answers: dict[int, list[int]] = {index: [] for index in mine if index < len(prompts.ids)}
-    lengths = [1] * len(mine)
-    for row, index in enumerate(mine):
+    tokens = torch.zeros(len(indices), width, dtype=torch.long)
+    answers: dict[int, list[int]] = {index: [] for index in indices if index < len(prompts.ids)}
+    lengths = [1] * len(indices)
+    for row, index in enumerate(indices):
         if index in answers:
             tokens[row, : len(prompts.ids[index])] = torch.tensor(prompts.ids[index])
             lengths[row] = len(prompts.ids[index])
-    rows = {row: index for row, index in enumerate(mine) if index in answers}
+    rows = {row: index for row, index in enumerate(indices) if index in answers}
     draws = {index: torch.Generator().manual_seed(_seed(train.seed, step, index)) for index in answers}
     for _ in range(train.sample_tokens):
         if is_over() or not job.world.sum([float(len(rows))])[0]:
             break
         release_graph_outputs()
-        last = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)], device=device)
-        logits = task.next_logits(job.model, tokens.to(device), last).float().cpu()
+        positions = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)], device=device)
+        logits = task.next_logits(job.model, tokens.to(device), positions).float().cpu()
         for row, index in list(rows.items()):
             new = _pick(logits[row], train.sample_temperature, draws[index])
             if new == prompts.end:

@@ -53,7 +53,7 @@ class Saves:
             lines = read_objects(save_log(self._run_dir), TAIL)
             checkpoints.remember([float(s["total_s"]) for s in lines if "total_s" in s and not s.get("error")])
         interval, limit_s = checkpoints.describe_default(), checkpoints.standstill_s()
-        limit = f"a save that writes nothing for {limit_s:.0f} s ends the job (checkpoint.timeout_s)"
+        limit = f"if a save makes no progress for {limit_s:.0f} s, the job ends (checkpoint.timeout_s)"
         return [interval, limit] if interval else [limit]
 
     def unhurried(self, step: int) -> AbstractContextManager[None]:

@@ -24,10 +24,9 @@ from ..strategies import slower_than_single
 from ..tasks.base import Dataset, Task
 from ..tasks.load import Prompts, build_model, load_task, read_prompts
 from ..telemetry.progress import draws_bars
-from . import amounts, checks, directory
-from .checks import SumCheck
+from . import amounts, directory
 from .evaluate import report, val_parts
-from .first_update import FirstUpdate
+from .first_step import FirstUpdate
 from .job import Job
 from .loop import Loop
 from .owner import Owner
@@ -37,8 +36,10 @@ from .recorder import open_recorder
 from .records import Record, StepRecords
 from .requests import Requests
 from .resume import Start, position_of
+from .same_data import check_same_data, check_same_digests
 from .saves import Saves, note_save
 from .schedule import make_loader, make_schedule
+from .sum_check import SumCheck
 from .watchdog import WATCHED_S, Watchdog
 
 
@@ -104,11 +105,11 @@ class Trainer:
             self.task = load_task(amounts.without_validation(self.config))
             data = self.task.dataset("train")
             self.val_data = val_parts(self.task) if self.config.train.eval_samples else {}
-            checks.check_same_data(self.world, data, self.val_data)
+            check_same_data(self.world, data, self.val_data)
             self.prompts = read_prompts(self.config, self.task)
             if data is None or len(data) == 0:
                 raise DataError("the task's training split is empty", "check data.path or the task's dataset('train')")
-            checks.check_same_digests(self.world, self._digests())
+            check_same_digests(self.world, self._digests())
             self.data, self.schedule = data, make_schedule(self.config, self.world, data)
 
     def _enter_directory(self) -> None:
@@ -135,7 +136,7 @@ class Trainer:
             drawn=not self.start.loads_weights,
         )
         self.watchdog = self._make_watchdog()
-        self._say(f"blocks: {describe_blocks(job.model, job.calls.blocks)}")
+        self._say(f"blocks: {describe_blocks(job.model, [*job.blocks.values()])}")
         self.start.freeze_base(self._say)
 
     def _make_watchdog(self) -> Watchdog:

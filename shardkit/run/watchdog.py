@@ -108,9 +108,9 @@ class Watchdog:
 
         def watched(*args: Any) -> Loss:
             self.beat(self._step, "forward")
-            found = loss(*args)
+            total = loss(*args)
             self.beat(self._step, "backward or update")
-            return found
+            return total
 
         return watched
 
@@ -137,14 +137,14 @@ class Watchdog:
         """Count this thread's own ticks: a suspended process has none, and no other rank makes progress meanwhile."""
         idle, beats, now = 0.0, self._beats, time.monotonic()
         seen: object = None
-        step, began, said = self._step, now, now
+        step, began, pulsed = self._step, now, now
         while not self._ended.wait(tick := min(1.0, self._part.limit_s / 10, self._pulse_s)):
             part = self._part  # before the beats: `within` beats, then restores it
             passed, now = time.monotonic() - now, time.monotonic()
             if self._step != step:
-                step, began, said = self._step, now, now
-            elif self._pulse is not None and now - said >= self._pulse_s:
-                said = now
+                step, began, pulsed = self._step, now, now
+            elif self._pulse is not None and now - pulsed >= self._pulse_s:
+                pulsed = now
                 self._pulse(step, self._doing, now - began)
             if beats != self._beats:
                 beats, idle, seen = self._beats, 0.0, part.signs()  # as the part begins
@@ -160,13 +160,13 @@ class Watchdog:
 
     def _bite(self, part: Part) -> None:
         at, waits = innermost(sys._current_frames().get(threading.main_thread().ident or 0))
-        where = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
-        where |= {"at": at, "waits": waits, "block": self._block(), "host": self._host(self._rank)}
-        where |= {"phase": part.phase(self._rank) if part.phase is not None else ""}
+        state = {"rank": self._rank, "step": self._step, "doing": self._doing, "beats": self._beats}
+        state |= {"at": at, "waits": waits, "block": self._block(), "host": self._host(self._rank)}
+        state |= {"phase": part.phase(self._rank) if part.phase is not None else ""}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._file(self._rank).open("w") as file:
-                file.write(json.dumps(where) + "\n")
+                file.write(json.dumps(state) + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as problem:  # the job must end anyway
@@ -175,13 +175,13 @@ class Watchdog:
         threading.Thread(target=dump_collectives, args=(self._rank,), name="flight recorder", daemon=True).start()
         # Rank 0 reports first; the others end by themselves in case rank 0 is stuck.
         time.sleep(self._settle_s * (1 if self._rank == 0 else 2))
-        if self._beats != where["beats"]:  # progress after all; a collective's timeout would not have beaten
+        if self._beats != state["beats"]:  # progress after all; a collective's timeout would not have beaten
             return
         late = behind(self._states(), lambda rank: self._silent(rank, part))
-        what = "the step" if part.phase is None else "a save"
+        part_name = "the step" if part.phase is None else "a save"
         error = TrainingError(
             f"no progress for {part.limit_s:.0f} s at step {self._step} ({self._doing}); {late}",
-            f"see the ranks' stacks in {self._folder}; raise {part.key} if {what} really takes that long",
+            f"see the ranks' stacks in {self._folder}; raise {part.key} if {part_name} really takes that long",
         )
         failure.record(error)
         report(error)
@@ -206,10 +206,10 @@ class Watchdog:
     def _state(self, rank: int) -> dict[str, Any] | None:
         try:
             with self._file(rank).open() as file:
-                found: dict[str, Any] = json.loads(file.readline())
+                state: dict[str, Any] = json.loads(file.readline())
         except (OSError, ValueError):
             return None
-        return found
+        return state
 
 
 def _flush(stream: TextIO) -> None:
@@ -231,10 +231,10 @@ def dump_collectives(rank: int) -> Path | None:
         return None
     path = Path(f"{prefix}{rank}")
     try:
-        found = nccl_trace()
-        if found is None:
+        record = nccl_trace()
+        if record is None:
             return None
-        path.write_bytes(found)
+        path.write_bytes(record)
     except (OSError, RuntimeError) as problem:
         _LOG.error("cannot write NCCL's flight record to %s: %s", path, problem)
         return None
@@ -263,19 +263,19 @@ def behind(states: list[dict[str, Any] | None], name: Callable[[int], str] = str
     silent = [name(rank) for rank, state in enumerate(states) if state is None]
     if silent:
         return f"rank(s) {', '.join(silent)} did not even answer: stopped, dead, or their node is lost"
-    known = [state for state in states if state is not None]
-    least = min(state["beats"] for state in known)
-    late = [state for state in known if state["beats"] == least]
-    if len(late) == len(known) and any(
-        state.get("phase") for state in known
+    answered = [state for state in states if state is not None]
+    least = min(state["beats"] for state in answered)
+    late = [state for state in answered if state["beats"] == least]
+    if len(late) == len(answered) and any(
+        state.get("phase") for state in answered
     ):  # in a save: those that work, or are stuck
-        late = [state for state in known if not state["phase"].startswith("waiting")]
-    if len(late) in (0, len(known)):  # equal progress: ranks outside a collective keep the others waiting
-        late = [state for state in known if not state["waits"]]
-    if len(late) in (0, len(known)):
-        return f"all {len(known)} ranks are at the same place, {known[0]['at']}{_last_blocks(known)}"
+        late = [state for state in answered if not state["phase"].startswith("waiting")]
+    if len(late) in (0, len(answered)):  # equal progress: ranks outside a collective keep the others waiting
+        late = [state for state in answered if not state["waits"]]
+    if len(late) in (0, len(answered)):
+        return f"all {len(answered)} ranks are at the same place, {answered[0]['at']}{_last_blocks(answered)}"
     names = "; ".join(map(_named, late))
-    return f"did not arrive: {names}{_last_blocks(known)}"
+    return f"did not arrive: {names}{_last_blocks(answered)}"
 
 
 def _named(state: dict[str, Any]) -> str:

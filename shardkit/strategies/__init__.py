@@ -1,10 +1,10 @@
-"""Ways to spread a model over ranks: one file per engine, no inheritance between them; `states` is shared."""
+"""Ways to spread a model over ranks, one file per engine; `states` has what engines on torch's optimizers inherit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config.schema import RunConfig
+from ..config.schema import RunConfig, StrategyName
 from ..parallel.world import World
 from .base import OptimizerFactory, Shard, Strategy
 from .ema import EMA
@@ -36,19 +36,33 @@ def make_strategy(config: RunConfig, world: World, make_engine: EngineFactory | 
 
 
 def _engine(config: RunConfig, world: World) -> Strategy:
-    name = config.parallel.strategy
-    if name == "single":
-        from .single import Single
+    return _ENGINES[config.parallel.strategy]()(config, world)
 
-        return Single(config, world)
-    if name == "ddp":
-        from .ddp import DDP
 
-        return DDP(config, world)
-    if name in ("fsdp", "hsdp"):
-        from .fsdp import FSDP
+def _single() -> EngineFactory:
+    from .single import Single
 
-        return FSDP(config, world)
+    return Single
+
+
+def _ddp() -> EngineFactory:
+    from .ddp import DDP
+
+    return DDP
+
+
+def _fsdp() -> EngineFactory:
+    from .fsdp import FSDP
+
+    return FSDP
+
+
+def _zero() -> EngineFactory:
     from .zero.engine import ZeRO
 
-    return ZeRO(config, world)
+    return ZeRO
+
+
+_ENGINES: dict[StrategyName, Callable[[], EngineFactory]] = {
+    "single": _single, "ddp": _ddp, "fsdp": _fsdp, "hsdp": _fsdp, "zero1": _zero, "zero2": _zero, "zero3": _zero,
+}  # fmt: skip

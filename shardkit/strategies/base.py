@@ -37,6 +37,31 @@ class Shard:
     replica: int = 0
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What callers need to know about an engine, where they would otherwise compare names.
+
+    Attributes:
+        shards_state: a rank holds a part of the weights or of their optimizer state.
+        shards_parameters: a rank holds a part of each parameter, so forward gathers them.
+        gathers_by_layer: every module gathers the parameters that it holds itself (ZeRO-3).
+        hooks_modules: the engine's hooks on modules have to stay outside of compiled blocks.
+        hooks_model: the engine hooks into the call of the whole model, so the loss must call it.
+        needs_same_calls: collectives are paired by their order: ranks must call the same blocks.
+        reduces_missing_grads: gradients that only some ranks have are averaged as they should be.
+        counts_unused_as_zero: a parameter that this rank did not use has a gradient of zero.
+    """
+
+    shards_state: bool = False
+    shards_parameters: bool = False
+    gathers_by_layer: bool = False
+    hooks_modules: bool = False
+    hooks_model: bool = True
+    needs_same_calls: bool = False
+    reduces_missing_grads: bool = False
+    counts_unused_as_zero: bool = False
+
+
 class Update(NamedTuple):
     """What an engine's `step` did.
 
@@ -54,6 +79,11 @@ class Strategy(Protocol):
     """A way to spread a model over ranks. Its methods are called in the order of this class."""
 
     name: str
+
+    @property
+    def facts(self) -> Facts:
+        """What the engine does; final after `setup`."""
+        ...
 
     @property
     def model(self) -> nn.Module:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..activation import checkpoint_activations, offload_activations
-from ..config.capability import ZERO
 from ..config.schema import RunConfig
 from ..errors import ConfigError
 from ..parallel.batchnorm import prepare_batchnorm
@@ -32,12 +31,12 @@ def parallelize(
 ) -> None:
     """Build, set dtypes, checkpoint activations, compile, shard, make the optimizer; the result is `strategy.model`."""
     model = weights.build(
-        lambda: refuse_parameters(make_model(), strategy.name),
+        lambda: refuse_parameters(make_model(), strategy),
         strategy.construction(),
-        cut_up=strategy.name not in ("single", "ddp"),
-        later="on meta" if strategy.name in ("fsdp", "hsdp", "zero3") else "unwritten",
+        cut_up=strategy.facts.shards_state,
+        later="on meta" if strategy.facts.shards_parameters else "unwritten",
     )
-    make_contiguous(model, strategy.name)
+    make_contiguous(model, strategy)
     model.train()
     prepare_batchnorm(model, config, device)
     cast_parameters(model, config.precision, weights.unwritten)
@@ -45,11 +44,11 @@ def parallelize(
     blocks = find_blocks(model, block_classes)
     checkpoint_activations(model, blocks, config.activation, attention_classes, compiled=config.compile.enabled)
     offload_activations(model, blocks, config.activation, device)
-    compile_blocks(model, blocks, config.compile, device, hooks_outside=strategy.name in ZERO)
+    compile_blocks(model, blocks, config.compile, device, hooks_outside=strategy.facts.hooks_modules)
     strategy.setup(model, blocks, make_optimizer, weights)
 
 
-def refuse_parameters(model: nn.Module, strategy: str) -> nn.Module:
+def refuse_parameters(model: nn.Module, strategy: Strategy) -> nn.Module:
     """Return the model if the engine can hold each of its parameters.
 
     Raises:
@@ -66,10 +65,10 @@ def refuse_parameters(model: nn.Module, strategy: str) -> nn.Module:
                     "shardkit can neither reduce nor clip",
                     f"build {prefix or 'the model'} with sparse=False",
                 )
-            if param.is_complex() and strategy not in ("single", "ddp"):
+            if param.is_complex() and strategy.facts.shards_state:
                 dtype = str(param.dtype).removeprefix("torch.")
                 raise ConfigError(
-                    f"{fqn} is {dtype}, and parallel.strategy={strategy} cannot shard complex parameters",
+                    f"{fqn} is {dtype}, and parallel.strategy={strategy.name} cannot shard complex parameters",
                     "hold it as real numbers (torch.view_as_real) and view it as complex in forward, or set "
                     "parallel.strategy=ddp",
                 )
@@ -81,7 +80,7 @@ def refuse_parameters(model: nn.Module, strategy: str) -> nn.Module:
     return model
 
 
-def make_contiguous(model: nn.Module, strategy: str) -> None:
+def make_contiguous(model: nn.Module, strategy: Strategy) -> None:
     """Lay out parameters and saved buffers in memory in the order of their elements, as engines and checkpoints do.
 
     Raises:
@@ -93,10 +92,11 @@ def make_contiguous(model: nn.Module, strategy: str) -> None:
         if param.is_contiguous():
             continue
         if not param.is_meta and addresses[param.untyped_storage().data_ptr()] > 1:
-            if strategy in ("single", "ddp"):
+            if not strategy.facts.shards_state:
                 continue
             raise ConfigError(
-                f"{fqn} is a view of another parameter's memory, and parallel.strategy={strategy} holds each apart",
+                f"{fqn} is a view of another parameter's memory, and parallel.strategy={strategy.name} holds each "
+                "apart",
                 "tie the modules to one parameter, or set parallel.strategy=ddp",
             )
         param.data = param.data.contiguous()

@@ -23,7 +23,7 @@ from ..parallel.compat import GradBucket
 from ..parallel.precision import autocast_forward, loss_scaler, reduce_dtype
 from ..parallel.weights import Weights, exchange
 from ..parallel.world import World
-from .base import OptimizerFactory, Update
+from .base import Facts, OptimizerFactory, Update
 from .states import TorchStates, flat
 from .step import clip_and_step
 
@@ -49,6 +49,7 @@ class Wrapped(DistributedDataParallel):
 
 class DDP(TorchStates):
     name = "ddp"
+    facts = Facts()
     model: nn.Module
 
     def __init__(self, config: RunConfig, world: World) -> None:
@@ -64,12 +65,14 @@ class DDP(TorchStates):
         device = self._world.device
         weights.materialise(model, device, self._world)
         autocast_forward(model, device, self._config.precision)
+        finds_unused = may_leave_out(self._config.parallel.find_unused, model, blocks)
+        self.facts = Facts(reduces_missing_grads=finds_unused)
         self._wrapped = self.wrap(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             bucket_cap_mb=self._bucket_mb,
             gradient_as_bucket_view=True,  # gradients live in the buckets, which saves 4P bytes
-            find_unused_parameters=may_leave_out(self._config.parallel.find_unused, model, blocks),
+            find_unused_parameters=finds_unused,
         )
         self._set_reduction()
         self.model, self._bare = self._wrapped, model
@@ -139,13 +142,13 @@ def average_in_rank_order(group: object, bucket: GradBucket) -> torch.futures.Fu
     padded = nn.functional.pad(grads, (0, part * world_size - grads.numel()))
     pieces = torch.empty_like(padded)
     dist.all_to_all_single(pieces, padded)
-    total, *others = pieces.view(world_size, part)
-    for piece in others:
+    total, *later_pieces = pieces.view(world_size, part)
+    for piece in later_pieces:
         total += piece
     total /= world_size
     dist.all_gather(list(padded.view(world_size, part)), total)
     grads.copy_(padded[: grads.numel()])
     on_gpu = grads.device.type == "cuda"
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[grads.device] if on_gpu else None)
-    done.set_result(grads)
-    return done
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[grads.device] if on_gpu else None)
+    future.set_result(grads)
+    return future

@@ -12,7 +12,7 @@ from torch import nn
 from ..memory.rows import StateKind
 from ..parallel.compat import lerp_all
 from ..parallel.weights import Weights
-from .base import OptimizerFactory, Shard, Strategy, Update
+from .base import Facts, OptimizerFactory, Shard, Strategy, Update
 
 _MODEL, _EMA = "model.", "ema."
 
@@ -39,6 +39,10 @@ class EMA:
         self.construction, self.create_optimizer_state = inner.construction, inner.create_optimizer_state
         self.accumulate, self.backward, self.loss_scale = inner.accumulate, inner.backward, inner.loss_scale
         self.weights_changed, self.scalars, self.after_load = inner.weights_changed, inner.scalars, inner.after_load
+
+    @property
+    def facts(self) -> Facts:
+        return self.inner.facts
 
     @property
     def model(self) -> nn.Module:
@@ -73,9 +77,9 @@ class EMA:
     @torch.no_grad()
     def _exchange(self) -> None:
         for shard, average in zip(self._weights(), self._averages, strict=True):
-            kept = average.clone()
+            saved = average.clone()
             average.copy_(shard.local)
-            shard.local.copy_(kept)
+            shard.local.copy_(saved)
         self.inner.weights_changed()
 
     def state_tensors(self) -> Iterator[tuple[StateKind, torch.Tensor]]:

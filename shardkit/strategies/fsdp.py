@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from ..parallel.compat_fsdp import gathered_params, unreduced_grads
 from ..parallel.precision import compute_dtype, engine_forward, loss_scaler, master_dtype, reduce_dtype
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Shard, Update
+from .base import Facts, OptimizerFactory, Shard, Update
 from .reach import Reach, explained, without_views
 from .states import TorchStates, buffer_shards, with_scalars
 from .step import clip_and_step
@@ -36,6 +36,9 @@ class FSDP(TorchStates):
     """`fsdp` (one shard group) and `hsdp` (dp_replicate groups of dp_shard ranks)."""
 
     name: str
+    facts = Facts(
+        shards_state=True, shards_parameters=True, needs_same_calls=True, counts_unused_as_zero=REDUCES_UNUSED
+    )
     model: nn.Module
     elementwise = True
 
@@ -59,51 +62,61 @@ class FSDP(TorchStates):
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: OptimizerFactory, weights: Weights
     ) -> None:
         self._scalars = weights.scalars
-        on_meta = any(p.is_meta for p in model.parameters())
-        units = find_units(model, blocks)
-        hooks = take_hooks(model)
+        is_on_meta = any(p.is_meta for p in model.parameters())
+        chosen_names = chosen_by_data(model, blocks)
+        units = find_units(model, blocks)  # innermost first; the model, with all that no other unit owns, is the last
+        parameter_hooks = take_hooks(model)
         engine_forward(model, self._world.device, self._config.precision, self.name)
         self.reach = Reach(model, self.name, observes=not self._config.compile.enabled)
-        self._shard(model, blocks, units)
+        policy = self._policy()
+        for unit in units[:-1]:  # modules inside of a unit that are sharded before stay units of their own
+            self._shard_unit(unit, policy)
+        self.shard_rest(model, self._policy_of_rest(policy))
         refuse_plain_parameters(model, self.name)
+        self.reach.watch(model)
+        self._hold_units(units, chosen_names)
         self._prefetch(model, blocks)
-        self._hook_gathered(model, hooks)
-        if on_meta:
+        self._hook_gathered(model, parameter_hooks)
+        if is_on_meta:
             self._materialise(model, weights)
         if self._world.size > 1:
-            self._may_differ = sorted(chosen_by_data(model, blocks))
+            self._may_differ = sorted(chosen_names)
             self.unused = UnusedParameters(model)
-        self._wrapped = model
-        self.model = self._bare = model
+        self._wrapped = self.model = self._bare = model
         self.optimizer = make_optimizer(model)
         self._parameters = list(model.parameters())
 
-    def _shard(self, model: nn.Module, blocks: Sequence[nn.Module], units: Sequence[Unit]) -> None:
-        """Shard the units, innermost first: what is inside a sharded module stays a unit of its own."""
-        options: dict[str, Any] = {
+    def _policy(self) -> dict[str, Any]:
+        """The options of torch's `fully_shard` for a block: mesh, mixed precision, offload."""
+        return {
             "mesh": self.make_mesh(),
             "mp_policy": self._mixed_precision(),
             "offload_policy": self._offload_policy(),
         }
+
+    def _policy_of_rest(self, policy: dict[str, Any]) -> dict[str, Any]:
+        """The options for the model itself, whose output may have another dtype than a block's."""
+        if self._config.precision.output_dtype != "fp32":
+            return policy
+        return {**policy, "mp_policy": replace(policy["mp_policy"], output_dtype=torch.float32)}
+
+    def _shard_unit(self, unit: Unit, policy: dict[str, Any]) -> None:
         # FSDP2's hooks are not compiled with a block, and this one must not become a graph of its own beside it.
         copy_views: Callable[..., Any] = without_views
         if self._config.compile.enabled:
             copy_views = torch.compiler.disable(without_views)  # type: ignore[no-untyped-call]
-        for unit in units[:-1]:
-            for module in unit.modules:
-                module.register_forward_hook(copy_views)
-            modules = unit.modules[0] if len(unit.modules) == 1 else [*unit.modules]
-            fully_shard(modules, reshard_after_forward=self.reshards, **options)
-        if self._config.precision.output_dtype == "fp32":
-            options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
-        self.shard_rest(model, options)
-        self.reach.watch(model)
-        chosen = chosen_by_data(model, blocks)
+        for module in unit.modules:
+            module.register_forward_hook(copy_views)
+        modules = unit.modules[0] if len(unit.modules) == 1 else [*unit.modules]
+        fully_shard(modules, reshard_after_forward=self.reshards, **policy)
+
+    def _hold_units(self, units: Sequence[Unit], chosen_names: Collection[str]) -> None:
+        """Gather the units for the whole step whose modules are called in any order, or not by every rank."""
         for unit in units:
-            is_chosen = unit.kind == "shared" and not chosen.isdisjoint(unit.names)
+            is_chosen = unit.kind == "shared" and not set(chosen_names).isdisjoint(unit.names)
             self._order_differs |= is_chosen
             if unit.kind == "tied" or is_chosen:
-                self.reach.hold(unit.modules[0])  # in whatever order the modules are called, and by whichever rank
+                self.reach.hold(unit.modules[0])
 
     @property
     def reshards(self) -> bool:
@@ -180,7 +193,7 @@ class FSDP(TorchStates):
     def make_mesh(self) -> DeviceMesh:
         """The ranks as a mesh: one dimension for fsdp, two (replicas × shards) for hsdp."""
         device_type = self._world.device.type
-        if self.name == "hsdp":
+        if self.name == "hsdp":  # the one difference from fsdp
             shape = mesh_shape(self._config, self._world.size, self._world.env.local_world_size)
             return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         return init_device_mesh(device_type, (self._world.size,), mesh_dim_names=("dp_shard",))
@@ -199,8 +212,8 @@ class FSDP(TorchStates):
 
     def _materialise(self, model: nn.Module, weights: Weights) -> None:
         """Allocate the shards of a model built on meta and draw each one's rows."""
-        own = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
-        buffers = [(m, name, buffer) for m, named in own for name, buffer in named]
+        direct = ((m, m.named_buffers(recurse=False, remove_duplicate=False)) for m in model.modules())
+        buffers = [(m, name, buffer) for m, named in direct for name, buffer in named]
         model.to_empty(device="cpu" if self._offload else self._world.device)
         for module, name, buffer in buffers:  # to_empty loses their values too
             setattr(module, name, buffer.to(self._world.device))

@@ -174,10 +174,10 @@ class Reach(TorchFunctionMode):
             return tree
         unit, module, name = slot
         if isinstance(getattr(module, name), DTensor):
-            where = f"{self._names[id(module)]}.{name}"
+            name_of_use = f"{self._names[id(module)]}.{name}"
             if unit not in self.held:
-                self.agree(f"{where} outside of its block's forward")
-                self._say(f"{where} is used outside of {self._names[id(unit)]}'s forward", unit)
+                self.agree(f"{name_of_use} outside of its block's forward")
+                self._say(f"{name_of_use} is used outside of {self._names[id(unit)]}'s forward", unit)
             self.hold(unit)
             unit.unshard()
             self.gathered()
@@ -199,9 +199,9 @@ class Reach(TorchFunctionMode):
     def _say(self, cause: str, unit: FSDPModule) -> None:
         if is_first_rank():
             frame = _caller(sys._getframe())
-            where = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+            line = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
             numel = sum({id(param): int(param.numel()) for _, _, param in slots(unit)}.values())
-            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, where, numel)
+            _LOG.warning("%s%s: its %d parameters stay gathered to the end of each backward", cause, line, numel)
 
 
 def without_views(module: nn.Module, args: Any, out: Any) -> Any:
@@ -313,12 +313,12 @@ def _reached(error: Exception, model: nn.Module) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_locals["self"] for frame in frames if id(frame.f_locals.get("self")) in names]
     callers = [frame for frame in frames if not _is_torch(frame) and id(frame.f_locals.get("self")) in names]
-    where = f" ({callers[-1].f_code.co_filename}:{callers[-1].f_lineno})" if callers else ""
+    line = f" ({callers[-1].f_code.co_filename}:{callers[-1].f_lineno})" if callers else ""
     if not modules:
         return f"a parameter of {plain_type(model).__name__}"
     part = modules[-1]
     units = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     unit = next((unit for unit in units if any(inner is part for inner in unit.modules())), None)
     if unit is None:
-        return f"a parameter of a block, read by {names[id(part)]}{where},"
-    return f"{names[id(part)]} in the block {names[id(unit)]}{where}"
+        return f"a parameter of a block, read by {names[id(part)]}{line},"
+    return f"{names[id(part)]} in the block {names[id(unit)]}{line}"

@@ -14,13 +14,14 @@ from ..errors import ConfigError
 from ..parallel.precision import autocast_forward, loss_scaler
 from ..parallel.weights import Weights
 from ..parallel.world import World
-from .base import OptimizerFactory, Update
+from .base import Facts, OptimizerFactory, Update
 from .states import TorchStates
 from .step import clip_and_step
 
 
 class Single(TorchStates):
     name = "single"
+    facts = Facts(hooks_model=False)
     model: nn.Module
 
     def __init__(self, config: RunConfig, world: World) -> None:

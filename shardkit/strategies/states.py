@@ -68,8 +68,10 @@ class TorchStates:
             start, end = even_range(param.numel(), part, parts)
             yield Shard(f"model.{fqn}", tuple(param.shape), start, flat(fqn, param)[start:end])
             for key, value in state_parts(param, self.optimizer.state.get(param, {})):
-                first, last = even_range(value.numel(), part, parts)
-                yield Shard(f"optim.{fqn}.{key}", tuple(value.shape), first, flat(fqn, value)[first:last])
+                state_start, state_end = even_range(value.numel(), part, parts)
+                yield Shard(
+                    f"optim.{fqn}.{key}", tuple(value.shape), state_start, flat(fqn, value)[state_start:state_end]
+                )
         yield from buffer_shards(self._bare, part)
 
     def create_optimizer_state(self, stateless: Collection[str] = ()) -> None:
@@ -82,12 +84,12 @@ class TorchStates:
                     create_states(self.optimizer, group, param)
 
     def scalars(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if self._scaler.is_enabled():
-            found = {_SCALE: self._scaler.get_scale(), _GROWTH: self._scaler.state_dict()["_growth_tracker"]}
+            numbers = {_SCALE: self._scaler.get_scale(), _GROWTH: self._scaler.state_dict()["_growth_tracker"]}
         for fqn, param in self._bare.named_parameters():
-            found |= scalars_of(fqn, param, self.optimizer.state.get(param, {}), self.elementwise)
-        return found
+            numbers |= scalars_of(fqn, param, self.optimizer.state.get(param, {}), self.elementwise)
+        return numbers
 
     def after_load(self, scalars: Mapping[str, float]) -> None:
         if self._scaler.is_enabled() and _SCALE in scalars:  # else the saved run had no scaler: keep the fresh one
@@ -142,18 +144,18 @@ def scalars_of(fqn: str, param: torch.Tensor, state: Mapping[str, Any], elementw
     Raises:
         CheckpointError: with `elementwise`, a state is neither one number nor one value per element of the parameter.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in state.items():
         if is_scalar(key, value, param):
             number = value.item() if isinstance(value, torch.Tensor) else value
-            found[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
+            numbers[f"optim.{fqn}.{key}"] = int(number) if float(number).is_integer() else float(number)
         elif value is not None and not (is_elementwise(value, param) if elementwise else _is_tensor(value)):
             raise CheckpointError(
                 f"optimizer state {key!r} of {fqn} is {_describe(value)}, neither one number nor one value per element "
                 "of the parameter",
                 "use an elementwise optimizer (adamw, sgd), or turn checkpoints off: checkpoint.at_end=false",
             )
-    return found
+    return numbers
 
 
 def _is_tensor(value: object) -> bool:

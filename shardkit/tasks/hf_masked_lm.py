@@ -35,11 +35,13 @@ class HFMaskedLM:
         refuse_long_sequences(config, self.hf)
         fix = "use another model type: this task computes logits only at the masked positions, which this one cannot do"
         check_loss_fits(self.hf.reference, fix)
-        vocab_size, given = self.hf.config.vocab_size, config.data.mask_token
-        where = tokenizer_path(config)
-        own = None if where is None else load_tokenizer(where).mask_token_id
-        self._reserved = 1 if given is None and own is None else 0
-        self.mask_token = given if given is not None else own if own is not None else vocab_size - 1
+        vocab_size, configured = self.hf.config.vocab_size, config.data.mask_token
+        tokenizer = tokenizer_path(config)
+        tokenizer_mask = None if tokenizer is None else load_tokenizer(tokenizer).mask_token_id
+        self._reserved = 1 if configured is None and tokenizer_mask is None else 0
+        self.mask_token = (
+            configured if configured is not None else tokenizer_mask if tokenizer_mask is not None else vocab_size - 1
+        )
         if self.mask_token >= vocab_size:
             raise ConfigError(
                 f"data.mask_token={self.mask_token}, but the model's vocabulary has {vocab_size} tokens",

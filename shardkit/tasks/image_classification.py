@@ -76,9 +76,9 @@ def _pictures(config: RunConfig) -> tuple[list[Picture], list[Picture], list[str
     if data.path is None:
         shipped = shipped_pictures()
         return shipped, shipped, [picture.source for picture in shipped]
-    found, names = find_classes(data.path)
+    pictures, names = find_classes(data.path)
     if data.val_path is None:
-        return *split_pictures(found, data.val_fraction), names
+        return *split_pictures(pictures, data.val_fraction), names
     val, val_names = find_classes(data.val_path)
     if val_names != names:
         odd = sorted(set(names) ^ set(val_names))
@@ -86,4 +86,4 @@ def _pictures(config: RunConfig) -> tuple[list[Picture], list[Picture], list[str
             f"data.path={data.path} and data.val_path={data.val_path} differ in their classes: {', '.join(odd[:5])}",
             "give both the same directories of classes",
         )
-    return found, val, names
+    return pictures, val, names

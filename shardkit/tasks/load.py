@@ -88,9 +88,9 @@ def load_task(config: RunConfig) -> Task:
 
 
 def _import(spec: str, module_name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
@@ -98,7 +98,7 @@ def _import(spec: str, module_name: str) -> ModuleType:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"task.factory={spec}: there is no module {error.name}",
-                f"check the name, or put the directory that holds it on PYTHONPATH (searched first: {here})",
+                f"check the name, or put the directory that holds it on PYTHONPATH (searched first: {folder})",
             ) from error
         raise _raised(spec, f"importing {module_name} failed", error) from error
     except (Exception, SystemExit) as error:
@@ -106,15 +106,19 @@ def _import(spec: str, module_name: str) -> ModuleType:
 
 
 def _attribute(spec: str, module: ModuleType, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] | None = getattr(module, name, None)
-    if found is not None and callable(found):
-        return found
+    attribute: Callable[..., Any] | None = getattr(module, name, None)
+    if attribute is not None and callable(attribute):
+        return attribute
     callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     close = get_close_matches(name, callables, n=3, cutoff=0.5)
-    own = [key for key in callables if getattr(vars(module)[key], "__module__", None) == module.__name__]
-    fix = f"did you mean {' or '.join(close)}?" if close else f"it has: {', '.join(own) or 'no classes or functions'}"
-    what = f"has no {name}" if found is None else f"has {name}, but it cannot be called"
-    raise ConfigError(f"task.factory={spec}: module {module.__name__} ({_location(module)}) {what}", fix)
+    defined_here = [key for key in callables if getattr(vars(module)[key], "__module__", None) == module.__name__]
+    fix = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"it has: {', '.join(defined_here) or 'no classes or functions'}"
+    )
+    problem = f"has no {name}" if attribute is None else f"has {name}, but it cannot be called"
+    raise ConfigError(f"task.factory={spec}: module {module.__name__} ({_location(module)}) {problem}", fix)
 
 
 def build_model(config: RunConfig, task: Task) -> nn.Module:
@@ -141,24 +145,24 @@ def _check_arguments(spec: str, factory: Callable[..., Any], config: RunConfig) 
     try:
         signature.bind(config, **config.task.args)
     except TypeError as error:
-        given = ", ".join(config.task.args) or "nothing"
+        names = ", ".join(config.task.args) or "nothing"
         raise ConfigError(
-            f"task.factory={spec} cannot be called with the config and task.args ({given}): {error}",
+            f"task.factory={spec} cannot be called with the config and task.args ({names}): {error}",
             f"it is called as {signature.replace(return_annotation=signature.empty)}, config first; change task.args",
         ) from error
 
 
-def _raised(spec: str, what: str, error: BaseException) -> ConfigError:
+def _raised(spec: str, action: str, error: BaseException) -> ConfigError:
     """An error that names the raising line of the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
-        place = f"{error.filename}:{error.lineno}"
+        location = f"{error.filename}:{error.lineno}"
     else:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
-        own = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
-        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "unknown line"
+        user_frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
+        location = f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else "unknown line"
     message = " ".join(str(error).split())
     return ConfigError(
-        f"task.factory={spec}: {what} at {place}: {type(error).__name__}{': ' + message if message else ''}",
+        f"task.factory={spec}: {action} at {location}: {type(error).__name__}{': ' + message if message else ''}",
         "correct that line; SHARDKIT_DEBUG=1 shows the whole traceback",
     )
 
@@ -209,10 +213,10 @@ def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
     tokenizer = load_tokenizer(path) if path is not None else None
     if tokenizer is None:
         ids = [list(text.encode()) for text in train.sample_prompts]
-        found = Prompts(train.sample_prompts, tuple(ids), _read_bytes, None)
+        prompts = Prompts(train.sample_prompts, tuple(ids), _read_bytes, None)
     else:
         ids = [list(tokenizer(text).input_ids) for text in train.sample_prompts]
-        found = Prompts(train.sample_prompts, tuple(ids), tokenizer.decode, tokenizer.eos_token_id)
+        prompts = Prompts(train.sample_prompts, tuple(ids), tokenizer.decode, tokenizer.eos_token_id)
     for index, tokens in enumerate(ids):
         if not tokens:
             raise ConfigError(f"train.sample_prompts[{index}] is empty", "give it a word to begin with")
@@ -222,7 +226,7 @@ def read_prompts(config: RunConfig, task: Any) -> Prompts | None:
                 f"{train.sample_tokens} more than train.seq_len={train.seq_len}",
                 "shorten the prompt, or lower train.sample_tokens",
             )
-    return found
+    return prompts
 
 
 def _read_bytes(ids: list[int]) -> str:

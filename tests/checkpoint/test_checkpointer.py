@@ -51,7 +51,7 @@ def test_due(config: dict[str, Any], steps: list[int], make: Any) -> None:
 def test_a_step_is_saved_once(make: Any) -> None:
     checkpoints = make(fakes.Plain(), every_steps=1)
     checkpoints.save(RunState(step=4))
-    assert not checkpoints.due(4, is_last=True, asked=True)
+    assert not checkpoints.due(4, is_last=True, requested=True)
     assert checkpoints.due(5)
 
 

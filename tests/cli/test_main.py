@@ -56,7 +56,11 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["plann"], "No such command 'plann'", "did you mean plan"),
         (["trian"], "No such command 'trian'", "shardkit --help"),
         (["--debgu", "plan"], "No such option: --debgu", "did you mean --debug?"),
-        (["tokenize"], "Missing argument 'SRC'", "write shardkit tokenize SRC DIR; shardkit tokenize --help"),
+        (
+            ["tokenize"],
+            "Missing argument 'SRC'",
+            "write shardkit tokenize SRC DIR --tokenizer PATH; shardkit tokenize --help",
+        ),
         (["plan", "--modle", "x"], "No such option: --modle", "did you mean --model?"),
         (["plan", "x", "--gpus", "two"], "Invalid value for '--gpus'", "shardkit plan --help"),
         (["plan", "-", "--gpu"], "Option '--gpu' requires an argument", "shardkit plan --help"),

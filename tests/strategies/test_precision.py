@@ -12,7 +12,7 @@ from shardkit.config import capability
 from shardkit.config.schema import ParallelConfig, PrecisionConfig, RunConfig
 from shardkit.errors import ConfigError
 from shardkit.parallel.precision import cast_parameters, convert_to_fp8, set_matmul_precision
-from shardkit.run.checks import check_masters, describe
+from shardkit.run.dtypes import check_masters, describe
 from shardkit.run.job import start
 from tests.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: `.metadata` (a pickle), and torch.save archives packed into `*.distcp`."""
+"""Read folders of torch.distributed.checkpoint: `.metadata` is a pickle, `*.distcp` are packed torch.save archives."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _NAME_IT = "save the model under 'model' and its optimizer under 'optim', as get
 
 @dataclass(frozen=True)
 class _State:
-    """An optimizer's tensor: `<state>` of the parameter `fqn`."""
+    """The name of an optimizer's tensor: state `key` of the parameter `fqn`."""
 
     fqn: str
     key: str
 
 
 def open_dcp(folder: Path, weights_only: bool = False) -> Source:
-    """A folder that `torch.distributed.checkpoint.save` wrote, as a source.
+    """Open a folder that `torch.distributed.checkpoint.save` wrote.
 
     Raises:
         CheckpointError: damaged, incomplete, or unclear about which tensors are the model's weights.
@@ -65,6 +65,8 @@ def open_dcp(folder: Path, weights_only: bool = False) -> Source:
 
 
 class _Folder:
+    """A folder's tensors, by the keys of its metadata."""
+
     def __init__(self, path: Path, metadata: PickledObject) -> None:
         self.path = path
         paths: Mapping[str, Any] = metadata.get("planner_data") or {}
@@ -81,6 +83,7 @@ class _Folder:
         self._read: Counter[Path] = Counter()
 
     def source(self, weights_only: bool) -> Source:
+        """The model's tensors, and its optimizer's unless `weights_only`, under shardkit's names."""
         states = {key: state for key, path in self._keys.items() if (state := _state(path))}
         prefix, notes = self._model_prefix({state.fqn for state in states.values()}, states)
         weights = {key: str(path[-1]) for key, path in self._keys.items() if path[:-1] == prefix and key not in states}
@@ -99,7 +102,13 @@ class _Folder:
         return _without_copies(source, {plain[s.fqn] for s in states.values() if s.fqn in plain})
 
     def _model_prefix(self, trained: set[str], states: Mapping[str, _State]) -> tuple[tuple[str | int, ...], list[str]]:
-        """Find the model's branch of the saved state: by the optimizer's parameters, by name, or the only one."""
+        """Find the branch of the saved state that holds the model, and note the branches that are left out.
+
+        It is the one whose names are the optimizer's parameters, else the one that is called model, else the only one.
+
+        Raises:
+            CheckpointError: no branch, or several, can be the model.
+        """
         branches: dict[tuple[str | int, ...], set[str]] = {}
         for key, path in self._keys.items():
             if key not in states:
@@ -126,6 +135,14 @@ class _Folder:
         tensors: dict[str, FileTensor],
         scalars: dict[str, float],
     ) -> None:
+        """Add one optimizer state to `tensors`, or to `scalars` if it is one number.
+
+        Args:
+            plain: saved name of a weight → its name without wrappers.
+
+        Raises:
+            CheckpointError: it belongs to no weight, or is not one value per element.
+        """
         if state.fqn not in plain:
             raise CheckpointError(
                 f"{self.path} holds optimizer state of {state.fqn!r}, which is not the name of a weight in it",
@@ -141,6 +158,11 @@ class _Folder:
         tensors[name] = tensor
 
     def _tensor(self, key: str) -> FileTensor:
+        """A tensor with the extents of its chunks, each in an archive of its own.
+
+        Raises:
+            CheckpointError: an archive does not hold the chunk that the metadata names.
+        """
         entry = self._entries[key]
         shape, dtype = whole_numbers(entry.get("size")), _dtype(entry.get("properties"))
         extents = []
@@ -159,6 +181,7 @@ class _Folder:
         return archive.number(archive.content, name)
 
     def _archive(self, key: str, offsets: tuple[int, ...]) -> Archive:
+        """The archive with the chunk of tensor `key` that begins at `offsets`."""
         info = self._stored[key, offsets]
         name = info.get("relative_path")
         if not isinstance(name, str) or Path(name).name != name:
@@ -173,14 +196,14 @@ class _Folder:
 
 
 def _path(parts: Any) -> tuple[str | int, ...]:
-    """A tensor's path in the saved state."""
+    """Check a tensor's path in the saved state."""
     if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str | int) for part in parts):
         raise ValueError("a path that is not a tuple of names")
     return parts
 
 
 def _state(path: tuple[str | int, ...]) -> _State | None:
-    """The optimizer state that a path names: (…, state, fqn, key), or flattened (…, "state.fqn.key")."""
+    """The optimizer state of a path (…, state, fqn, key), or flattened (…, "state.fqn.key"); None for other paths."""
     if len(path) >= 3 and path[-3] == "state":
         return _State(str(path[-2]), str(path[-1]))
     flat_name = str(path[-1])
@@ -193,14 +216,14 @@ def _state(path: tuple[str | int, ...]) -> _State | None:
 def _runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64] | tuple[int, ...], int]:
-    """The starts of a block's runs in the flattened tensor, and the length of each run."""
+    """The index of each run's first element in the flattened tensor, for a block of it; and the runs' length."""
     if len(offsets) != len(shape) or any(o < 0 or o + n > s for o, n, s in zip(offsets, sizes, shape, strict=True)):
         raise ValueError(f"a block of {sizes} at {offsets} in a tensor of {shape}")
     if not math.prod(sizes):
         return (), 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis, run = len(shape), 1
-    while axis and run == math.prod(shape[axis:]):  # the inner axes are whole: elements of this one are adjacent
+    while axis and run == math.prod(shape[axis:]):  # the block spans all inner axes: slices of this axis are adjacent
         axis -= 1
         run *= sizes[axis]
     starts = np.array([sum(o * stride for o, stride in zip(offsets, strides, strict=True))], dtype=np.int64)
@@ -219,25 +242,26 @@ def _dtype(properties: PickledObject) -> torch.dtype:
 
 
 def _without_copies(source: Source, trained: set[str]) -> Source:
-    """Drop tensors that DCP saved twice: a tied weight under its second name, which has no moments of its own."""
+    """Drop tied weights that DCP saved again under a second name, which has no moments, and note them as ties."""
     ties: dict[str, str] = {}
     for name, info in source.tensors.items():
         fqn = name.removeprefix("model.")
         if not name.startswith("model.") or fqn in trained:
             continue
-        same = (f for f in sorted(trained) if _alike(source.tensors.get(f"model.{f}"), info))
-        original = next((f for f in same if _equal(source, name, f"model.{f}")), None)
+        candidates = (f for f in sorted(trained) if _has_type_of(source.tensors.get(f"model.{f}"), info))
+        original = next((f for f in candidates if _equal(source, name, f"model.{f}")), None)
         if original is not None:
             ties[fqn] = original
     unique = {name: info for name, info in source.tensors.items() if name.removeprefix("model.") not in ties}
     return replace(source, tensors=unique, ties=ties)
 
 
-def _alike(info: TensorInfo | None, reference: TensorInfo) -> bool:
+def _has_type_of(info: TensorInfo | None, reference: TensorInfo) -> bool:
     return info is not None and (info.shape, info.dtype) == (reference.shape, reference.dtype)
 
 
 def _equal(source: Source, name: str, original: str) -> bool:
+    """Whether two tensors of the same shape and type have the same elements; False if they are empty."""
     info = source.tensors[name]
     numel, step = math.prod(info.shape), PIECE_BYTES // info.dtype.itemsize
     for start in range(0, numel, step):
@@ -250,4 +274,5 @@ def _equal(source: Source, name: str, original: str) -> bool:
 
 
 def _text(prefix: tuple[str | int, ...]) -> str:
+    """A branch's path as text, for messages."""
     return ".".join(map(str, prefix)) or "the top level"

@@ -1,4 +1,4 @@
-"""DeepSpeed's own folders (`global_step*`) of ZeRO-1, 2 and 3: fp32 masters, moments, frozen weights and buffers.
+"""Read DeepSpeed's folders (`global_step*`) of ZeRO-1, 2 and 3: fp32 masters, moments, frozen weights and buffers.
 
 The layout that deepspeed 0.19 writes (`zero/stage_1_and_2.py`, `zero/stage3.py`, `utils/zero_to_fp32.py`):
 
@@ -30,11 +30,12 @@ _WEIGHTS_ONLY = "pass --weights-only to leave the optimizer state behind"
 
 
 def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder has a file of DeepSpeed's model states."""
     return any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
 def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
-    """A `global_step*` folder as a source.
+    """Open a `global_step*` folder.
 
     Raises:
         CheckpointError: damaged, incomplete, from a model-parallel job, or with state that cannot be converted.
@@ -55,6 +56,8 @@ def open_deepspeed(folder: Path, weights_only: bool = False) -> Source:
 
 
 class _Folder:
+    """Collects the tensors of a folder from the files of all ranks."""
+
     def __init__(self, folder: Path, weights_only: bool) -> None:
         self.path, self._weights_only = folder, weights_only
         self._models = _by_rank(folder, _MODEL)
@@ -66,6 +69,7 @@ class _Folder:
         self._reached: dict[str, int] = {}
 
     def source(self) -> Source:
+        """Read the index of all files, and return their tensors under shardkit's names."""
         model: Mapping[str, Any] = self._models[0].content
         groups: list[Mapping[str, tuple[int, ...]]] = [_shapes(group) for group in model.get("param_shapes") or ()]
         shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -75,7 +79,7 @@ class _Folder:
         if not self._optims:
             if model.get("optimizer") is not None and not self._weights_only:
                 raise CheckpointError(f"{self.path} holds optimizer state without names of parameters", _WEIGHTS_ONLY)
-            shapes = {}  # ZeRO is off: the module holds the weights
+            shapes = {}  # ZeRO is off: the module's state holds the weights
         else:
             self._read_partitions(groups)
         for name, extents in self._extents.items():
@@ -94,6 +98,14 @@ class _Folder:
         )  # fmt: skip
 
     def _read_partitions(self, groups: list[Mapping[str, tuple[int, ...]]]) -> None:
+        """Find each parameter's masters and moments in the flat partitions of all ranks.
+
+        Args:
+            groups: for each parameter group, name of a parameter → its shape.
+
+        Raises:
+            CheckpointError: files of some ranks are missing.
+        """
         rank_0 = self._optims[0].content["optimizer_state_dict"]
         count = rank_0["partition_count"]
         counts = set(count) if isinstance(count, list) else {count}
@@ -118,6 +130,15 @@ class _Folder:
                     self._add_states(archive, name, _base_state(state, index), masters[index], at, start, length)
 
     def _add(self, archive: Archive, name: str, flat: TensorRef, at: int, start: int, length: int) -> None:
+        """Add an extent to the tensor `name`.
+
+        Args:
+            flat: the flat partition that holds it, from element `at` on.
+            start: index of its first element in the flattened tensor.
+
+        Raises:
+            CheckpointError: the partition is too short, or has another dtype than the tensor's other extents.
+        """
         if not isinstance(flat, TensorRef) or at + length > flat.numel:
             raise CheckpointError(f"{archive.file} does not hold all of its part of {name}", RESTORE)
         if self._dtypes.setdefault(name, flat.dtype) != flat.dtype:
@@ -128,11 +149,11 @@ class _Folder:
     def _add_states(
         self, archive: Archive, name: str, state: Mapping[str, Any], master: TensorRef, at: int, start: int, length: int
     ) -> None:
-        """Moments lie beside the master, element for element; step counters are one number."""
+        """Add the optimizer's states of one parameter: moments, which lie as the master does, and step counters."""
         for key, value in state.items():
             state_name = f"optim.{name}.{key}"
             if isinstance(value, TensorRef) and value.shape:
-                # Padding of the last partition is kept for moments, not for masters.
+                # In the last partition, moments have padding and masters have none.
                 if len(value.shape) != 1 or value.numel < master.numel:
                     raise CheckpointError(f"{state_name} in {archive.file} is not one value per element", _WEIGHTS_ONLY)
                 self._add(archive, state_name, value, at, start, length)
@@ -140,7 +161,7 @@ class _Folder:
                 self._scalars[state_name] = archive.number(value, state_name)
 
     def _read_module(self, model: Mapping[str, Any], trained: Mapping[str, Any], ties: Mapping[str, str]) -> None:
-        """Read buffers, and weights that no optimizer holds: whole in the module, or a part per rank (ZeRO-3)."""
+        """Add buffers, and weights that no optimizer holds; ZeRO-3 stores a part of such a weight per rank."""
         frozen = _shapes(model.get("frozen_param_shapes") or {})
         buffers = set(model.get("buffer_names") or ())
         for name, ref in model["module"].items():
@@ -153,6 +174,7 @@ class _Folder:
                 self._tensors[f"{kind}.{name}"] = self._models[0].tensor(ref, name)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> FileTensor:
+        """A frozen weight of ZeRO-3, put together from each rank's part."""
         extents, numel = [], math.prod(shape)
         for rank in sorted(self._models):
             ref: TensorRef = self._models[rank].content["frozen_param_fragments"][name]
@@ -167,6 +189,11 @@ def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
+    """The files that match `pattern`, by rank.
+
+    Raises:
+        CheckpointError: a file belongs to a tensor-parallel job.
+    """
     archives: dict[int, Archive] = {}
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
@@ -180,7 +207,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Archive]:
 
 
 def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
-    """(parameter, group, first element in the group's partition, length) of one rank's partitions."""
+    """Yield (parameter, group, first element in its partition, length) for one rank's partitions of ZeRO-1/2."""
     for index, mapping in enumerate(state["param_slice_mappings"]):
         for name, fragment in mapping.items():
             start, length = whole_numbers([fragment.get("start"), fragment.get("numel")])
@@ -190,7 +217,10 @@ def _stage12(state: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
 def _stage3(
     state: Mapping[str, Any], groups: list[Mapping[str, tuple[int, ...]]], rank: int, world: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """The same for ZeRO-3: each parameter's part without its padding; a part never crosses a sub-group's end."""
+    """Yield (parameter, sub-group, first element in its partition, length without padding) for one rank's ZeRO-3 parts.
+
+    A part never crosses the end of a sub-group.
+    """
     flats: list[TensorRef] = state["fp32_flat_groups"]
     index, at = 0, 0
     for group in groups:
@@ -204,7 +234,7 @@ def _stage3(
 
 
 def _base_state(state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """The wrapped optimizer's states of flat partition `index`; FusedAdam counts steps in the parameter group."""
+    """The base optimizer's states of flat partition `index`; FusedAdam has its step counter in the parameter group."""
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     if isinstance(base, list):  # an elastic checkpoint
         step = state.get("base_optimizer_state_step")
@@ -223,6 +253,7 @@ def _number(value: Any) -> int:
 
 
 def _rename(name: str, trained: Mapping[str, Any], renamed: Mapping[str, str]) -> str:
+    """A tensor's name with its parameter's name replaced as `renamed` says."""
     kind, _, tail = name.partition(".")
     if kind != "optim":
         return f"{kind}.{renamed[tail]}"

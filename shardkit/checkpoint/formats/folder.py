@@ -1,7 +1,7 @@
-"""What a folder of Hugging Face holds beside the weights: configs, the tokenizer, and a card that says how it was made.
+"""Write the files of a Hugging Face folder beside the weights: configs, the tokenizer, and a model card.
 
-A folder with these files needs nothing else to be served: `AutoModelForCausalLM` and `AutoTokenizer`, vLLM and
-llama.cpp's `convert_hf_to_gguf.py` read them (docs/checkpoint.md).
+With them, `AutoModelForCausalLM`, `AutoTokenizer`, vLLM and llama.cpp's `convert_hf_to_gguf.py` can read the folder
+(docs/checkpoint.md).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model",
     "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""Files that tokenizers are made of; a folder has some of them."""
+"""Files of tokenizers; a folder has some of them."""
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-"""Files that a derived model hands on."""
+"""Files that a derived model passes on."""
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of the generation settings that a run may have changed with `model.hf`."""
+"""Keys of the generation settings that `model.hf` may have changed for a run."""
 CARD = "README.md"
 
 
 def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and the generation settings, which `AutoModel*.from_pretrained(folder)` looks for.
 
-    The settings are those of the folder that the run began with, if it has any.
+    The generation settings come from the folder from which the run started, if it has any.
 
     Args:
         model: a transformers model, for its config.
@@ -58,7 +58,10 @@ def write_configs(model: Any, config: RunConfig | None, folder: Path, dtype: tor
 
 
 def copy_tokenizer(config: RunConfig, folder: Path) -> str:
-    """Copy the run's tokenizer, its chat template and the base model's licence; returns why it cannot, else nothing.
+    """Copy the run's tokenizer, its chat template and the base model's licence.
+
+    Returns:
+        The reason why there is no tokenizer to copy; empty if there is one.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -87,6 +90,7 @@ def copy_tokenizer(config: RunConfig, folder: Path) -> str:
 
 
 def _replace_keys(file: Path, changed: Mapping[str, Any]) -> None:
+    """Change keys of a JSON file; a file that is no mapping stays as it is."""
     keys = parse_json(read_regular(file)) if changed else None
     if isinstance(keys, dict):
         file.write_text(json.dumps({**keys, **changed}, indent=2, ensure_ascii=False) + "\n")
@@ -121,6 +125,12 @@ def _copy_of(model: Path, name: str, folder: Path) -> None:
 
 
 def _copy(file: Path, target: Path) -> None:
+    """Copy a regular file's content.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        OSError: the copy cannot be written.
+    """
     try:
         target.write_bytes(read_regular(file))
     except OSError as error:
@@ -130,7 +140,7 @@ def _copy(file: Path, target: Path) -> None:
 
 
 def write_card(manifest: Manifest, config: RunConfig, run: Path, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model card: facts about the run alone, with the header that model hubs and llama.cpp read."""
+    """Write the model card: facts about the run, below the header that model hubs and llama.cpp read."""
     base = _base(config)
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["shardkit"]}
     if getattr(model, "can_generate", lambda: False)():
@@ -146,7 +156,7 @@ def write_card(manifest: Manifest, config: RunConfig, run: Path, model: Any, fol
 def facts(
     manifest: Manifest, config: RunConfig, run: Path, model: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, object]]:
-    """What was trained, on which data, for how long, and with which result."""
+    """Yield the rows of the model card: the model, its data, the length of training, and the losses."""
     train, optim, state = config.train, config.optim, manifest.run
     yield "base model", _base(config) or "none: trained from random weights"
     if config.adapter.type != "none":
@@ -170,13 +180,13 @@ def facts(
 
 
 def data_names(config: RunConfig) -> list[str]:
-    """Names of the training data, without the folders that hold them."""
+    """Names of the training data, without the folders in front of them."""
     named: list[str | None] = [source.name or source.path for source in config.data.sources]
     return [Path(str(name)).name for name in (named or [config.data.path]) if name]
 
 
 def _base(config: RunConfig) -> str:
-    """The name of the folder that the weights came from; empty for random ones."""
+    """The name of the folder from which the run took its weights; empty for random weights."""
     if not config.model.init_from:
         return ""
     folder = Path(config.model.init_from).expanduser().resolve()
@@ -186,6 +196,7 @@ def _base(config: RunConfig) -> str:
 
 
 def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str, float]]:
+    """Yield the training loss of a step from the run's metrics, and the validation loss, if they exist."""
     records = [r for r in read_objects(run / "metrics.jsonl") if r.get("step") == step]
     record: Mapping[str, Any] = records[-1] if records else {}
     if isinstance(loss := record.get("loss"), float):
@@ -195,17 +206,18 @@ def _losses(run: Path, step: int, val_loss: float | None) -> Iterator[tuple[str,
 
 
 def _cell(value: object) -> str:
+    """A value as the text of a Markdown table's cell."""
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def folder_dtype(config: RunConfig) -> str | None:
-    """The type in which the folder that describes the model says its weights are kept; None if it does not say."""
+    """The type of the weights according to the config.json that describes the model; None if it does not say."""
     described = config.model.described_by
     if described is None:
         return None
     try:
         keys = parse_json(read_regular(described))
     except (OSError, ValueError):
-        return None  # whoever builds the model has complained
+        return None  # building the model has reported this error
     dtype = keys.get("dtype", keys.get("torch_dtype")) if isinstance(keys, dict) else None
     return dtype if isinstance(dtype, str) else None

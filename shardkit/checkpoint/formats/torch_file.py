@@ -1,4 +1,4 @@
-"""Files that torch.save writes (`.pt`, `.pth`, `.bin`), read without torch.load: a zip of a pickle and arrays."""
+"""Read files of torch.save (`.pt`, `.pth`, `.bin`), zip archives of a pickle and arrays, without torch.load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # PKWARE APPNOTE 4.3.7: signature, th
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + length) of a file as a separate file."""
+    """Presents the bytes [start, start + length) of a file as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -84,6 +84,7 @@ class Archive:
         self.content = load(self._pickle, str(file))
 
     def _refuse_other_formats(self, window: _Window) -> None:
+        """Refuse a file that does not begin as a zip archive does."""
         head = window.read(4)
         window.seek(0)
         if head != b"PK\x03\x04":
@@ -93,7 +94,15 @@ class Archive:
             )
 
     def _index(self, archive: zipfile.ZipFile, window: _Window) -> dict[str, tuple[int, int]]:
-        """(offset in the file, bytes) of each stored array by its key; reads the pickle."""
+        """Read the archive's directory and its pickle.
+
+        Returns:
+            Key of each stored array → (offset in the file, bytes).
+
+        Raises:
+            ValueError: an entry is compressed, cut off, missing, or there twice.
+            CheckpointError: the arrays are big-endian.
+        """
         entries = {info.filename: info for info in archive.infolist()}
         names = [name for name in entries if name.endswith("/data.pkl")]
         if len(names) != 1 or len(entries) != len(archive.infolist()):
@@ -138,14 +147,14 @@ class Archive:
         return offset + ref.start * ref.dtype.itemsize
 
     def tensor(self, ref: TensorRef, name: str) -> FileTensor:
-        """The tensor's shape, dtype and place in the file."""
+        """A tensor of the pickle with its extent in the file."""
         return FileTensor(ref.shape, ref.dtype, (Extent(self.file, self.offset_of(ref, name), (0,), ref.numel),))
 
     def number(self, value: Any, name: str) -> float:
-        """A number, or the only element of a tensor.
+        """A number of the pickle, which may be stored as a tensor of one element.
 
         Raises:
-            CheckpointError: it is neither.
+            CheckpointError: the value is no number.
         """
         if isinstance(value, TensorRef) and value.numel == 1:
             with open_regular(self.file) as file:
@@ -164,18 +173,20 @@ _HOLDERS = ("state_dict", "model_state_dict", "model", "module")
 
 
 def is_torch_folder(folder: Path) -> bool:
+    """Whether a folder has an index of torch files, or one torch file with a usual name."""
     return (folder / INDEX).exists() or len(_lone(folder)) == 1
 
 
 def _lone(folder: Path) -> list[Path]:
+    """The torch files with usual names in a folder."""
     return [folder / name for name in ("model.pt", "pytorch_model.bin") if (folder / name).is_file()]
 
 
 def open_torch(path: Path) -> Source:
-    """A file, or a folder with one or with an index, as a source of weights without optimizer state.
+    """Open a torch file, or a folder with one or with an index, as a source of weights without optimizer state.
 
     Raises:
-        CheckpointError: damaged, hostile, or without a state dict.
+        CheckpointError: a file is damaged, hostile, or without a state dict.
     """
     lone = _lone(path) if path.is_dir() and not (path / INDEX).exists() else []
     tensors: dict[str, FileTensor] = {}
@@ -196,7 +207,14 @@ def open_torch(path: Path) -> Source:
 
 
 def _state_dict(content: Any, file: Path) -> tuple[dict[str, TensorRef], list[str]]:
-    """The tensors by name, and the names of everything else that was saved."""
+    """Find the state dict in a saved object.
+
+    Returns:
+        The tensors by name, and the names of everything else in the object.
+
+    Raises:
+        CheckpointError: there is no state dict.
+    """
     if isinstance(content, Mapping):
         for holder in (content, *(content[key] for key in _HOLDERS if isinstance(content.get(key), Mapping))):
             weights = {str(k): v for k, v in holder.items() if isinstance(v, TensorRef)}

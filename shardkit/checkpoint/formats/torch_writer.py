@@ -1,6 +1,6 @@
-"""Write a state dict as torch.save would, a piece of a tensor at a time.
+"""Write a state dict in the format of torch.save, a piece of a tensor at a time.
 
-`torch.load(file, weights_only=True)` reads it, also with `mmap=True`.
+`torch.load(file, weights_only=True)` reads the file, also with `mmap=True`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ Pieces = Callable[[str], Iterable[torch.Tensor]]
 
 
 class _Storage:
-    """Stands for a stored array in the pickle."""
+    """Stands for a stored array while the state dict is pickled."""
 
     def __init__(self, key: int, info: TensorInfo) -> None:
         self.key, self.info = key, info
 
 
 class _Tensor:
-    """Stands for a tensor in the pickle."""
+    """Stands for a tensor while the state dict is pickled."""
 
     def __init__(self, storage: _Storage) -> None:
         self.storage = storage
 
 
 class _Pickler(pickle.Pickler):
+    """Writes the references that torch.save writes in place of storages and tensors."""
+
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
@@ -67,11 +69,11 @@ class _Pickler(pickle.Pickler):
 
 
 def write_state_dict(file: Path, tensors: Mapping[str, TensorInfo], ties: Mapping[str, str], pieces: Pieces) -> None:
-    """Write the tensors, and their other names, to a new file.
+    """Write tensors to a new file, each under all of its names.
 
     Args:
-        ties: other name → a name in `tensors`; both share their elements when the file is loaded.
-        pieces: name → its elements in order, 1-D and in the type that `tensors` says.
+        ties: further name of a tensor → its name in `tensors`; both share their elements when the file is loaded.
+        pieces: gives a tensor's elements in order, as 1-D tensors of the type that `tensors` says.
     """
     storages = {name: _Storage(key, info) for key, (name, info) in enumerate(tensors.items())}
     state = OrderedDict((name, _Tensor(storage)) for name, storage in storages.items())
@@ -93,7 +95,7 @@ def _info(name: str) -> zipfile.ZipInfo:
 
 
 def _aligned(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """An entry whose data begins aligned: an extra field that readers skip fills the space before it."""
+    """An entry whose data begins aligned. An extra field, which readers skip, fills the space before the data."""
     info = _info(name)
     at = archive.start_dir + _FIXED_HEADER + len(info.filename) + _ZIP64_EXTRA + 4
     padding = -at % ALIGNMENT

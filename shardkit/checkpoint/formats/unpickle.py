@@ -21,11 +21,11 @@ from .tensor_source import RESTORE, whole_numbers
 
 
 class Refused(Exception):
-    """A pickle asks for something that is not on the list."""
+    """Raised when a pickle asks for a name or an object that is not allowed."""
 
 
 class _Sealed:
-    """An object that a pickle cannot give state."""
+    """Base of objects whose state a pickle cannot set."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class _Sealed:
 
 @dataclass(frozen=True)
 class StorageRef(_Sealed):
-    """A stored array: its key in the archive, its dtype and its number of elements."""
+    """A reference to a stored array: its key in the archive, its dtype, and its number of elements."""
 
     key: str
     dtype: torch.dtype | None
@@ -44,7 +44,7 @@ class StorageRef(_Sealed):
 
 @dataclass(frozen=True)
 class TensorRef(_Sealed):
-    """A tensor whose elements lie in `storage`, from element `start` on."""
+    """A reference to a tensor whose elements lie in `storage`, from element `start` on."""
 
     storage: StorageRef
     start: int
@@ -68,13 +68,13 @@ class TensorRef(_Sealed):
 
 @dataclass(frozen=True)
 class _Storage(_Sealed):
-    """A storage class by its name."""
+    """Stands for one of torch's storage classes, by name."""
 
     name: str
 
 
 class PickledObject:
-    """An object whose class is not loaded: only the data it was made from."""
+    """An object whose class is not loaded. It has only the data from which the pickle would make it."""
 
     kind = ""
     args: tuple[Any, ...]
@@ -99,12 +99,12 @@ class PickledObject:
         self.items.append((key, value))
 
     def get(self, name: str) -> Any:
-        """An attribute; raises `KeyError` if the object had none of that name."""
+        """An attribute of the object; raises `KeyError` if it has none of that name."""
         return self.state[name]
 
 
 class _Call(_Sealed):
-    """A function that a pickle may call."""
+    """Wraps a function that a pickle may call, so that the pickle cannot change the function."""
 
     __slots__ = ("_function",)
 
@@ -186,8 +186,10 @@ _RECORDS = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Answers every name from the tables above; each pickle gets its own classes and wrappers, so that none can affect
-    the next one."""
+    """Resolves every name from the tables above.
+
+    Each pickle gets classes and wrappers of its own, so that it cannot affect the pickles that are read later.
+    """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -217,12 +219,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load(content: bytes, file: str) -> Any:
-    """A pickle's content as dicts, lists, numbers, text, `TensorRef` and `PickledObject`; no code of the file runs.
+    """Read a pickle's content as dicts, lists, numbers, text, `TensorRef` and `PickledObject`. None of its code runs.
 
-    Eighty bytes can stand for 2**40 objects: the caller bounds memory and time, see `files.bounded`.
+    Eighty bytes can stand for 2**40 objects, so the caller must bound memory and time: see `files.bounded`.
 
     Args:
-        where: the file, for messages.
+        file: the file's name, for messages.
 
     Raises:
         CheckpointError: the file asks for anything else, or is damaged.

@@ -1,11 +1,11 @@
-"""The checkpoint folder: its names, and the renames that complete or delete a checkpoint. One rank does all of this.
+"""The names in a checkpoints folder, and the renames that complete or delete a checkpoint. Rank 0 alone does them.
 
 checkpoints/
-  step_00000123/          complete: renamed to this name once all its bytes were on disk
-  step_00000123.tmp/      being written, or left by a crash: swept
-  step_00000123.old/      replaced, until its successor is in place: put back if a crash left it
-  step_00000123.deleted/  being deleted: swept
-  step_00000123.corrupt/, .superseded/  set aside by a resume: no longer a checkpoint, kept for inspection
+  step_00000123/          complete: renamed to this name when all its bytes were on disk
+  step_00000123.tmp/      being written, or left by a crash; `sweep` deletes it
+  step_00000123.old/      replaced by a new save; `sweep` puts it back if a crash left no successor
+  step_00000123.deleted/  being deleted; `sweep` deletes what a crash left
+  step_00000123.corrupt/, .superseded/  set aside by a resume: no longer a checkpoint, but there for inspection
   latest                  name of the newest complete checkpoint, for scripts
 """
 
@@ -40,7 +40,7 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Folders that claim to be complete checkpoints, newest first."""
+    """The folders whose names say that they are complete checkpoints, newest first."""
     if not root.is_dir():
         return []
     folders = [p for p in root.iterdir() if step_of(p) is not None and p.is_dir()]
@@ -48,10 +48,10 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
-        CorruptCheckpoint: there is none, or it is damaged.
+        CorruptCheckpoint: the folder has none, or it is damaged.
         CheckpointError: it cannot be read, or this version does not know its schema.
     """
     file = path / FILE_NAME
@@ -65,7 +65,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Check that every data file is there and as long as the manifest says; their bytes are not read.
+    """Check that every data file exists and is as long as the manifest says. Their bytes are not read.
 
     Raises:
         CorruptCheckpoint: a file is missing or has another size; the message names it.
@@ -98,7 +98,7 @@ def sweep(root: Path) -> None:
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Turn a finished draft into a checkpoint by one rename; it replaces any checkpoint of that name."""
+    """Rename a finished draft to a checkpoint; it replaces an earlier checkpoint of that name."""
     old = final.with_suffix(OLD)
     if final.exists():
         if old.exists():
@@ -124,7 +124,7 @@ def point_latest(root: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a crash halfway leaves nothing that looks like one."""
+    """Delete a checkpoint so that a crash halfway leaves no folder that looks like one."""
     doomed = path.with_suffix(DELETED)
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -133,7 +133,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename a checkpoint so that nothing takes it for one; its bytes stay. Returns the new path."""
+    """Rename a checkpoint so that it no longer counts as one, and keep its files. Returns the new path."""
     target = path.with_suffix(suffix)
     if target.exists():
         shutil.rmtree(target)
@@ -143,7 +143,11 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 
 def prune(root: Path, keep_last: int | None, keep_best: bool) -> list[Path]:
-    """Delete all but the newest `keep_last` and, with `keep_best`, the best by validation loss; returns the deleted."""
+    """Delete all checkpoints but the newest `keep_last` and, with `keep_best`, the one with the lowest validation loss.
+
+    Returns:
+        The deleted checkpoints.
+    """
     if keep_last is None:
         return []
     doomed = checkpoints(root)[keep_last:]

@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 
 SCHEMA = 1
 READABLE = (1,)
-"""Schemas that this version loads: its own and the previous one (the first has none)."""
+"""Schemas that this version loads: the current one and, from the second on, the one before it."""
 
 FILE_NAME = "manifest.json"
 CHUNK_BYTES = 64 * 2**20
@@ -27,7 +27,7 @@ DTYPE_BYTES = {
 _FILE = re.compile(r"rank_\d{5,}\.bin")
 _LARGEST = 2**62
 _MOST_DIMENSIONS = 64
-"""torch's own limit; a product of very many sizes takes minutes."""
+"""torch's own limit. Without it, the product of a shape of very many sizes would take minutes."""
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -36,7 +36,13 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, start + length) of a flattened tensor: their place in a file, and the CRC-32 of each block."""
+    """Elements [start, start + length) of a flattened tensor, as they lie in a file.
+
+    Attributes:
+        file: index of the file in the manifest.
+        offset: byte of the file at which they begin.
+        crcs: CRC-32 of each block of their bytes.
+    """
 
     start: int
     length: int
@@ -76,14 +82,14 @@ class RunState:
     """The state of a run after a step, without its tensors.
 
     Attributes:
-        step: optimizer steps done; the learning rate is a function of it.
-        tokens_total: target tokens seen.
+        step: number of optimizer steps; the learning rate is a function of it.
+        tokens_total: number of target tokens that the run has trained on.
         seed: seed of the data order (train.seed).
         epoch: epoch of the next sample.
         next_sample: the next sample's position in the epoch's order, over all ranks.
         n_samples: size of the training split, to notice that it changed; `None` if the caller feeds the data.
         val_loss: validation loss at this step; `None` without an evaluation.
-        extra: any JSON values that a caller wants back.
+        extra: any JSON values that the caller stores with the state.
     """
 
     step: int
@@ -121,10 +127,10 @@ class Manifest:
 
 
 def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
-    """The run's state in a form that JSON can hold: a non-finite validation loss becomes `None`.
+    """The run's state in a form that JSON can hold: a validation loss that is not finite becomes `None`.
 
     Raises:
-        CheckpointError: `extra` holds something that is not JSON, or a scalar is not finite.
+        CheckpointError: `extra` holds a value that is not JSON, or a scalar is not finite.
     """
     if run.val_loss is not None and not math.isfinite(run.val_loss):
         run = replace(run, val_loss=None)
@@ -146,7 +152,7 @@ def storable(run: RunState, scalars: Mapping[str, float]) -> RunState:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The file's content: one JSON object of the manifest and the BLAKE2 digest of its canonical text."""
+    """The content of a manifest file: a JSON object of the manifest and the BLAKE2 digest of its canonical text."""
     body = {
         "schema": SCHEMA,
         "run": asdict(manifest.run),
@@ -180,14 +186,14 @@ def _digest(text: str) -> str:
 
 
 def parse(content: bytes, file: str) -> Manifest:
-    """Parse a manifest file's content; nothing in it is executed, every number is checked.
+    """Parse the content of a manifest file. Every number is checked, and nothing is executed.
 
     Args:
-        where: the file's path, for messages.
+        file: the file's path, for messages.
 
     Raises:
-        CorruptCheckpoint: the digest does not match, or something in it is impossible.
-        CheckpointError: this version does not read its schema.
+        CorruptCheckpoint: the digest does not match, or an entry is impossible.
+        CheckpointError: this version does not read the manifest's schema.
     """
     try:
         document = json.loads(content)
@@ -262,7 +268,11 @@ def _tensor(name: str, entry: Mapping[str, Any], files: tuple[DataFile, ...], bl
 
 
 def find_hole(numel: int, ranges: list[tuple[int, int]]) -> int | None:
-    """The first of `numel` elements that the ordered (start, length) ranges do not hold exactly once."""
+    """The index of the first of `numel` elements that the ordered (start, length) ranges do not hold exactly once.
+
+    Returns:
+        None if they hold each element exactly once.
+    """
     expected = 0
     for start, length in ranges:
         if start != expected or length < 1:

@@ -1,4 +1,4 @@
-"""Plan which rank writes and reads which ranges: torch.distributed.checkpoint over flattened logical tensors."""
+"""Plan which rank writes and reads which ranges of flattened tensors, as planners of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Ranges = dict[str, list[Shard]]
 
 
 def by_name(shards: Iterable[Shard]) -> Ranges:
-    """Shards grouped by tensor, without the empty ones."""
+    """Group shards by tensor; empty shards are left out."""
     ranges: Ranges = {}
     for shard in shards:
         if shard.local.numel():
@@ -59,7 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class RangeSavePlanner(SavePlanner):
-    """Each rank writes the ranges it owns, cut into chunks; replica 0 writes the ranges that several ranks hold."""
+    """Plans a save: each rank writes its ranges, cut into chunks. Of ranks with the same range, replica 0 writes it."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
@@ -96,7 +96,7 @@ class RangeSavePlanner(SavePlanner):
         return WriteItem(MetadataIndex(shard.name, offset), WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The unchanged plans and their merged metadata; the coordinator checks here that no element is missing.
+        """Check on the coordinator that the ranks' plans cover every element, and merge their metadata.
 
         Raises:
             CheckpointError: ranks disagree about a tensor, or its ranges leave a hole.
@@ -138,7 +138,7 @@ class RangeSavePlanner(SavePlanner):
 
 
 class RangeLoadPlanner(LoadPlanner):
-    """Each rank reads the parts of saved chunks that overlap the ranges it has to fill."""
+    """Plans a load: each rank reads the parts of saved chunks that overlap the ranges that it fills."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -197,10 +197,10 @@ class RangeLoadPlanner(LoadPlanner):
 
 
 def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEntry:
-    """The saved tensor for a range to fill.
+    """The saved tensor from which a range is filled.
 
     Raises:
-        CheckpointError: it is missing, or has another shape or dtype; nothing is ever cast or reshaped.
+        CheckpointError: it is missing, or has another shape or dtype. Nothing is ever cast or reshaped.
     """
     entry = tensors.get(shard.name)
     if entry is None:
@@ -219,10 +219,13 @@ def matching_entry(tensors: Mapping[str, TensorEntry], shard: Shard) -> TensorEn
 
 
 def refuse_leftovers(tensors: Mapping[str, TensorEntry], run_names: Sequence[str]) -> None:
-    """Raise unless every saved weight, moment and buffer has a place in this run.
+    """Refuse a checkpoint with a weight, moment or buffer that this run would drop.
+
+    Args:
+        run_names: the tensors that the run loads.
 
     Raises:
-        CheckpointError: something would be dropped; the message names it.
+        CheckpointError: a tensor would be dropped; the message names it.
     """
     dropped = sorted({n for n, t in tensors.items() if n.startswith(_KINDS) and t.numel} - set(run_names))
     if dropped:
@@ -236,7 +239,7 @@ _KINDS = ("model.", "optim.", "buffer.", "ema.")
 
 
 def _fix(name: str) -> str:
-    """The setting that makes a run and a checkpoint hold the same kinds of state."""
+    """The fix to print if a run and a checkpoint do not hold the same kinds of state."""
     if name.startswith("optim."):
         return "set optim.name and its keys to those of the checkpoint"
     if name.startswith("ema."):

@@ -1,4 +1,4 @@
-"""Read any range of any tensor, checked block by block, without a process group."""
+"""Read any range of any tensor of a checkpoint, checked block by block, without a process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .manifest import Chunk, CorruptCheckpoint, Manifest, TensorEntry
 from .writer import byte_view
 
 _PIECE_BYTES = 8 * 2**20
-"""Bytes read at once, then checked while they are in the processor's cache and the kernel reads ahead."""
+"""Bytes that are read at once, and then checked while they are in the processor's cache and the kernel reads ahead."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CheckpointReader:
         self._read_bytes(entry, chunk, low, byte_view(out))
 
     def _read_bytes(self, entry: TensorEntry, chunk: Chunk, low: int, out: memoryview) -> None:
-        """Bytes [low, low + len(out)) of a chunk: whole blocks go straight to `out`, partial blocks through a copy."""
+        """Read the bytes [low, low + len(out)) of a chunk. Whole blocks go directly to `out`, parts are copied."""
         block, total, high = self.manifest.block_bytes, chunk.length * entry.itemsize, low + len(out)
         at = low
         while at < high:
@@ -119,7 +119,11 @@ class CheckpointReader:
             at = end
 
     def _pread_checked(self, entry: TensorEntry, chunk: Chunk, at: int, out: memoryview) -> None:
-        """Read bytes that begin at a block's start and end at a block's or the chunk's end."""
+        """Read and check bytes that begin at a block's start and end at a block's or the chunk's end.
+
+        Raises:
+            CorruptCheckpoint: a block does not match its checksum.
+        """
         block = self.manifest.block_bytes
         step = max(_PIECE_BYTES // block, 1) * block
         for begin in range(0, len(out), step):
@@ -200,7 +204,7 @@ class RangeReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        # One after the other, in file order: several readers of one file defeat the kernel's read-ahead.
+        # One item after the other, in file order: several readers of one file defeat the kernel's read-ahead.
         for item in sorted(plan.items, key=self._file_position):
             self._read(item, planner)
         future: Future[None] = Future()

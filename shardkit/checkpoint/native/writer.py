@@ -26,9 +26,9 @@ from .manifest import BLOCK_BYTES, CHUNK_BYTES, FILE_NAME, Chunk, DataFile, Mani
 from .planner import dtype_name
 
 ALIGNMENT = 64
-"""Chunks begin at multiples of this many bytes in their file, so a memory map of one is aligned for any type."""
+"""Chunks begin at multiples of so many bytes in their file, so that a memory map of a chunk is aligned for any type."""
 _SPARE_BYTES = 64 * 2**20
-"""Space that a save leaves free: for the manifest, the metrics and the file system's own needs."""
+"""Free space that a save leaves on the disk, for the manifest, the metrics and the file system itself."""
 
 
 def data_file_name(rank: int) -> str:
@@ -36,7 +36,7 @@ def data_file_name(rank: int) -> str:
 
 
 class RangeWriter(StorageWriter):
-    """Storage of one save: `<final>.tmp` until rank 0 has the manifest on disk, then `<final>`."""
+    """The storage of one save: a folder `<final>.tmp`, which becomes `<final>` when rank 0 has written the manifest."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class RangeWriter(StorageWriter):
         self.draft = final.with_suffix(TMP)
         self._rank = rank
         self.phase = "waiting for all ranks' plans"
-        """What this rank is doing; `waiting …` if it needs another rank to go on."""
+        """The phase of the save in which this rank is; begins with `waiting` while the rank needs other ranks."""
         self._about: dict[str, Any] = dict(run=run, strategy=strategy, world_size=world_size, scalars=scalars)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves: each has its own writer."""
+        """Does nothing: each save has a writer of its own, so there is no state of an earlier save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -66,10 +66,10 @@ class RangeWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: check the free space and make an empty folder to write to.
+        """Check the free space and make an empty folder to write to; the coordinator alone calls this.
 
         Raises:
-            OSError: no space for the checkpoint beside the existing ones, or the folder cannot be made.
+            OSError: there is no space for the checkpoint beside the existing ones, or the folder cannot be made.
         """
         self.phase = f"making {self.draft.name}"
         self._fence()
@@ -98,7 +98,7 @@ class RangeWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, once every rank's file is on disk: write the manifest, then give the folder its name."""
+        """Write the manifest and rename the folder; the coordinator calls this when every rank's file is on disk."""
         self.phase = f"writing {self.draft.name}/{FILE_NAME}"
         manifest = self._manifest(metadata, results)
         with (self.draft / FILE_NAME).open("xb") as file:
@@ -153,10 +153,13 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Write tensors one after another and sync them to disk; returns (offset, CRC-32 of each block) per tensor.
+    """Write tensors one after another to a new file and sync it to disk.
 
     A thread computes checksums while the same bytes are written: both release the GIL. The kernel is told to write to
-    disk at once, so the fsync at the end finds little waiting; bytes on disk leave the page cache.
+    disk at once, so that the fsync at the end has little to do; bytes on disk leave the page cache.
+
+    Returns:
+        (offset in the file, CRC-32 of each block), for each tensor.
     """
     placed: list[tuple[int, ThreadFuture[tuple[int, ...]]]] = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -172,7 +175,7 @@ def write_file(path: Path, tensors: Iterable[torch.Tensor]) -> list[tuple[int, t
                 if at - begun >= CHUNK_BYTES:
                     os.posix_fadvise(descriptor, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
-                crcs.result()  # hold at most one chunk for its checksum
+                crcs.result()  # at most one chunk waits in memory for its checksum
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -187,13 +190,13 @@ def _write(descriptor: int, view: bytes | memoryview) -> int:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's own bytes, writable."""
+    """The bytes of a contiguous CPU tensor, as a writable view."""
     view: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(view)
 
 
 def block_crcs(view: memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
-    """CRC-32 of each block of the bytes; the last one may be short."""
+    """The CRC-32 of each block of the bytes; the last block may be short."""
     return tuple(zlib.crc32(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 

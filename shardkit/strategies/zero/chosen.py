@@ -57,9 +57,9 @@ class ChosenParts:
             by_member: dict[str, list[nn.Parameter]] = {}
             for param in group["params"]:
                 by_member.setdefault(self._member_of.get(id(param), ""), []).append(param)
-            (_, first), *others = sorted(by_member.items())
-            group["params"] = first
-            copies = [{**group, "params": params} for _, params in others]
+            (_, group_params), *later_members = sorted(by_member.items())
+            group["params"] = group_params
+            copies = [{**group, "params": params} for _, params in later_members]
             self._copies += [(copy, group) for copy in copies]
             groups += [group, *copies]
         optimizer.param_groups = groups or optimizer.param_groups
@@ -139,7 +139,7 @@ class _AgreedOrder:
         self._arguments = [(param,) if self._stage == 3 else (param, index) for param, index in reversed(params)]
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
         self._finish = getattr(zero, EPILOGUE)
-        self._place = {id(arguments[0]): place for place, arguments in enumerate(self._arguments)}
+        self._position = {id(arguments[0]): position for position, arguments in enumerate(self._arguments)}
         self._arrivals: list[int] | None = []
         zero.reduce_ready_partitions_and_remove_grads = self._arrived
         setattr(zero, EPILOGUE, self._end)
@@ -160,10 +160,10 @@ class _AgreedOrder:
                 "where ranks use different parameters: the model recomputes with torch's reentrant checkpoint",
                 "pass use_reentrant=False to checkpoint(), or set activation.policy instead of calling it",
             )
-        place = self._place[id(param)]
-        self._waiting.add(place)
+        position = self._position[id(param)]
+        self._waiting.add(position)
         if self._arrivals is not None:
-            self._arrivals.append(place)
+            self._arrivals.append(position)
         while self._next in self._waiting:
             self._waiting.remove(self._next)
             self._reduce(*self._arguments[self._next])
@@ -171,10 +171,10 @@ class _AgreedOrder:
 
     def _end(self) -> None:
         if self._reduces:
-            for place in range(self._next, len(self._arguments)):
-                if place not in self._waiting:
-                    self._set_zero(self._arguments[place][0])
-                self._reduce(*self._arguments[place])
+            for position in range(self._next, len(self._arguments)):
+                if position not in self._waiting:
+                    self._set_zero(self._arguments[position][0])
+                self._reduce(*self._arguments[position])
             self._ended = True
             if self._arrivals is not None:
                 self._reorder(self._arrivals)
@@ -197,8 +197,11 @@ class _AgreedOrder:
 
     def _reorder(self, arrivals: list[int]) -> None:
         """Take over rank 0's order of this first backward; collective."""
-        first: Any = self._world.gather(arrivals)[0] if self._world.size > 1 else arrivals
-        places = [*dict.fromkeys(first), *(place for place in range(len(self._arguments)) if place not in set(first))]
-        self._arguments = [self._arguments[place] for place in places]
-        self._place = {id(arguments[0]): place for place, arguments in enumerate(self._arguments)}
+        arrivals_of_first_rank: Any = self._world.gather(arrivals)[0] if self._world.size > 1 else arrivals
+        positions = [
+            *dict.fromkeys(arrivals_of_first_rank),
+            *(position for position in range(len(self._arguments)) if position not in set(arrivals_of_first_rank)),
+        ]
+        self._arguments = [self._arguments[position] for position in positions]
+        self._position = {id(arguments[0]): position for position, arguments in enumerate(self._arguments)}
         self._arrivals = None

@@ -58,9 +58,9 @@ def build_ds_config(
     """
     raw = config.parallel.ds_config
     _refuse_other_optimizer(config, raw)
-    ours = _owned_values(config, world_size, accum, on_cuda)
-    _refuse_conflicts(raw, ours)
-    return merged(merged(_defaults(config, on_cuda, sizes), raw), ours)
+    owned_values = _owned_values(config, world_size, accum, on_cuda)
+    _refuse_conflicts(raw, owned_values)
+    return merged(merged(_defaults(config, on_cuda, sizes), raw), owned_values)
 
 
 def _owned_values(config: RunConfig, world_size: int, accum: int, on_cuda: bool) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
         "contiguous_gradients": True,
         "overlap_comm": on_cuda,
     }
-    if parallel.strategy == "zero3":
+    if STAGES[parallel.strategy] == 3:
         zero["stage3_prefetch_bucket_size"] = (gathered + gathered % 2) // 10
     for key in ("offload_optimizer", "offload_param"):
         if getattr(parallel, key) != "none":
@@ -136,7 +136,7 @@ def _defaults(config: RunConfig, on_cuda: bool, sizes: tuple[int, int] | None) -
 def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
     """Refuse zero1 + bf16 + fp32 accumulation: DeepSpeed (0.19) then uses an optimizer with another state layout."""
     accumulates = raw.get("data_types", {}).get("grad_accum_dtype") if isinstance(raw.get("data_types"), dict) else None
-    if config.parallel.strategy == "zero1" and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
+    if STAGES[config.parallel.strategy] == 1 and config.precision.mode == "bf16" and accumulates in ("fp32", "float32"):
         raise ConfigError(
             f"parallel.ds_config.data_types.grad_accum_dtype={accumulates} under zero1 and bf16 makes DeepSpeed use "
             "BF16_Optimizer, which keeps whole fp32 gradients and whose state shardkit cannot save",
@@ -144,15 +144,15 @@ def _refuse_other_optimizer(config: RunConfig, raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_conflicts(raw: dict[str, Any], ours: dict[str, Any]) -> None:
-    ours_flat = dict(_leaves(ours))
+def _refuse_conflicts(raw: dict[str, Any], owned_values: dict[str, Any]) -> None:
+    owned_leaves = dict(_leaves(owned_values))
     for path, value in _leaves(raw):
         owner = next((key for owned, key in _OWNED.items() if path == owned or path.startswith(owned + ".")), None)
-        if owner is None or (path in ours_flat and ours_flat[path] == value):
+        if owner is None or (path in owned_leaves and owned_leaves[path] == value):
             continue
-        found = f"shardkit sets it to {ours_flat[path]!r}" if path in ours_flat else "shardkit decides it"
+        reason = f"shardkit sets it to {owned_leaves[path]!r}" if path in owned_leaves else "shardkit decides it"
         raise ConfigError(
-            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {found}",
+            f"parallel.ds_config.{path}={value!r} contradicts {owner}: {reason}",
             f"remove the raw key and set {owner}",
         )
 

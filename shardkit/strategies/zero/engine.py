@@ -22,17 +22,17 @@ from ...parallel import compat
 from ...parallel.precision import engine_forward
 from ...parallel.weights import Weights
 from ...parallel.world import World
-from ..base import OptimizerFactory, Shard, Update
+from ..base import Facts, OptimizerFactory, Shard, Update
 from ..states import buffer_shards, with_scalars
 from ..step import skipping
 from .chosen import ChosenParts
 from .config import STAGES, build_ds_config
 from .cpu_adam import build_cpu_adam
+from .finite_norms import FiniteNorms
 from .gathers import KeepReused
 from .state import (
     EPILOGUE,
     BuiltInPartitions,
-    FiniteNorms,
     create_zero_states,
     frozen_shards,
     kept_buffers,
@@ -56,6 +56,10 @@ class ZeRO:
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name = config.parallel.strategy
         self.stage = STAGES[self.name]
+        self.facts = Facts(
+            shards_state=True, shards_parameters=self.stage == 3, gathers_by_layer=self.stage == 3, hooks_modules=True,
+            needs_same_calls=True, counts_unused_as_zero=config.parallel.find_unused is not False,
+        )  # fmt: skip
         self._config = config
         self._world = world
         self._linear = nn.functional.linear
@@ -118,7 +122,7 @@ class ZeRO:
         self.model = self._engine
         self.optimizer = self._zero.optimizer
         self._chosen.attach(self._zero)
-        self._kept = KeepReused(self._zero.parameter_offload) if self.stage == 3 else None
+        self._reused = KeepReused(self._zero.parameter_offload) if self.stage == 3 else None
         self._norms = FiniteNorms(self._zero, self._world.device)
         setattr(self._zero, EPILOGUE, self._with_meanwhile(getattr(self._zero, EPILOGUE)))
         _return_freed_memory()  # DeepSpeed has copied every partition into one buffer
@@ -128,8 +132,8 @@ class ZeRO:
         part = param.ds_tensor
         start = self._world.rank * part.ds_numel
         part.data.zero_()
-        mine = min(part.ds_numel, max(param.ds_numel - start, 0))
-        weights.fill(fqn, param.ds_shape, part.data[:mine], start)
+        n_local = min(part.ds_numel, max(param.ds_numel - start, 0))
+        weights.fill(fqn, param.ds_shape, part.data[:n_local], start)
         param.ds_secondary_tensor = None  # hpz: a copy of the old values
 
     def _on_cpu(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -154,14 +158,14 @@ class ZeRO:
 
     def backward(self, loss: torch.Tensor, meanwhile: Callable[[], object] | None = None) -> None:
         self._meanwhile = meanwhile
-        if self._kept is None:
+        if self._reused is None:
             self._engine.backward(loss, scale_wrt_gas=False)
             return
-        self._kept.in_backward = True
+        self._reused.in_backward = True
         try:
             self._engine.backward(loss, scale_wrt_gas=False)
         finally:
-            self._kept.in_backward = False
+            self._reused.in_backward = False
 
     def _with_meanwhile(self, epilogue: Callable[[], None]) -> Callable[[], None]:
         """DeepSpeed's end of backward, which waits for the device, after `backward`'s `meanwhile`."""
@@ -244,10 +248,10 @@ def _return_freed_memory() -> None:
 
 def _forget_groups(deepspeed: Any) -> None:
     """Let DeepSpeed make its groups anew where this process has trained before: it keeps them for good."""
-    known = deepspeed.utils.groups
-    if known._WORLD_GROUP not in compat.groups():  # else it is of a process group that the caller keeps
-        known._WORLD_GROUP = None
-    known._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz; it refuses to make a second one
+    groups = deepspeed.utils.groups
+    if groups._WORLD_GROUP not in compat.groups():  # else it is of a process group that the caller keeps
+        groups._WORLD_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # hpz; it refuses to make a second one
 
 
 def _deepspeed(world: World) -> Any:

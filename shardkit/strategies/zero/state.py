@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.libraries import Feature, Private
+from ...config.libraries import Feature
 from ...errors import CheckpointError
 from ...memory.rows import StateKind
 from ...parallel.weights import even_range, exchange, parameters_on_meta, replace_parameters
@@ -119,8 +117,8 @@ def _partition_metas(init: Any, named: Iterable[tuple[str, nn.Parameter]], model
     parts: dict[int, Any] = {}
     for _, param in named:
         if param.is_meta:
-            whole = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
-            part: Any = nn.Parameter(whole, requires_grad=param.requires_grad)
+            full_tensor = torch.empty(param.shape, dtype=init.dtype, device=init.local_device)
+            part: Any = nn.Parameter(full_tensor, requires_grad=param.requires_grad)
             vars(part).update(vars(param) | vars(part))  # what the model's code has noted on it
             init._convert_to_deepspeed_param(part)
             part.partition()
@@ -172,98 +170,16 @@ def kept_buffers(zero: Any) -> Iterator[torch.Tensor]:
 def offloaded(zero: Any) -> list[str]:
     """The settings of `parallel` by which state lives on the host: `offload_optimizer`, `offload_param`."""
     stage = stage_of(zero)
-    held = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
-    found = ["offload_optimizer"] if any(master.device.type == "cpu" for master in held) else []
+    masters = zero.fp32_partitioned_groups_flat if stage == 3 else zero.single_partition_of_fp32_groups
+    settings = ["offload_optimizer"] if any(master.device.type == "cpu" for master in masters) else []
     parts = (param.ds_tensor for group in zero.fp16_groups for param in group) if stage == 3 else ()
-    return found + ["offload_param"] * any(part.device.type == "cpu" for part in parts)
+    return settings + ["offload_param"] * any(part.device.type == "cpu" for part in parts)
 
 
 def optimizer_of(zero: Any, master: torch.Tensor) -> Any:
     """The optimizer that updates a master partition: with offload_ratio a second one updates those on the GPU."""
     on_gpu = getattr(zero, "backup_optimizer", None)
     return zero.optimizer if on_gpu is None or master.device.type == "cpu" else on_gpu
-
-
-class FiniteNorms:
-    """Tells whether the norm of the gradients is finite, on the device before the update's kernels run.
-
-    DeepSpeed writes -1 for a group's norm that is not, and up to 0.19.6 uses it as 1 when it combines groups: the step
-    is taken. In stages 1 and 2 on the device, each -1 is a copy from pageable memory, and 0.19.8 reads the total norm
-    back: the host waits twice for each group. There the norms stay as they are, and nothing is read.
-
-    Attributes:
-        bad: 1 if a norm of this step was not finite, else 0.
-    """
-
-    def __init__(self, zero: Any, device: torch.device) -> None:
-        self.bad = torch.zeros((), device=device)
-        self._bad_on_host = False
-        self._of_groups = stage_of(zero) == 3 or bool(offloaded(zero))
-        if self._of_groups:
-            for name in GROUP_NORMS:
-                setattr(zero, name, self._noting_group(getattr(zero, name)))
-            return
-        zero.get_grad_norm_direct = _inside(zero.get_grad_norm_direct, MASK, lambda norm, device=None, val=-1.0: None)
-        zero.unscale_and_clip_grads = _inside(zero.unscale_and_clip_grads, IS_INVALID, lambda norm: False)
-        zero.scaled_global_norm = self._noting_total(zero.scaled_global_norm)
-
-    def _noting_total(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            norm = compute(*args, **kwargs)
-            torch.mul(norm, 0, out=self.bad).ne_(0)  # NaN is none of both; two kernels, as this runs in every step
-            return norm
-
-        return noted
-
-    def _noting_group(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            found = compute(*args, **kwargs)
-            norm = torch.as_tensor(found)
-            bad = (norm.sqrt() * 0).ne_(0)
-            if norm.device == self.bad.device:
-                torch.maximum(self.bad, bad.float(), out=self.bad)
-            elif bad:
-                self._bad_on_host = True
-                self.bad.fill_(1.0)
-            return found
-
-        return noted
-
-    def forget(self) -> None:
-        """Begin a step."""
-        if self._of_groups:
-            self._bad_on_host = False
-            self.bad.zero_()
-
-    def checked(self, norm: torch.Tensor) -> torch.Tensor:
-        """DeepSpeed's norm over all groups; not finite if one group's norm was not."""
-        if not self._of_groups:
-            return norm
-        if norm.device != self.bad.device:
-            return torch.full_like(norm, math.inf) if self._bad_on_host else norm
-        return norm.masked_fill(self.bad > 0, math.inf)
-
-
-def _inside(method: Callable[..., Any], name: Private, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that finds `instead` under the name of a function of its module.
-
-    Raises:
-        NameGone: the installed release should have that function, and has not.
-    """
-    module, _, function = name.path.rpartition(".")
-    if not name.needed():  # a release before it
-        return method
-    name.find()  # one that has lost it would go on without a word
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        found = vars(sys.modules[module])
-        theirs, found[function] = found[function], instead
-        try:
-            return method(*args, **kwargs)
-        finally:
-            found[function] = theirs
-
-    return replaced
 
 
 def share_rates(zero: Any) -> None:
@@ -282,8 +198,8 @@ def zero12_state(module: nn.Module, zero: Any) -> Iterator[tuple[StateKind, torc
         if not param.requires_grad:
             yield "params", param.detach()
     yield from _masters_and_states(zero, zero.single_partition_of_fp32_groups)
-    for held in (zero.averaged_gradients, zero.all_grad_tensors):
-        for grads in held.values():
+    for grads_by_group in (zero.averaged_gradients, zero.all_grad_tensors):
+        for grads in grads_by_group.values():
             for grad in grads or ():
                 yield "grads", grad
     for group in zero.bit16_groups:
@@ -322,16 +238,16 @@ def zero12_shards(zero: Any, fqns: dict[int, str], rank: int) -> Iterator[Shard]
     groups = zip(zero.bit16_groups, zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
     for group, buffer, master in groups:
         size = master.numel()
-        mine = rank * size
+        rank_start = rank * size
         for param in group:
             if param.numel() == 0:
                 continue
             # The parameter's place in the buffer, whatever order and padding the engine chose.
             offset = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
-            first, last = max(offset, mine), min(offset + param.numel(), mine + size)
-            if first < last:
+            begin, end = max(offset, rank_start), min(offset + param.numel(), rank_start + size)
+            if begin < end:
                 yield from _fragment(
-                    zero, fqns[id(param)], tuple(param.shape), first - offset, master, first - mine, last - first
+                    zero, fqns[id(param)], tuple(param.shape), begin - offset, master, begin - rank_start, end - begin
                 )
 
 
@@ -379,12 +295,12 @@ def create_zero_states(zero: Any, stage: int, fqns: Mapping[int, str], stateless
 
 def zero_scalars(zero: Any, stage: int, fqns: dict[int, str]) -> dict[str, float]:
     """The step counter of each flat master, for every parameter in it; and the loss scaler, `engine.loss_scaler.*`."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for master, params, _ in masters(zero, stage):
         state = optimizer_of(zero, master).state.get(master, {})
         for param in params:
-            found |= scalars_of(fqns[id(param)], master, state)
-    return found | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
+            numbers |= scalars_of(fqns[id(param)], master, state)
+    return numbers | {f"engine.loss_scaler.{key}": value for key, value in _loss_scaler(zero).items()}
 
 
 def set_zero_scalars(zero: Any, stage: int, fqns: dict[int, str], scalars: Mapping[str, float]) -> None:

@@ -1,12 +1,18 @@
-"""Check that the first update changes the weights."""
+"""What only the first step shows: whether its update changes the weights, and how its code compiled."""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from ..config.libraries import is_first_rank
 from ..errors import TrainingError
+from ..parallel.compat import graph_breaks
 from ..parallel.world import World
 from ..strategies import Strategy
+
+_LOG = logging.getLogger(__name__)
 
 
 class FirstUpdate:
@@ -46,3 +52,15 @@ class FirstUpdate:
     def _fingerprint(self) -> list[torch.Tensor]:
         """The first elements of this rank's part of each weight."""
         return [s.local[:256].float().clone() for s in self._strategy.shards() if s.name.startswith("model.")]
+
+
+def say_graph_breaks() -> None:
+    """Warn if torch.compile could not make one graph of each unit: the pieces between breaks are slower."""
+    breaks = graph_breaks()
+    if breaks and is_first_rank():
+        reasons = ", ".join(f"{reason} ({number})" for reason, number in breaks.items())
+        _LOG.warning(
+            "compile.enabled=true: torch.compile broke its graphs %d times in the first step: %s. The code between two "
+            "breaks is compiled, the rest is not; TORCH_LOGS=graph_breaks names the lines",
+            sum(breaks.values()), reasons,
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Plan one job and print the plan, whether a config or other tools' files describe the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from ..config.schema import RunConfig
+from ..plan.advise import Change
+from ..plan.client import Planner
+from ..plan.model.estimate import MemoryEstimate
+from ..plan.show import first_look, show, show_changes
+from ..plan.submit_check import Advisor
+from ..plan.target import Target
+from .progress import Waiting, say
+
+FITS, MISFIT, NOT_PLANNED = 0, 4, 7
+"""Exit codes."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What the printed plan has beyond the estimate.
+
+    Attributes:
+        lines: printed below the estimate.
+        misfits: reasons, beside the steps, why the job does not fit.
+        fields: added to the JSON.
+    """
+
+    lines: Sequence[str] = ()
+    misfits: Sequence[str] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def no_details(estimate: MemoryEstimate) -> Details:
+    """The details of a job that a config describes."""
+    return Details()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A job to plan.
+
+    Attributes:
+        name: the file, or files, that describe it.
+        advisor: plans changes that would fit.
+        details: what to print beyond an estimate of the job.
+        loop: for the planner: how another tool's loop differs from shardkit's.
+        not_planned: a line for each setting that the estimate lacks; with one there is no verdict.
+    """
+
+    name: str
+    config: RunConfig
+    target: Target
+    advisor: Advisor
+    details: Callable[[MemoryEstimate], Details] = no_details
+    loop: Mapping[str, Any] | None = None
+    not_planned: Sequence[str] = ()
+
+
+def print_plan(subject: Subject, as_json: bool, advice: bool) -> int:
+    """Plan a job, print the plan, and return the exit code.
+
+    Args:
+        advice: whether to plan changes of a job that does not fit.
+    """
+    work = f"planning {subject.name}: tracing one step of the whole model"
+    changes: list[Change] = []
+    with Planner(subject.target, loop=subject.loop) as planner, Waiting(work) as waiting:
+        if not as_json and (rough_estimate := planner.first_look(subject.config)):
+            say(first_look(rough_estimate, subject.not_planned))
+        estimate = planner.predict(subject.config)
+        details, misfit = subject.details(estimate), estimate.verdict == "does not fit"
+        if not as_json:
+            title = f"{subject.name}: {subject.config.parallel.strategy}"
+            typer.echo(show(title, estimate, subject.target, subject.not_planned))
+            for line in details.lines:
+                typer.echo(line)
+        advises = misfit and advice and not subject.not_planned
+        if advises:
+            waiting.now(f"{subject.name}: planning changes that would fit, one after the other")
+            changes = subject.advisor(estimate, planner)
+    if as_json:
+        tree = {**estimate.to_json(), "changes": [change_as_json(change) for change in changes], **details.fields}
+        typer.echo(json.dumps(tree, indent=1))
+    elif advises:
+        typer.echo("\n" + show_changes(changes))
+    return NOT_PLANNED if subject.not_planned else MISFIT if misfit or details.misfits else FITS
+
+
+def change_as_json(change: Change) -> dict[str, Any]:
+    """A planned change for programs."""
+    tree = {
+        "settings": change.settings, "saving": change.saving, "cost": change.cost, "needs": change.estimate.needed,
+        "verdict": change.estimate.verdict,
+    }  # fmt: skip
+    return tree | ({"in_the_files": change.said} if change.said else {})

@@ -1,0 +1,291 @@
+"""Check that all ranks call the same blocks and use the same parameters, where an engine pairs their gathers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..config.capability import ZERO
+from ..config.schema import RunConfig, StrategyName
+from ..errors import ConfigError
+from ..parallel.blocks import chosen_by_data, chosen_members, is_sharded, plain_type
+from ..parallel.world import World
+from ..strategies.base import Facts
+from ..strategies.clocks import GatherWaits
+
+if TYPE_CHECKING:
+    from ..strategies.reach import Reach
+    from ..strategies.unused import UnusedParameters
+
+SHOWN = 4
+"""Most names that an error lists; further ones are counted."""
+FIRST_STEPS = 2
+"""Steps in which ranks compare their calls before an engine pairs their gathers, which it does by order alone."""
+_END = "the end of forward"
+Loss = TypeVar("Loss")
+
+
+class BlockCalls:
+    """Checks that all ranks call the same blocks, if an engine gathers these.
+
+    In the first two steps ranks compare each call of a gathered module before the call, and before backward the
+    parameters that the loss depends on. Later a call is only noted in a list, whose `flags` ride in the step's
+    reduction, with the parameters that got no gradient where the engine knows them. Compiled blocks get the second
+    check alone: the hooks of the others would be compiled with them.
+
+    Args:
+        blocks: the model's repeated blocks by name.
+
+    Attributes:
+        waits: the waits of forward for gathered parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        config: RunConfig,
+        world: World,
+        facts: Facts,
+        reach: Reach | None = None,
+        unused: UnusedParameters | None = None,
+    ) -> None:
+        self._blocks, self._model, self._world, self._unused = [*blocks.values()], model, world, unused
+        self._order = [*blocks]
+        self._strategy, self._facts = config.parallel.strategy, facts
+        self._step = 1
+        self._called: list[int] = []
+        self._forwards = 0
+        self._names = {id(module): plain(name) or "the model" for name, module in model.named_modules()}
+        alone, compiles = world.size == 1, config.compile.enabled
+        self._same_calls = not alone and facts.needs_same_calls and not compiles
+        self._same_uses = not alone and not facts.reduces_missing_grads
+        sharded = [module for module in model.modules() if is_sharded(module)]
+        self._explain = reach is not None
+        gathering = [*model.modules()] if facts.gathers_by_layer else sharded
+        unknown = compiles and bool(gathering) and not alone  # hooks would be compiled with the blocks
+        self.waits = GatherWaits(None if unknown else [] if alone else gathering, world.device)
+        counts_as_zero = facts.counts_unused_as_zero
+        self._may_differ = {plain(fqn) for fqn in chosen_by_data(model, self._blocks)} if counts_as_zero else set[str]()
+        # ZeRO-3 gathers such a member whole, fsdp by units of its own.
+        members = chosen_members(model, self._blocks).values() if counts_as_zero and not sharded else ()
+        self._not_gathered_alone = {id(module) for member in members for module in member.modules()}
+        self._leaves = {id(param): plain(name) for name, param in model.named_parameters()}
+        self._hooks: list[Any] = []
+        self._counts_forwards = facts.hooks_model and not compiles
+        if self._counts_forwards:
+            self._hooks.append(model.register_forward_pre_hook(self._count_forward))
+        if self._same_calls:
+            for index, block in enumerate(self._blocks):
+                block.register_forward_pre_hook(partial(self._note, index), prepend=True)
+            gathered = [module for module in sharded if reach is None or not reach.is_held(module)]
+            for module in gathered or self._callable(model):
+                # Prepended after the engine's own hooks: it runs before their gather.
+                self._hooks.append(module.register_forward_pre_hook(self._compare_call, prepend=True))
+        if self._same_uses and not compiles:
+            self._hooks += [module.register_forward_pre_hook(self._note_leaves) for module in sharded]
+
+    def _callable(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that may be called separately, and for ZeRO-3 every layer, which it gathers by itself."""
+        lists = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict)))
+        members = [child for holder in lists for child in holder.children() if any(True for _ in child.parameters())]
+        if self._facts.gathers_by_layer:
+            members += [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        callable_modules = {id(m): m for m in [model, *self._blocks, *members]}
+        return [m for key, m in callable_modules.items() if key not in self._not_gathered_alone]
+
+    @property
+    def last(self) -> str:
+        """Name of the block that this rank called last; empty before the first call, and where no engine compares."""
+        return self._order[self._called[-1]] if self._called else ""
+
+    def _note(self, index: int, block: nn.Module, *_: Any) -> None:
+        if block.training:
+            self._called.append(index)
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def _compare_call(self, module: nn.Module, *_: Any) -> None:
+        if module.training:
+            self._compare(self._names[id(module)])
+
+    def _note_leaves(self, module: nn.Module, *_: Any) -> None:
+        """Note the names of the parameters that FSDP2 has just gathered."""
+        prefix = "" if module is self._model else self._names[id(module)] + "."
+        self._leaves |= {id(param): prefix + name for name, param in module.named_parameters()}
+
+    def _compare(self, name: str) -> None:
+        """Raise on every rank if the ranks are not at the same place; collective."""
+        if self._agreed(name):
+            return
+        raise self._refusal([str(called) for called in self._world.gather(name)])
+
+    def _agreed(self, text: str) -> bool:
+        number = float(zlib.crc32(text.encode()) & 0xFFFFF)
+        return self._equal(*self._world.sum([number, number * number]))
+
+    def _equal(self, total: float, squares: float) -> bool:
+        """Whether the numbers of all ranks are equal, from their sum and the sum of their squares."""
+        return int(squares) * self._world.size == int(total) ** 2
+
+    def _refusal(self, names: list[str]) -> ConfigError:
+        rank = next(rank for rank, name in enumerate(names) if name != names[0])
+        shared = [class_name for name in names if (class_name := self._shared_class(name))]
+        at = [f"is at {name}" if name == _END else f"calls {name}" for name in names]
+        return ConfigError(
+            f"rank 0 {at[0]} where rank {rank} {at[rank]} (step {self._step}): "
+            f"parallel.strategy={self._strategy} needs every rank to call the same blocks, in the same order",
+            advice(self._strategy, shared[0] if shared else None),
+        )
+
+    def _shared_class(self, name: str) -> str | None:
+        """Class of the module around a list's member, which every rank calls; None if that is the whole model."""
+        modules = {plain(fqn): module for fqn, module in self._model.named_modules()}
+        parts = name.split(".")
+        paths = [".".join(parts[:end]) for end in range(1, len(parts))]
+        lists = [path for path in paths if isinstance(modules.get(path), (nn.ModuleList, nn.ModuleDict))]
+        if len(lists) > 1:  # the member of the outer list
+            return plain_class(modules[paths[paths.index(lists[0]) + 1]])
+        holder = lists[0].rpartition(".")[0] if lists else ""
+        return plain_class(modules[holder]) if holder else None
+
+    def around(self, loss: Callable[..., Loss]) -> Callable[..., Loss]:
+        """`loss`; in the first steps it ends by comparing its calls and the parameters that it depends on.
+
+        Raises (from the loss):
+            ConfigError: ranks differ, or the loss bypassed the wrapped model.
+        """
+
+        def compared(*args: Any) -> Loss:
+            self._forwards = 0
+            try:
+                total = loss(*args)
+            except RuntimeError as error:  # a layer cannot compute with a shard
+                if self._step <= FIRST_STEPS:
+                    self._refuse_parts(error)
+                raise self._explained(error) from error
+            if self._step > FIRST_STEPS:
+                return total
+            self._refuse_parts(None)
+            if self._same_calls:
+                self._compare(_END)
+            if self._same_uses:
+                self._compare_uses(total)
+            return total
+
+        return self.waits.around(compared)
+
+    def _explained(self, error: Exception) -> Exception:
+        if not self._explain:
+            return error
+        from ..strategies.reach import explained  # imports FSDP2
+
+        return explained(error, self._model, self._strategy)
+
+    def compare_reach(self, words: str) -> None:
+        """Raise on every rank unless all have just found the same part used outside of its block; collective."""
+        if self._same_calls and self._model.training and self._step <= FIRST_STEPS:
+            self._compare(words)
+
+    def _refuse_parts(self, error: RuntimeError | None) -> None:
+        if self._counts_forwards and not self._forwards:
+            raise ConfigError(
+                f"the loss did not call the model, only parts of it: parallel.strategy={self._strategy} hooks into "
+                "the call of the whole model",
+                "call model(...) in the loss; give its forward an argument that selects the part to compute",
+            ) from error
+
+    def _compare_uses(self, loss: Any) -> None:
+        used = {self._leaves.get(id(leaf)) for leaf in leaves_of(loss)} - {None} - self._may_differ
+        if self._agreed("\n".join(sorted(map(str, used)))):
+            return
+        raise self._different_uses(self._world.gather(used))
+
+    def _different_uses(self, sets: list[Any]) -> ConfigError:
+        """The error for ranks whose losses depend on these sets of parameters, which differ."""
+        common = set.intersection(*sets)
+        extra = [sorted(names - common) for names in sets]
+        rank = next(rank for rank, names in enumerate(extra) if names)
+        shown = ", ".join(extra[rank][:SHOWN]) + (", …" if len(extra[rank]) > SHOWN else "")
+        ranks_without = [index for index, names in enumerate(sets) if not set(extra[rank]) <= names]
+        return ConfigError(
+            f"the loss of rank {rank} depends on {len(extra[rank])} parameters that rank {ranks_without[0]}'s does not "
+            f"depend on (step {self._step}: {shown}): parallel.strategy={self._strategy} needs the same on every rank",
+            advice(self._strategy, self._shared_class(extra[rank][0])),
+        )
+
+    def flags(self) -> list[float]:
+        """Two numbers for this step's calls; their sums over all ranks go to `agree`."""
+        number = float(zlib.crc32(f"{self._called} {self._unused_alike()}".encode()) & 0xFFFFF)
+        return [number, number * number]
+
+    def _unused_alike(self) -> list[str]:
+        """The parameters to which this rank gave no gradient in this step, without those that ranks may choose."""
+        names = self._unused.names() if self._unused is not None else ()
+        return [name for name in names if name not in self._may_differ]
+
+    def agree(self, sums: Sequence[float]) -> None:
+        """Compare this step's calls by the sums of `flags`, and begin the next step; collective if they differ.
+
+        Raises:
+            ConfigError: ranks called different blocks, or used different parameters.
+        """
+        called, self._called = self._called, self._called[-1:]
+        if not self._equal(*sums):
+            everyone: list[Any] = self._world.gather(([self._order[index] for index in called], self._unused_alike()))
+            calls, unused = [names for names, _ in everyone], [set(names) for _, names in everyone]
+            indices = range(len(called) + 1)
+            at = next((i for i in indices if len({tuple(names[i : i + 1]) for names in calls}) > 1), None)
+            if at is None:
+                raise self._different_uses([set().union(*unused) - names for names in unused])
+            raise self._refusal([(names[at : at + 1] or [_END])[0] for names in calls])
+        self._step += 1
+        if self._step == FIRST_STEPS + 1:
+            for hook in self._hooks:
+                hook.remove()
+            self._leaves.clear()
+
+
+def advice(strategy: StrategyName, shared: str | None) -> str:
+    """The fix for a model whose ranks use different parts; `shared`: a class around the parts that every rank calls."""
+    if strategy == "ddp":  # the words name settings, which differ by the name of the strategy
+        return "set parallel.find_unused=true"
+    ddp = "set parallel.strategy=ddp with parallel.find_unused=true"
+    counts_as_zero = strategy in ZERO or _fsdp_reduces_unused()
+    return f"name block_classes that every rank calls ({shared}), or {ddp}" if shared and counts_as_zero else ddp
+
+
+def leaves_of(loss: Any) -> Iterator[torch.Tensor]:
+    """The tensors to which backward of this loss gives gradients."""
+    waiting = [getattr(loss, "grad_fn", None)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [after for after, _ in node.next_functions]
+
+
+def plain(fqn: str) -> str:
+    """A name without engines' prefixes."""
+    return fqn.removeprefix("module.")
+
+
+def plain_class(module: nn.Module) -> str:
+    """Name of a module's class in the model's code."""
+    return plain_type(module).__name__
+
+
+def _fsdp_reduces_unused() -> bool:
+    from ..strategies.unused import REDUCES_UNUSED  # imports FSDP2
+
+    return REDUCES_UNUSED
